@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from farandole.runner import run
 
 __version__ = "0.1.0"
-"""The version of the package, which is also that of the extension."""
+"""The version of the package and of the extension."""
 
 __all__ = [
     "FarandoleBugError",

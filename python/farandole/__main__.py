@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    # Raised between two waits of the native code, which first ends what it has started.
+def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
+    # Raised between two waits of the native code, which first ends the processes it has started.
     raise SystemExit(128 + number)
 
 
@@ -32,7 +32,7 @@ def main(called: str = "farandole") -> int:
         # `nohup` ignores SIGHUP for the command that it starts, which then continues without its
         # terminal.
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _end)
+            signal.signal(number, _exit_on_signal)
     return cli.main([called, *sys.argv[1:]])
 
 

@@ -11,7 +11,7 @@ if _find_spec("keras") is None:
         "farandole.keras needs Keras: pip install keras, and a backend for it", name="keras"
     )
 
-from farandole._keras.optimizer import distribute, is_distributed, is_optimizer
+from farandole._keras.optimizer import distribute_optimizer, is_distributed, is_optimizer
 from farandole._keras.settings import Settings
 
-__all__ = ["Settings", "distribute", "is_distributed", "is_optimizer"]
+__all__ = ["Settings", "distribute_optimizer", "is_distributed", "is_optimizer"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-def in_step(model: Any) -> None:
+def sync_jax_state(model: Any) -> None:
     """Puts a running fit's state into the model's variables: on JAX it is kept apart."""
     sync = getattr(model, "jax_state_sync", None)
     if sync is not None:
@@ -28,18 +28,18 @@ def in_step(model: Any) -> None:
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Overwrites the model's and the optimizer's variables by those of one rank, once, so that all
-    start alike.
+    """Overwrites the model's and the optimizer's variables once with one rank's values, so that all
+    ranks start alike.
 
-    That happens when training begins if all ranks have built the model; else at the end of the
-    first batch, whose step the ranks have then taken from different weights.
+    If all ranks have built the model, the broadcast is at the begin of training; else at the end of
+    the first batch, whose step the ranks have then taken from different weights.
 
     Args:
         root_rank: The rank whose values count.
         device: Accepted for compatibility with Horovod.
         local_variables: Variables that belong to each rank, in addition to those given to the
             optimizer's `register_local_var`; Horovod's scripts register them with the callback.
-            What the optimizer keeps for them stays with their rank, too.
+            The optimizer's slots for these variables stay local, too.
     """
 
     def __init__(
@@ -49,34 +49,34 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         del device
         self.root_rank = root_rank
         self.broadcast_done = False
-        self._local = {id(variable) for variable in local_variables or []}
+        self._local_variable_ids = {id(variable) for variable in local_variables or []}
 
     def register_local_var(self, var: Any) -> None:
         """Leaves a variable to each rank."""
-        self._local.add(id(var))
+        self._local_variable_ids.add(id(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts if there is something to, on all ranks."""
         del logs
         model: Any = self.model
-        if self.broadcast_done or not _on_all_ranks(bool(model.built)):
+        if self.broadcast_done or not _is_true_on_all_ranks(bool(model.built)):
             return
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        self._broadcast()
+        self._broadcast_variables()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts if that has not been."""
         del batch, logs
         if not self.broadcast_done:
-            in_step(self.model)
-            self._broadcast()
+            sync_jax_state(self.model)
+            self._broadcast_variables()
 
-    def _broadcast(self) -> None:
+    def _broadcast_variables(self) -> None:
         model: Any = self.model
         optimizer = getattr(model, "optimizer", None)
-        variables, local = list(model.weights), self._local
+        variables, local = list(model.weights), self._local_variable_ids
         if optimizer is not None:
             variables += optimizer.variables
             local = local_variables(optimizer, local)
@@ -86,7 +86,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.broadcast_done = True
 
 
-def _on_all_ranks(flag: bool) -> bool:
+def _is_true_on_all_ranks(flag: bool) -> bool:
     mine = np.array([int(flag)], np.int32)
     return bool(arrays.allreduce(mine, op=arrays.Min, name="keras.built")[0])
 
@@ -198,23 +198,23 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         ):
             return
         if self.staircase and batch == 0:
-            self._adjust(self.current_epoch)
+            self._adjust_learning_rate(self.current_epoch)
         elif not self.staircase:
-            self._adjust(self.current_epoch + batch / (self.steps_per_epoch or 1))
+            self._adjust_learning_rate(self.current_epoch + batch / (self.steps_per_epoch or 1))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the rate among the metrics."""
         del epoch
         if logs is not None:
-            logs["lr"] = self._rate()
+            logs["lr"] = self._current_learning_rate()
 
-    def _rate(self) -> float:
+    def _current_learning_rate(self) -> float:
         model: Any = self.model
-        in_step(model)
+        sync_jax_state(model)
         return float(as_array(model.optimizer.learning_rate))
 
-    def _adjust(self, epoch: float) -> None:
-        old, new = self._rate(), self.initial_lr * self.multiplier(epoch)
+    def _adjust_learning_rate(self, epoch: float) -> None:
+        old, new = self._current_learning_rate(), self.initial_lr * self.multiplier(epoch)
         if math.isclose(old, new, rel_tol=1e-9):
             return
         model: Any = self.model
@@ -254,12 +254,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        def multiplier(epoch: float) -> float:
+        def warmup_multiplier(epoch: float) -> float:
             return 1.0 / basics.size() * (epoch * (basics.size() - 1) / warmup_epochs + 1)
 
         super().__init__(
             initial_lr,
-            multiplier,
+            warmup_multiplier,
             start_epoch=0,
             end_epoch=math.ceil(warmup_epochs),
             staircase=False,
@@ -269,10 +269,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
 
-    def _adjust(self, epoch: float) -> None:
+    def _adjust_learning_rate(self, epoch: float) -> None:
         # The function of epochs gets all values of this object as arguments, because copies have
         # their own steps.
-        super()._adjust(min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs))
+        super()._adjust_learning_rate(
+            min(epoch + 1.0 / (self.steps_per_epoch or 1), self.warmup_epochs)
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Does the same as the base class, and prints a message at the end."""
@@ -283,7 +285,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             and self.verbose > 0
             and basics.rank() == 0
         ):
-            print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {self._rate()}.")  # noqa: T201
+            rate = self._current_learning_rate()
+            print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {rate}.")  # noqa: T201
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

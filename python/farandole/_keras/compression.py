@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-class Compressor:
+class KerasCompressor:
     """Makes a tensor smaller before a reduction and restores it afterwards."""
 
     @staticmethod
@@ -25,17 +25,17 @@ class Compressor:
         return tensor if ctx is None else keras.ops.cast(tensor, ctx)
 
 
-def _cast(tensor: Any, dtype: str) -> tuple[Any, Any]:
+def _cast_to_narrower(tensor: Any, dtype: str) -> tuple[Any, Any]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     own = keras.backend.standardize_dtype(tensor.dtype)
     return (
         (keras.ops.cast(tensor, dtype), own)
-        if _BYTES.get(own, 0) > _BYTES[dtype]
+        if _DTYPE_BYTES.get(own, 0) > _DTYPE_BYTES[dtype]
         else (tensor, None)
     )
 
 
-class NoneCompressor(Compressor):
+class NoneCompressor(KerasCompressor):
     """Leaves tensors as they are."""
 
     @staticmethod
@@ -44,22 +44,22 @@ class NoneCompressor(Compressor):
         return tensor, None
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(KerasCompressor):
     """Halves of IEEE: 11 bits of precision, up to 65504."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts floating tensors to float16."""
-        return _cast(tensor, "float16")
+        return _cast_to_narrower(tensor, "float16")
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(KerasCompressor):
     """Brain floats: 8 bits of precision, the range of float32."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts floating tensors to bfloat16."""
-        return _cast(tensor, "bfloat16")
+        return _cast_to_narrower(tensor, "bfloat16")
 
 
 class Compression:

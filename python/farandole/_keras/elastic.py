@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.callbacks import in_step
+from farandole._keras.callbacks import sync_jax_state
 from farandole._keras.values import as_array, broadcast_variables
 from farandole.common import basics
 from farandole.common.elastic import ObjectState
@@ -41,48 +41,48 @@ class KerasState(ObjectState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._kept: list[tuple[Any, Any]] = []
+        self._variable_snapshots: list[tuple[Any, Any]] = []
         super().__init__(arrays.broadcast_object, basics.rank, **kwargs)
-        self._keep()
+        self._snapshot_variables()
 
-    def _variables(self) -> list[Any]:
-        in_step(self.model)
+    def _shared_variables(self) -> list[Any]:
+        sync_jax_state(self.model)
         return [*self.model.weights, *([] if self.optimizer is None else self.optimizer.variables)]
 
-    def _keep(self) -> None:
-        # With what each rank has of its own, as the states of random layers: on JAX a failed step
-        # loses what it had.
-        mine = self._variables()
+    def _snapshot_variables(self) -> None:
+        # Local variables, such as the states of random layers, are saved too: on JAX a failed step
+        # loses their values.
+        mine = self._shared_variables()
         known = {id(variable) for variable in mine}
         mine += [
             variable for variable in self.model.non_trainable_variables if id(variable) not in known
         ]
-        self._kept = [(variable, np.array(as_array(variable))) for variable in mine]
+        self._variable_snapshots = [(variable, np.array(as_array(variable))) for variable in mine]
 
     def save(self) -> None:
         """Keeps copies of all variables, and the attributes."""
-        self._keep()
+        self._snapshot_variables()
         super().save()
 
     def restore(self) -> None:
         """Restores the last saved state."""
-        in_step(self.model)
-        for variable, value in self._kept:
+        sync_jax_state(self.model)
+        for variable, value in self._variable_snapshots:
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
         """Spreads rank 0's variables and attributes, and keeps them."""
-        broadcast_variables(self._variables(), root_rank=0)
-        self._keep()
+        broadcast_variables(self._shared_variables(), root_rank=0)
+        self._snapshot_variables()
         super().sync()
 
-    def _arrays(self) -> list[Any]:
-        return [value for _, value in self._kept]
+    def _saved_arrays(self) -> list[Any]:
+        return [value for _, value in self._variable_snapshots]
 
-    def _take_arrays(self, arrays: list[Any]) -> None:
-        in_step(self.model)
-        for (variable, known), value in zip(self._kept, arrays, strict=True):
+    def _apply_arrays(self, arrays: list[Any]) -> None:
+        sync_jax_state(self.model)
+        for (variable, known), value in zip(self._variable_snapshots, arrays, strict=True):
             variable.assign(value.view(known.dtype))
 
 
@@ -108,11 +108,12 @@ class TensorFlowKerasState(KerasState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits a state every so many batches, and at the end of every epoch.
+    """Commits a state every `batches_per_commit` batches, and at the end of every epoch.
 
     Args:
         state: The state to commit.
-        batches_per_commit: How often; a commit copies the model and asks all ranks.
+        batches_per_commit: Batches from one commit to the next; a commit copies the model and
+            communicates with all ranks.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -131,14 +132,14 @@ class CommitStateCallback(keras.callbacks.Callback):
         del batch, logs
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
-            self._commit()
+            self._commit_state()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits."""
         del epoch, logs
-        self._commit()
+        self._commit_state()
 
-    def _commit(self) -> None:
+    def _commit_state(self) -> None:
         self.batches_remaining = self.batches_per_commit
         self.state.commit()
 
@@ -155,21 +156,21 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._steps: int | None = None
+        self._steps_per_epoch: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Remembers how long a whole epoch is."""
         del logs
-        self._steps = None
+        self._steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tells callbacks how many steps are left of the epoch."""
+        """Sets the number of remaining steps of the epoch, which other callbacks read."""
         del epoch, logs
         if self.params is None or self.params.get("steps") is None:
             return
-        if self._steps is None:
-            self._steps = self.params["steps"]
-        self.params["steps"] = self._steps - self.state.batch
+        if self._steps_per_epoch is None:
+            self._steps_per_epoch = self.params["steps"]
+        self.params["steps"] = self._steps_per_epoch - self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Takes note."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Keras optimizers whose gradients are those of all ranks.
+"""Keras optimizers that reduce gradients over all ranks.
 
 Gradients are reduced once for every update, after gradient accumulation and before clipping and
 weight decay. A `LossScaleOptimizer` around a distributed optimizer asks all ranks whether gradients
@@ -16,15 +16,15 @@ import keras
 
 from farandole._keras import patches
 from farandole._keras.reducer import make_reducer
-from farandole._keras.slots import slots
+from farandole._keras.slots import slots_with_owners
 from farandole.common.util import Average, Sum
 
 if TYPE_CHECKING:
-    from farandole._keras.reducer import Reducer
+    from farandole._keras.reducer import OptimizerReducer
     from farandole._keras.settings import Settings
 
 
-class Distribution:
+class OptimizerDistribution:
     """Makes an optimizer distributed.
 
     Args:
@@ -33,20 +33,20 @@ class Distribution:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.reducer: Reducer = make_reducer(settings)
+        self.reducer: OptimizerReducer = make_reducer(settings)
         self.variables: list[Any] = []
 
     @property
-    def factor(self) -> float:
+    def accumulation_factor(self) -> float:
         """Multiplies accumulated gradients, which Keras has averaged."""
         passes = self.settings.backward_passes_per_step
         return 1.0 if self.settings.average_aggregated_gradients else float(passes)
 
 
-class _Distributed:
+class _DistributedOptimizerMixin:
     """Mixed in before an optimizer's own class."""
 
-    _farandole: Distribution
+    _farandole: OptimizerDistribution
     _farandole_settings: Settings
     _farandole_kind: Any
 
@@ -80,7 +80,7 @@ class _Distributed:
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        reduced, clip = self._reduced(list(grads)), super()._clip_gradients  # type: ignore[misc]
+        reduced, clip = self._reduce_gradients(list(grads)), super()._clip_gradients  # type: ignore[misc]
         is_local = [
             self._farandole.reducer.is_local(variable) for variable in self._farandole.variables
         ]
@@ -97,29 +97,29 @@ class _Distributed:
                 clipped[place] = grad
         return clipped
 
-    def _reduced(self, grads: list[Any]) -> list[Any]:
+    def _reduce_gradients(self, grads: list[Any]) -> list[Any]:
         distribution, steps = self._farandole, self.gradient_accumulation_steps  # type: ignore[attr-defined]
         reducer, variables, factor = (
             distribution.reducer,
             distribution.variables,
-            distribution.factor,
+            distribution.accumulation_factor,
         )
 
-        def reduce(grads: list[Any]) -> list[Any]:
+        def reduce_scaled(grads: list[Any]) -> list[Any]:
             if factor != 1.0:
                 grads = [grad if grad is None else grad * factor for grad in grads]
             return reducer(grads, variables)
 
         if not steps or keras.backend.backend() != "jax":
-            return reduce(grads)
+            return reduce_scaled(grads)
         # On JAX Keras computes every update and keeps the due ones: only those may be sent.
         from jax import lax  # noqa: PLC0415 - the backend
 
         is_due = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
-        return lax.cond(is_due, reduce, list, grads)
+        return lax.cond(is_due, reduce_scaled, list, grads)
 
 
-class _Scaling:
+class _LossScaleMixin:
     """Mixed in before a `LossScaleOptimizer`'s own class whose inner optimizer is distributed."""
 
     _farandole_settings: Settings
@@ -150,39 +150,44 @@ def is_optimizer(value: Any) -> bool:
 
 def is_distributed(value: Any) -> bool:
     """Returns whether this optimizer, or the one in it, reduces over all ranks."""
-    return isinstance(value, _Distributed) or isinstance(
-        getattr(value, "inner_optimizer", None), _Distributed
+    return isinstance(value, _DistributedOptimizerMixin) or isinstance(
+        getattr(value, "inner_optimizer", None), _DistributedOptimizerMixin
     )
 
 
 def local_variables(optimizer: Any, others: set[int]) -> set[int]:
-    """Returns the variables of this rank alone: those of `register_local_var`, and the optimizer's
-    slots for them.
+    """Returns the local variables of this rank: the variables given to `register_local_var`, and
+    the optimizer's slots for them.
 
     Args:
-        optimizer: Keras's, built.
-        others: Further variables that do, by `id`.
+        optimizer: A built Keras optimizer.
+        others: Further local variables, by `id`.
 
     Returns:
-        All of them, by `id`.
+        All local variables, by `id`.
 
     Raises:
-        ValueError: When it cannot be told what the optimizer keeps for them.
+        ValueError: When the optimizer's slots of the variables cannot be determined.
     """
     inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
-    trained = list(inner._trainable_variables)  # noqa: SLF001 - what it was built with
-    is_local = (
-        inner._farandole.reducer.is_local if isinstance(inner, _Distributed) else lambda _: False  # noqa: SLF001
-    )
+    trained = list(inner._trainable_variables)  # noqa: SLF001 - the variables it was built with
+    if isinstance(inner, _DistributedOptimizerMixin):
+        is_local = inner._farandole.reducer.is_local  # noqa: SLF001
+    else:
+        is_local = lambda _: False  # noqa: E731
     mine = {id(variable) for variable in trained if id(variable) in others or is_local(variable)}
     return (
-        {*others, *mine, *(id(slot) for slot, owner in slots(inner, trained) if owner in mine)}
+        {
+            *others,
+            *mine,
+            *(id(slot) for slot, owner in slots_with_owners(inner, trained) if owner in mine),
+        }
         if mine
         else others
     )
 
 
-def distribute(optimizer: Any, settings: Settings) -> Any:
+def distribute_optimizer(optimizer: Any, settings: Settings) -> Any:
     """Returns a distributed optimizer with the state of the given one, which is not to be used any
     more.
 
@@ -225,11 +230,11 @@ def distribute(optimizer: Any, settings: Settings) -> Any:
     return new
 
 
-def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
+def _create_subclass_instance(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
     """Returns an instance of a subclass that looks like the optimizer's own class.
 
-    It is made without __init__ and given the old one's state: variables, slots and schedules stay
-    what they are.
+    The instance is made without __init__ and gets the old optimizer's state: variables, slots and
+    schedules stay the same objects.
     """
     kind = type(optimizer)
     members = {
@@ -245,15 +250,15 @@ def _subclass(optimizer: Any, mixed_in: type, settings: Settings) -> Any:
 
 
 def _wrapped(optimizer: Any, settings: Settings) -> Any:
-    patches.install()
-    new = _subclass(optimizer, _Distributed, settings)
-    new.__dict__["_farandole"] = Distribution(settings)
+    patches.install_patches()
+    new = _create_subclass_instance(optimizer, _DistributedOptimizerMixin, settings)
+    new.__dict__["_farandole"] = OptimizerDistribution(settings)
     return new
 
 
 def _scaling(optimizer: Any, settings: Settings) -> Any:
-    patches.install()
-    new = _subclass(optimizer, _Scaling, settings)
+    patches.install_patches()
+    new = _create_subclass_instance(optimizer, _LossScaleMixin, settings)
     inner = _wrapped(optimizer.inner_optimizer, dataclasses.replace(settings, name=None))
     new.__dict__["inner_optimizer"] = inner
     return new

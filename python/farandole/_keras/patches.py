@@ -14,7 +14,7 @@ _lock = threading.Lock()
 _installed = False
 
 
-def install() -> None:
+def install_patches() -> None:
     """Patches Keras, once; models and optimizers that are not distributed behave as before.
 
     - `LossScaleOptimizer.check_finite`: one rank's inf must skip the step on all ranks, or the
@@ -28,12 +28,12 @@ def install() -> None:
         if _installed:
             return
         _installed = True
-        _agree_on_finite_gradients()
-        _keep_from_xla()
+        _patch_check_finite()
+        _patch_jit_compile_choice()
 
 
-def _agree_on_finite_gradients() -> None:
-    from farandole._keras.optimizer import _Distributed  # noqa: PLC0415 - imports this module
+def _patch_check_finite() -> None:
+    from farandole._keras.optimizer import _DistributedOptimizerMixin  # noqa: PLC0415 - imports this module
 
     scaling = keras.optimizers.LossScaleOptimizer
     check_here = scaling.check_finite
@@ -41,12 +41,14 @@ def _agree_on_finite_gradients() -> None:
     def check_finite(self: Any, grads: Any) -> Any:
         finite = check_here(self, grads)
         inner = self.inner_optimizer
-        return inner._farandole.reducer.agree(finite) if isinstance(inner, _Distributed) else finite  # noqa: SLF001
+        if isinstance(inner, _DistributedOptimizerMixin):
+            return inner._farandole.reducer.is_true_on_all_ranks(finite)  # noqa: SLF001
+        return finite
 
     scaling.check_finite = check_finite
 
 
-def _keep_from_xla() -> None:
+def _patch_jit_compile_choice() -> None:
     from farandole._keras.optimizer import is_distributed  # noqa: PLC0415 - imports this module
 
     try:
@@ -56,25 +58,27 @@ def _keep_from_xla() -> None:
         # A Keras that asks elsewhere: its users set jit_compile=False themselves.
         return
 
-    def concerns(model: Any) -> bool:
+    def is_distributed_on_tensorflow(model: Any) -> bool:
         return keras.backend.backend() == "tensorflow" and is_distributed(
             getattr(model, "optimizer", None)
         )
 
     def model_supports_jit(model: Any) -> bool:
-        if concerns(model):
+        if is_distributed_on_tensorflow(model):
             from farandole.tensorflow import splitting, xla  # noqa: PLC0415 - the backend
 
-            return (xla.problem() is None or splitting.is_possible()) and supports(model)
+            return (xla.unsupported_reason() is None or splitting.is_split_possible()) and supports(
+                model
+            )
         return supports(model)
 
     def resolve_auto_jit_compile(model: Any) -> bool:
         chosen = resolve(model)
-        if chosen and concerns(model):
+        if chosen and is_distributed_on_tensorflow(model):
             from farandole.tensorflow import xla  # noqa: PLC0415 - the backend
 
             # A split step is for callers that ask for it.
-            return xla.problem() is None
+            return xla.unsupported_reason() is None
         return chosen
 
     trainer.model_supports_jit = model_supports_jit

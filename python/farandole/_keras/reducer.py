@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import keras
 
 from farandole.common import basics
-from farandole.common.reduction import check_groups, check_predivide, partition
+from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
 from farandole.common.util import Min
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from farandole._keras.settings import Settings
 
 
-class Reducer(Protocol):
+class OptimizerReducer(Protocol):
     """The methods that a distributed optimizer needs."""
 
     local: set[Any]
@@ -36,34 +36,33 @@ class Reducer(Protocol):
         """Returns whether a variable's gradients are left to this rank."""
         ...
 
-    def agree(self, flag: Any) -> Any:
+    def is_true_on_all_ranks(self, flag: Any) -> Any:
         """Returns whether a boolean is true on all ranks."""
         ...
 
 
-class _Labels:
-    """Tells the reducers of a process apart: by the optimizer's name, if the script gave one, else
-    by their order.
+class _ReducerNumbering:
+    """Numbers the reducers of a process that have no optimizer name from the script.
 
-    That is the order in which they first reduce, in which ranks agree, for they wait for each other
-    there; some may have made more optimizers than others, or in another order. It begins again with
-    every world.
+    The numbers follow the order of the first reductions: ranks agree on this order, because a
+    reduction waits for all ranks. Ranks may differ in the number of their optimizers and in the
+    order of their creation. The numbers restart with every world.
     """
 
     def __init__(self) -> None:
         self.world = 0
         self.numbers = itertools.count()
-        basics.on_init(self._reset)
+        basics.on_init(self._restart_numbering)
 
-    def _reset(self) -> None:
+    def _restart_numbering(self) -> None:
         self.world += 1
         self.numbers = itertools.count()
 
 
-_labels = _Labels()
+_reducer_numbering = _ReducerNumbering()
 
 
-class _Reducer:
+class _BaseKerasReducer:
     """Groups, factors, local variables and compression, on any backend."""
 
     def __init__(self, settings: Settings) -> None:
@@ -71,7 +70,7 @@ class _Reducer:
 
         self.compression = settings.compression or Compression.none
         self.op = settings.op
-        self.factors = check_predivide(settings.gradient_predivide_factor, settings.op)
+        self.factors = predivide_factors(settings.gradient_predivide_factor, settings.op)
         self.groups = check_groups(settings.groups, id)
         self.process_set = settings.process_set
         self.scale_local_gradients = settings.scale_local_gradients
@@ -79,12 +78,12 @@ class _Reducer:
         self._name = settings.name
         self._number = (-1, 0)
 
-    def label(self) -> str:
+    def operation_label(self) -> str:
         """This reducer's name across ranks, asked when it reduces."""
         if self._name is not None:
             return self._name
-        if self._number[0] != _labels.world:
-            self._number = (_labels.world, next(_labels.numbers))
+        if self._number[0] != _reducer_numbering.world:
+            self._number = (_reducer_numbering.world, next(_reducer_numbering.numbers))
         return str(self._number[1])
 
     def register_local(self, variable: Any) -> None:
@@ -108,41 +107,43 @@ class _Reducer:
                 )
             else:
                 shared.append(index)
-        for part, group in enumerate(partition(shared, keys, self.groups)):
+        for part, group in enumerate(partition_gradients(shared, keys, self.groups)):
             pairs = [self.compression.compress(results[index]) for index in group]
-            reduced = self._reduce(
+            reduced = self._allreduce_gradients(
                 [pair[0] for pair in pairs], self.op, self.factors, f"gradients.{part}"
             )
             for index, grad, (_, ctx) in zip(group, reduced, pairs, strict=True):
                 results[index] = self.compression.decompress(grad, ctx)
         return results
 
-    def _reduce(
+    def _allreduce_gradients(
         self, grads: list[Any], op: int, factors: tuple[float, float], part: str
     ) -> list[Any]:
         raise NotImplementedError
 
-    def agree(self, flag: Any) -> Any:
+    def is_true_on_all_ranks(self, flag: Any) -> Any:
         if not self.process_set.included():
             return flag
         number = keras.ops.cast(flag, "int32")
-        return keras.ops.cast(self._reduce([number], Min, (1.0, 1.0), "finite")[0], "bool")
+        return keras.ops.cast(
+            self._allreduce_gradients([number], Min, (1.0, 1.0), "finite")[0], "bool"
+        )
 
 
-class _TorchReducer(_Reducer):
+class _TorchOptimizerReducer(_BaseKerasReducer):
     """Reduces in place of the backward pass's results, which have no other reader."""
 
-    def _reduce(
+    def _allreduce_gradients(
         self, grads: list[Any], op: int, factors: tuple[float, float], part: str
     ) -> list[Any]:
         import torch  # noqa: PLC0415 - the backend
 
         from farandole.torch import grouped_allreduce_  # noqa: PLC0415
 
-        def reduce() -> list[Any]:
+        def reduce_tensors() -> list[Any]:
             return grouped_allreduce_(
                 [grad.detach().contiguous() for grad in grads],
-                name=f"keras.{self.label()}.{part}",
+                name=f"keras.{self.operation_label()}.{part}",
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -152,16 +153,16 @@ class _TorchReducer(_Reducer):
         if not torch.compiler.is_compiling():
             # The compiler stays away: it would bring Triton, whose LLVM and TensorFlow's do not go
             # together.
-            return reduce()
+            return reduce_tensors()
         # No part of a compiled graph.
         disable: Any = torch.compiler.disable
-        return disable(reduce)()
+        return disable(reduce_tensors)()
 
 
-class _JaxReducer(_Reducer):
+class _JaxOptimizerReducer(_BaseKerasReducer):
     """Calls out of the compiled step, once for every unit, in the same order on every rank."""
 
-    def _reduce(
+    def _allreduce_gradients(
         self, grads: list[Any], op: int, factors: tuple[float, float], part: str
     ) -> list[Any]:
         import jax  # noqa: PLC0415 - the backend
@@ -171,10 +172,10 @@ class _JaxReducer(_Reducer):
 
         from farandole.numpy import grouped_allreduce  # noqa: PLC0415
 
-        def reduce(*arrays: Any) -> list[Any]:
+        def reduce_arrays(*arrays: Any) -> list[Any]:
             return grouped_allreduce(
                 [np.asarray(array) for array in arrays],
-                name=f"keras.{self.label()}.{part}",
+                name=f"keras.{self.operation_label()}.{part}",
                 op=op,
                 prescale_factor=factors[0],
                 postscale_factor=factors[1],
@@ -182,12 +183,12 @@ class _JaxReducer(_Reducer):
             )
 
         if not any(isinstance(grad, Tracer) for grad in grads):
-            return [jax.numpy.asarray(array) for array in reduce(*grads)]
+            return [jax.numpy.asarray(array) for array in reduce_arrays(*grads)]
         shapes = [jax.ShapeDtypeStruct(grad.shape, grad.dtype) for grad in grads]
-        return list(io_callback(reduce, shapes, *grads, ordered=True))
+        return list(io_callback(reduce_arrays, shapes, *grads, ordered=True))
 
 
-def make_reducer(settings: Settings) -> Reducer:
+def make_reducer(settings: Settings) -> OptimizerReducer:
     """Returns the reducer of the backend that Keras runs on.
 
     Raises:
@@ -210,7 +211,7 @@ def make_reducer(settings: Settings) -> Reducer:
             settings.scale_local_gradients,
             name=settings.name,
         )
-    kinds = {"torch": _TorchReducer, "jax": _JaxReducer}
+    kinds = {"torch": _TorchOptimizerReducer, "jax": _JaxOptimizerReducer}
     if backend not in kinds:
         raise ValueError(
             f"distributed optimizers need Keras on TensorFlow, torch or JAX: {backend}"

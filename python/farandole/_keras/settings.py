@@ -31,10 +31,10 @@ class Settings:
     scale_local_gradients: bool = True
 
     def __reduce__(self) -> Any:
-        """Travels to where the optimizer goes.
+        """Pickles the settings with their optimizer.
 
         Raises:
-            TypeError: When it holds what only means something in this process.
+            TypeError: When the settings contain values that are valid only in this process.
         """
         if self.groups is not None and not isinstance(self.groups, int):
             raise TypeError(

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-class _Watched(list[Any]):
-    """Variables that record which of them an iteration has reached."""
+class _IterationTrackingList(list[Any]):
+    """A list of variables that records the variable that an iteration has reached."""
 
     current: Any = None
 
@@ -22,7 +22,7 @@ class _Watched(list[Any]):
         self.current = None
 
 
-def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
+def slots_with_owners(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]]:
     """Returns the variables that an optimizer made for those it trains, such as momentums.
 
     Keras does not record which variable a slot belongs to. So a second optimizer is built from the
@@ -30,20 +30,20 @@ def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]
     along or iterates over it. Then it is dropped.
 
     Args:
-        optimizer: Keras's, built.
-        trained: What it was built with.
+        optimizer: A built Keras optimizer.
+        trained: The variables that the optimizer was built with.
 
     Returns:
-        Each with the `id` of the variable it is kept for; `None` where it is for none alone.
+        Each slot with the `id` of its variable; `None` if the slot belongs to no single variable.
 
     Raises:
         ValueError: When the optimizer cannot be made of its configuration.
     """
     kind: Any = getattr(type(optimizer), "_farandole_kind", type(optimizer))
-    watched = _Watched(trained)
+    watched = _IterationTrackingList(trained)
     owners: dict[int, int] = {}
 
-    class Second(kind):
+    class RebuiltOptimizer(kind):
         def add_variable(self, *args: Any, **kwargs: Any) -> Any:
             made = super().add_variable(*args, **kwargs)
             if watched.current is not None:
@@ -63,7 +63,7 @@ def slots(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any, int | None]
     if "learning_rate" in config:
         config["learning_rate"] = 0.0  # a schedule of the user's may not come back
     try:
-        second = Second.from_config(config)
+        second = RebuiltOptimizer.from_config(config)
         first = len(second.variables)
         second.build(watched)
     except (TypeError, ValueError, NotImplementedError) as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole._keras import values
-from farandole._keras.optimizer import distribute, is_distributed
+from farandole._keras.optimizer import distribute_optimizer, is_distributed
 from farandole._keras.settings import Settings
 from farandole.common.util import Average
 
@@ -58,7 +58,7 @@ def load_model(
     )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
-        model.optimizer = distribute(optimizer, Settings(compression=compression))
+        model.optimizer = distribute_optimizer(optimizer, Settings(compression=compression))
         # Asked again, now that the optimizer is another one.
         model.jit_compile = model.jit_compile
     return model
@@ -66,14 +66,14 @@ def load_model(
 
 def allgather(value: Any, name: str | None = None) -> Any:
     """Returns the values of all ranks, concatenated along the first dimension, as a NumPy array."""
-    return values.allgather(value, name)
+    return values.allgather_value(value, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the value of one rank on all ranks, as a NumPy array."""
-    return values.broadcast(value, root_rank, name)
+    return values.broadcast_value(value, root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
     """Returns this rank's rows of the reduced value, as a NumPy array."""
-    return values.reducescatter(value, name, op)
+    return values.reducescatter_value(value, name, op)

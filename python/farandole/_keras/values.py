@@ -36,7 +36,7 @@ def broadcast_variables(variables: list[Any], root_rank: int) -> None:
         variable.assign(arrays.synchronize(handle))
 
 
-def allreduce(
+def allreduce_value(
     value: Any,
     name: str | None,
     op: int,
@@ -47,10 +47,10 @@ def allreduce(
     """Reduces a value; whole numbers stay whole, Python's floats are averaged as doubles."""
     array = as_array(value)
     own = array.dtype
-    small = _cast_of(compression)
+    small = _compressor_dtype(compression)
     ctx = None
     if small and np.issubdtype(own, np.floating):
-        array = array.astype(_dtype(small))
+        array = array.astype(_numpy_dtype(small))
     elif small == "":
         # A compressor of the user takes tensors.
         tensor, ctx = compression.compress(keras.ops.convert_to_tensor(array))
@@ -63,21 +63,21 @@ def allreduce(
     return reduced.astype(own)
 
 
-_SMALL = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor": "bfloat16"}
-"""Types of the known compressors, all of which NumPy can cast to."""
+_CAST_DTYPES = {"NoneCompressor": None, "FP16Compressor": "float16", "BF16Compressor": "bfloat16"}
+"""Types of the known compressors; NumPy can cast to all of them."""
 
 
-def _cast_of(compression: Any) -> str | None:
+def _compressor_dtype(compression: Any) -> str | None:
     """Returns the type that a compressor casts to; `None` for no cast, and "" for a compressor
     of the user.
     """
     if compression is None:
         return None
     kind = compression if isinstance(compression, type) else type(compression)
-    return _SMALL.get(kind.__name__, "") if kind.__module__.startswith("farandole.") else ""
+    return _CAST_DTYPES.get(kind.__name__, "") if kind.__module__.startswith("farandole.") else ""
 
 
-def _dtype(name: str) -> Any:
+def _numpy_dtype(name: str) -> Any:
     if name == "bfloat16":
         import ml_dtypes  # noqa: PLC0415 - NumPy has no bfloat16
 
@@ -85,16 +85,16 @@ def _dtype(name: str) -> Any:
     return np.dtype(name)
 
 
-def allgather(value: Any, name: str | None) -> Any:
+def allgather_value(value: Any, name: str | None) -> Any:
     """Returns all ranks' values, one after the other."""
     return arrays.allgather(as_array(value), name=name)
 
 
-def broadcast(value: Any, root_rank: int, name: str | None) -> Any:
+def broadcast_value(value: Any, root_rank: int, name: str | None) -> Any:
     """Returns the root's value."""
     return arrays.broadcast(as_array(value), root_rank, name=name)
 
 
-def reducescatter(value: Any, name: str | None, op: int) -> Any:
+def reducescatter_value(value: Any, name: str | None, op: int) -> Any:
     """This rank's rows of a reduced value."""
     return arrays.reducescatter(as_array(value), name=name, op=op)

@@ -9,20 +9,20 @@ during the call, and lets no two arguments overlap.
 from typing import final
 
 @final
-class Codec:
+class VectorCodec:
     """A compressor; without state, so it may be used from any thread."""
 
     @staticmethod
-    def fp16() -> Codec:
+    def fp16() -> VectorCodec:
         """Halves of IEEE."""
     @staticmethod
-    def bf16() -> Codec:
+    def bf16() -> VectorCodec:
         """Brain floats."""
     @staticmethod
-    def int8(block: int, /) -> Codec:
+    def int8(block: int, /) -> VectorCodec:
         """8-bit codes with a scale for each block of numbers."""
     @staticmethod
-    def top_k(share: float, /) -> Codec:
+    def top_k(share: float, /) -> VectorCodec:
         """The largest numbers, as many as this share of all."""
     def payload_bytes(self, values: int, /) -> int:
         """Bytes of the payload for so many numbers."""

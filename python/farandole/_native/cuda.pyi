@@ -10,19 +10,19 @@ the wheels of `packages`, and where the system's loader looks. Types are numbere
 
 from typing import final
 
-def inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]:
+def cuda_inventory(named: str, packages: list[str], /) -> list[tuple[str, bool, str]]:
     """Every library and GPU: its name, whether it can be used, and its version and place or why
     not.
     """
 
-def built(packages: list[str], /) -> tuple[bool, int]:
+def driver_and_nccl_version(packages: list[str], /) -> tuple[bool, int]:
     """Returns whether there is a driver, and the version code of NCCL; 0 if either is missing."""
 
 def packed_bytes(counts: list[int], number: int, /) -> int:
     """Bytes of the buffer that tensors of so many elements are packed into."""
 
 @final
-class Kernels:
+class GpuKernels:
     """The kernels on one GPU, compiled or taken from the folder `cache`. Calls put work on a stream
     and return.
 
@@ -30,8 +30,10 @@ class Kernels:
         FarandoleEnvironmentError: When the driver, NVRTC or the GPU is not there.
     """
 
-    def __new__(cls, ordinal: int, named: str, packages: list[str], cache: str, /) -> Kernels: ...
-    def transfer(
+    def __new__(
+        cls, ordinal: int, named: str, packages: list[str], cache: str, /
+    ) -> GpuKernels: ...
+    def pack_tensors(
         self,
         pack: bool,
         tensors: list[tuple[int, int]],
@@ -45,7 +47,7 @@ class Kernels:
         """Packs tensors, given by address and number of elements, into a buffer, or unpacks
         them.
         """
-    def reduce(
+    def reduce_buffers(
         self,
         number: int,
         op: int,
@@ -61,19 +63,19 @@ class Kernels:
     @staticmethod
     def adasum_scratch(count: int, /) -> int:
         """Bytes that `adasum` needs for itself."""
-    def adasum(
+    def adasum_vectors(
         self, number: int, a: int, b: int, out: int, count: int, scratch: int, stream: int, /
     ) -> None:
         """The Adasum of two vectors of `count` elements into `out`."""
 
 @final
-class Ring:
+class SingleMemberNccl:
     """NCCL's communicator of one member, to compare the work around NCCL with NCCL itself.
 
     Raises:
         FarandoleEnvironmentError: When the driver, NCCL or the GPU is not there.
     """
 
-    def __new__(cls, ordinal: int, named: str, packages: list[str], /) -> Ring: ...
+    def __new__(cls, ordinal: int, named: str, packages: list[str], /) -> SingleMemberNccl: ...
     def allreduce(self, address: int, bytes: int, number: int, /) -> None:  # noqa: A002 - the name on the other side
         """Sums a tensor over the one member; returns when that is done."""

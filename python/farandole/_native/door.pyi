@@ -4,13 +4,13 @@
 
 from typing import Any
 
-def capsule() -> Any:
+def door_capsule() -> Any:
     """A capsule named `farandole.door` with the table's address, which stays valid until the
     process ends.
     """
 
-def joined() -> None:
+def note_all_joined() -> None:
     """Takes note that all ranks have joined: unnamed operations are numbered anew from here on."""
 
-def joins() -> int:
+def join_count() -> int:
     """The number of times that all ranks have joined in this session."""

@@ -49,7 +49,7 @@ class ElasticJob:
         Raises:
             ValueError: Something cannot be understood, or numbers contradict each other.
         """
-    def news(self, timeout: float) -> list[tuple[str, Any]]:
+    def take_events(self, timeout: float) -> list[tuple[str, Any]]:
         """Returns the events since the last call, oldest first.
 
         Args:
@@ -62,7 +62,7 @@ class ElasticJob:
             the last world by rank, or the first failure and the others, or `("failed", exception)`:
             the job could not begin or go on.
         """
-    def end(self) -> None:
+    def request_end(self) -> None:
         """Ends the job: with time for last checkpoints the first time, soon the second, at once
         the third.
         """

@@ -35,7 +35,7 @@ class World:
     def is_homogeneous(self) -> bool: ...
 
 @final
-class Gathered:
+class GatheredTensor:
     """Memory an operation has filled, or a GPU is filling; frees itself with its last user.
 
     On the host it supports the buffer protocol, writable; what is on a GPU is fetched.
@@ -49,7 +49,7 @@ class Gathered:
     def rows(self) -> list[int]:
         """Rows each member gave, in member order; after an all-to-all: gave to this rank."""
 
-    def fetch(self, address: int, stream: int, /) -> None:
+    def fetch_into(self, address: int, stream: int, /) -> None:
         """Lets a stream of the GPU move the bytes to an address there, after the work that makes
         them. Once only.
         """
@@ -58,7 +58,7 @@ class Gathered:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
-class Mapped:
+class SharedTensorMemory:
     """Memory that other ranks of this host can work in, where there are any; supports the buffer
     protocol, writable.
 
@@ -67,7 +67,7 @@ class Mapped:
 
     @property
     def address(self) -> int: ...
-    def store(self, offset: int, address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
+    def copy_into(self, offset: int, address: int, bytes: int, /) -> None:  # noqa: A002 - positional only
         """Copies what is at an address to an offset, past the caches."""
 
     def __len__(self) -> int: ...
@@ -83,7 +83,7 @@ class DeviceMemory:
     def __cuda_array_interface__(self) -> dict[str, object]: ...
 
 @final
-class Reached:
+class PendingDeviceResult:
     """A result that a GPU is still at work on."""
 
     @property
@@ -91,8 +91,8 @@ class Reached:
         """The GPU."""
 
     @property
-    def outcome(self) -> Gathered | None: ...
-    def hold(self, stream: int, /) -> None:
+    def outcome(self) -> GatheredTensor | None: ...
+    def hold_stream(self, stream: int, /) -> None:
         """Makes all later work on this stream of the GPU wait for the result. Returns at once."""
 
     def is_ready(self) -> bool:
@@ -105,23 +105,23 @@ def init(
     told: tuple[str, int] | None = None,
     /,
 ) -> bool: ...
-def host(size: int, one_host: bool, /) -> str: ...
-def here() -> str: ...
-def holder() -> tuple[str, str] | None: ...
+def host_registrar(size: int, one_host: bool, /) -> str: ...
+def memory_identity() -> str: ...
+def rank_holder_variable() -> tuple[str, str] | None: ...
 def host_changes() -> list[tuple[float, int]]:
     """Changes of hosts in an elastic job since the last call: when, in seconds, and bits (1
     removed, 2 added).
     """
 
-def resign(reason: str, timeout: float, /) -> bool:
+def announce_leave(reason: str, timeout: float, /) -> bool:
     """Tells the registrar of an elastic job that this worker ends at its next chance; false
     where it is not elastic.
     """
 
 def shutdown() -> None: ...
-def leave() -> None: ...
+def announce_clean_exit() -> None: ...
 def is_initialized() -> bool: ...
-def has_horovods_gradients() -> bool: ...
+def uses_horovod_gradients() -> bool: ...
 def world() -> World: ...
 def copy_memory(copies: list[tuple[int, int, int]], /) -> None:
     """Copies memory past the caches: of each copy, the address to write to, that to read from,
@@ -225,7 +225,7 @@ def process_sets() -> dict[int, list[int]]: ...
 def carried_process_sets() -> list[int] | None: ...
 def add_process_set(ranks: Sequence[int], /) -> int: ...
 def remove_process_set(id: int, /) -> bool: ...  # noqa: A002 - positional only
-def mapped(bytes: int, /) -> Mapped: ...  # noqa: A002 - positional only
+def allocate_shared_memory(bytes: int, /) -> SharedTensorMemory: ...  # noqa: A002 - positional only
 def open_device(ordinal: int, packages: Sequence[str], /) -> bool:
     """Takes up a GPU, so that operations may name its memory; false when the configuration says
     not to.
@@ -240,4 +240,4 @@ def device_memory(ordinal: int, stream: int, bytes: int, /) -> DeviceMemory | No
 
 def is_pending(handle: int, /) -> bool: ...
 def poll(handle: int, /) -> bool: ...
-def wait(handle: int, /) -> Gathered | Reached | int | None: ...
+def wait(handle: int, /) -> GatheredTensor | PendingDeviceResult | int | None: ...

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-def listening() -> tuple[str | None, int, int]:
+def listen_address_and_ports() -> tuple[str | None, int, int]:
     """Returns where this process may listen, according to its configuration.
 
     Returns:
@@ -17,7 +17,7 @@ def listening() -> tuple[str | None, int, int]:
         FarandoleUsageError: A variable cannot be understood, or this host has no such address.
     """
 
-def networks_of(interfaces: Sequence[str]) -> tuple[str, str | None]:
+def networks_of_interfaces(interfaces: Sequence[str]) -> tuple[str, str | None]:
     """The networks of these interfaces.
 
     Returns:
@@ -28,7 +28,9 @@ def networks_of(interfaces: Sequence[str]) -> tuple[str, str | None]:
         ValueError: None has one; the message names those that have.
     """
 
-def slots(hosts: str | None = None, hostfile: str | Path | None = None) -> list[tuple[str, int]]:
+def host_slots(
+    hosts: str | None = None, hostfile: str | Path | None = None
+) -> list[tuple[str, int]]:
     """Hosts and their slots.
 
     Args:
@@ -44,7 +46,7 @@ def slots(hosts: str | None = None, hostfile: str | Path | None = None) -> list[
         OSError: The file cannot be read.
     """
 
-def place(
+def place_tasks(
     hosts: Sequence[tuple[str, int]], num_proc: int
 ) -> tuple[list[int], list[tuple[str, int, int]]]:
     """Assigns tasks to hosts.
@@ -105,7 +107,7 @@ class Remote:
             ValueError: The command cannot be understood.
             FarandoleEnvironmentError: The program cannot be started.
         """
-    def news(self) -> list[tuple[str, int | None, Any]]:
+    def take_notices(self) -> list[tuple[str, int | None, Any]]:
         """Returns the events since the last call, oldest first.
 
         Returns:
@@ -113,5 +115,5 @@ class Remote:
             task, why)`: a worker could not be run; `("gone", None, why)`: the connection ended with
             tasks of which nothing was told; `("done", None, None)`: it ended, and all was told.
         """
-    def hang_up(self) -> None:
+    def close_connection(self) -> None:
         """Ends the connection, and with it the workers there."""

@@ -9,12 +9,12 @@ from typing import Literal, final
 from typing_extensions import Buffer
 
 @final
-class Pixels(Buffer):
+class DecodedPixels(Buffer):
     """Decoded images: a writable contiguous buffer of all values, image after image."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-def decode(
+def decode_images(
     files: list[bytes],
     height: int,
     width: int,
@@ -22,7 +22,7 @@ def decode(
     fit: Literal["stretch", "crop", "pad"],
     channels_last: bool,
     scales: Sequence[tuple[float, float]] | None,
-) -> tuple[Pixels, list[tuple[int, str]]]:
+) -> tuple[DecodedPixels, list[tuple[int, str]]]:
     """Decodes images to one size, float32 with `scales` and uint8 without. Other threads of Python
     run meanwhile.
 

@@ -98,7 +98,7 @@ def run_agent(
         FileNotFoundError: There is no such program.
     """
 
-def report(kind: str, data: bytes) -> bool:
+def report_record(kind: str, data: bytes) -> bool:
     """Sends a record from this worker to its driver, where it arrives as a "metric" event.
 
     Records never block: when the connection is slow, the oldest waiting ones are dropped and

@@ -5,7 +5,7 @@
 from typing import final
 
 @final
-class Record:
+class EngineLogRecord:
     """One event."""
 
     @property
@@ -25,18 +25,18 @@ class Record:
     @property
     def line(self) -> int: ...
 
-def settings() -> tuple[int, bool, bool]:
+def log_settings() -> tuple[int, bool, bool]:
     """The configured level, whether it was requested, and whether lines go without the time.
 
     Raises:
         ValueError: When a variable cannot be read.
     """
 
-def keep(number: int, hide_time: bool, /) -> bool:
+def start_capture(number: int, hide_time: bool, /) -> bool:
     """Keeps events from a level on; whether the caller is to begin taking them."""
 
-def take(seconds: int, /) -> tuple[list[Record], int] | None:
+def take_records(seconds: int, /) -> tuple[list[EngineLogRecord], int] | None:
     """Waits for events; those that came, and how many were lost before them. `None` after `end`."""
 
-def end() -> None:
+def end_capture() -> None:
     """Lets the last `take` return; later events go to stderr."""

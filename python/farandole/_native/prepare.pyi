@@ -55,7 +55,7 @@ class PartitionWriter:
         """Completes the files; what it returns goes to `commit`, once per partition."""
     def abort(self) -> None: ...
 
-def commit(url: str, spec: str, parts: list[bytes]) -> str:
+def commit_partitions(url: str, spec: str, parts: list[bytes]) -> str:
     """Makes the written files a data set, by writing the manifests last.
 
     Returns JSON: {"train": manifest, "val": manifest or null, "dropped": rows}, see `read_manifest`
@@ -77,12 +77,12 @@ def read_manifest(url: str) -> str | None:
     [{"rows", "bytes"}]}]}
     """  # noqa: E501
 
-def is_whole(url: str, spec: str, part: bytes) -> bool:
+def is_partition_whole(url: str, spec: str, part: bytes) -> bool:
     """Returns whether the files of a partition that `finish` described are there, with all their
     bytes.
     """
 
-def verify(url: str) -> tuple[int, int, list[str]]:
+def verify_checksums(url: str) -> tuple[int, int, list[str]]:
     """Reads every file of prepared data: how many, their bytes, and a sentence for each that is not
     what it was.
 

@@ -8,7 +8,7 @@ from typing import Literal, final
 from typing_extensions import Buffer
 
 @final
-class Field:
+class DatasetField:
     """One column of a data set."""
 
     @property
@@ -29,11 +29,11 @@ class Dataset:
     """
 
     @staticmethod
-    def open(url: str) -> Dataset: ...
+    def open_url(url: str) -> Dataset: ...
     @staticmethod
     def open_files(url: str, files: list[tuple[str, dict[str, str]]]) -> Dataset:
         """Some files below a directory, with the values of columns that are not in them."""
-    def link(self, at: str) -> None:
+    def write_link_manifest(self, at: str) -> None:
         """Writes a manifest to the directory `at` by which these files, where they are, open
         without a look at each.
         """
@@ -42,11 +42,11 @@ class Dataset:
     @property
     def rows(self) -> int: ...
     @property
-    def columns(self) -> list[Field]: ...
+    def columns(self) -> list[DatasetField]: ...
     @property
     def fingerprint(self) -> str: ...
     @property
-    def prepared(self) -> bool:
+    def is_prepared(self) -> bool:
         """Whether there was a manifest."""
 
 @final
@@ -108,20 +108,20 @@ class Reader:
                 same columns.
         """
     @property
-    def columns(self) -> list[Field]:
+    def columns(self) -> list[DatasetField]:
         """The columns of a batch, after `cast`."""
-    def steps(self, start_row: int = 0) -> int:
+    def step_count(self, start_row: int = 0) -> int:
         """Batches of one epoch, the same on every rank."""
-    def epoch(self, epoch: int, start_row: int = 0) -> Epoch:
+    def read_epoch(self, epoch: int, start_row: int = 0) -> EpochBatches:
         """Starts reading; `start_row` rows of the epoch (of all ranks together) are skipped, to
         resume.
         """
 
 @final
-class Epoch:
+class EpochBatches:
     """Batches in order. Threads end when it is exhausted, closed or dropped."""
 
-    def __iter__(self) -> Epoch: ...
+    def __iter__(self) -> EpochBatches: ...
     def __next__(self) -> Batch: ...
     def __len__(self) -> int: ...
     def close(self) -> None: ...
@@ -141,25 +141,25 @@ class Batch(Buffer):
     @property
     def names(self) -> list[str]: ...
     @property
-    def offsets(self) -> list[int]:
+    def column_offsets(self) -> list[int]:
         """First byte of each column, multiples of 64."""
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> BatchColumn:
         """A column of numbers."""
-    def texts(self, name: str) -> tuple[memoryview, memoryview]:
+    def text_buffers(self, name: str) -> tuple[memoryview, memoryview]:
         """A column of texts or bytes, without a copy.
 
         The first view has the byte where each value begins, and where the last one ends, as int64;
         the second one has all values. If rows are padded, these are `rows` times `length(name)`
         padded ones, and the first view is that of the rows without padding.
         """
-    def length(self, name: str) -> int | None:
+    def padded_length(self, name: str) -> int | None:
         """Number of values of each row of a padded column; `None` for other columns."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
-    def weights(self) -> Column:
+    def row_weights(self) -> BatchColumn:
         """float32, one per row: 1, or 0 for padding."""
 
 @final
-class Column(Buffer):
+class BatchColumn(Buffer):
     """One column of one batch: a writable contiguous buffer that starts at a multiple of 64 bytes.
 
     `torch.frombuffer(column, dtype=...).view(column.shape)` and `numpy.frombuffer(column,

@@ -108,7 +108,7 @@ class Registrar:
             FarandoleEnvironmentError: Nothing could be listened on.
         """
     @staticmethod
-    def elastic(
+    def start_elastic(
         first: int,
         least: int,
         most: int,
@@ -136,11 +136,11 @@ class Registrar:
             FarandoleUsageError: The numbers contradict each other.
             FarandoleEnvironmentError: Nothing could be listened on.
         """
-    def dismiss(self, task: int, reason: str) -> None:
+    def dismiss_task(self, task: int, reason: str) -> None:
         """Lets a worker of an elastic job leave at its next chance, which is no failure."""
     def publish(self, key: str, value: bytes) -> None:
         """Sets a value that the ranks of the present world find with
-        `farandole._native.values.find`.
+        `farandole._native.values.wait_for_value`.
 
         Raises:
             FarandoleEnvironmentError: The key or the value is too long.
@@ -164,7 +164,7 @@ class Registrar:
         Raises:
             KeyboardInterrupt: A signal arrived meanwhile.
         """
-    def assignment(self) -> list[Seat] | None:
+    def rank_assignment(self) -> list[Seat] | None:
         """Every rank's place in the latest world; `None` before all tasks have registered."""
     def abort(self, reason: str) -> None:
         """Makes all agents kill their workers. Later calls change nothing."""

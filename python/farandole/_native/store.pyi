@@ -26,36 +26,36 @@ class Store:
     @property
     def local_path(self) -> str | None:
         """The same as a local path, when it is on this machine's file system."""
-    def child(self, path: str) -> Store: ...
+    def open_child(self, path: str) -> Store: ...
     def read(self, path: str) -> bytes: ...
     def write(self, path: str, data: bytes) -> None:
         """Writes a file so that no reader sees half of it; makes directories as needed."""
-    def create(self, path: str, data: bytes) -> bool:
+    def create_if_absent(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one
         does.
         """
-    def take(self, lasts: float | None = None, job: str | None = None) -> str | None:
+    def acquire_lease(self, lasts: float | None = None, job: str | None = None) -> str | None:
         """Takes a directory for this process alone: the lease's name, `None` if it is in use.
 
         Processes that cannot see this one believe the lease for `lasts` seconds after it was
         written or renewed, or for a week. A process of a `job` takes the lease of another process
         of the same job, even of a living one.
         """
-    def share(self, lasts: float | None = None) -> str | None:
+    def mark_in_use(self, lasts: float | None = None) -> str | None:
         """Uses a directory beside others: the mark's name, `None` if it is taken. `lasts` as in
         `take`.
         """
-    def renew(self, mark: str) -> bool:
+    def renew_mark(self, mark: str) -> bool:
         """Writes a mark of this process again; false when it is gone, or another's."""
-    def settle(self, lease: str) -> str:
+    def downgrade_lease(self, lease: str) -> str:
         """Makes the own lease a mark of use beside others."""
-    def clear(self, lease: str) -> int:
+    def clear_directory(self, lease: str) -> int:
         """Deletes the content of a directory that this process has taken, and lets go of it;
         returns the number of deleted files. Files that another process has there by then stay.
         """
     def is_free(self) -> bool:
         """Returns whether no living process uses or reserves the directory."""
-    def tidy(self) -> None:
+    def remove_partial_uploads(self) -> None:
         """Deletes the remains of killed uploads directly in this directory; no other process may
         write here.
         """
@@ -64,9 +64,9 @@ class Store:
     def read_range(self, path: str, start: int, end: int) -> bytes: ...
     def stat(self, path: str) -> _Item:
         """Returns the file or directory at a path; raises an error if there is none."""
-    def look(self, path: str = "") -> list[_Item]:
+    def list_directory(self, path: str = "") -> list[_Item]:
         """Files and directories directly in `path`, by name."""
-    def sweep(
+    def sweep_stale_data(
         self, older_than: float | None = None, max_size: int | None = None
     ) -> list[tuple[str, int, int]]:
         """Deletes unused prepared data older than so many seconds, and the oldest until all has at
@@ -88,7 +88,7 @@ class Store:
         """
 
 @final
-class Layout:
+class StoreLayout:
     """Names of data and runs below a store's prefix (see `farandole.stores.store`)."""
 
     def __new__(
@@ -100,7 +100,7 @@ class Layout:
         test_path: str | None = None,
         runs_path: str | None = None,
         checkpoint_filename: str | None = None,
-    ) -> Layout: ...
+    ) -> StoreLayout: ...
     @property
     def prefix(self) -> str: ...
     @property
@@ -108,21 +108,21 @@ class Layout:
     @property
     def logs_subdir(self) -> str: ...
     @property
-    def runs(self) -> str: ...
+    def runs_path(self) -> str: ...
     def train_data(self, idx: int | None = None) -> str: ...
     def val_data(self, idx: int | None = None) -> str: ...
     def test_data(self, idx: int | None = None) -> str: ...
-    def run(self, run_id: str) -> str: ...
-    def checkpoint(self, run_id: str) -> str:
+    def run_path(self, run_id: str) -> str: ...
+    def checkpoint_path(self, run_id: str) -> str:
         """URL of the checkpoint file: `<runs>/<run_id>/checkpoint`."""
-    def logs(self, run_id: str) -> str: ...
+    def logs_path(self, run_id: str) -> str: ...
 
-def configure(prefix: str, options: dict[str, str]) -> None:
+def configure_options(prefix: str, options: dict[str, str]) -> None:
     """Opens stores at or below a URL with these options from now on, in this process. No value
     is ever shown.
     """
 
-def options_of(url: str) -> dict[str, str]:
+def object_store_options(url: str) -> dict[str, str]:
     """Returns the options of a URL, by names that other readers of the same services know,
     including secrets.
     """

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import final
 
 @final
-class Viewer:
+class ViewerServer:
     """A server on loopback that shows the runs of stores, until it is closed or collected.
 
     Args:
@@ -19,7 +19,7 @@ class Viewer:
         OSError: The page is not installed, or the port is taken.
     """
 
-    def __new__(cls, stores: list[str], page: Path | str, port: int) -> Viewer: ...
+    def __new__(cls, stores: list[str], page: Path | str, port: int) -> ViewerServer: ...
     @property
     def url(self) -> str:
         """The link, with its token."""
@@ -50,20 +50,20 @@ def merge_timelines(inputs: list[str] | list[Path], output: str | Path, /) -> tu
     """
 
 @final
-class Timelines:
+class TimelineMerger:
     """Timelines that come from agents in pieces, in a temporary folder that goes with this.
 
     Raises:
         OSError: There is no room for the folder.
     """
 
-    def __new__(cls) -> Timelines: ...
-    def take(self, task: int, piece: bytes) -> None:
+    def __new__(cls) -> TimelineMerger: ...
+    def add_piece(self, task: int, piece: bytes) -> None:
         """Takes a piece of the timeline of a task's worker.
 
         Raises:
             OSError: It cannot be written.
         """
 
-    def merge(self, output: str | Path, /) -> tuple[str, list[str]]:
+    def merge_pieces(self, output: str | Path, /) -> tuple[str, list[str]]:
         """Merges what has come, as `merge_timelines`."""

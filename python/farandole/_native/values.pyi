@@ -4,8 +4,8 @@
 job's token.
 """
 
-def claim(key: str, value: bytes, /) -> bytes:
+def put_if_absent(key: str, value: bytes, /) -> bytes:
     """Publishes a value under a key that has none; what the key holds then, the same for all."""
 
-def find(key: str, timeout: float, /) -> bytes | None:
+def wait_for_value(key: str, timeout: float, /) -> bytes | None:
     """Waits for the value of a key; `None` where none comes within `timeout` seconds."""

@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
     from farandole.common.process_sets import ProcessSet
 
-_before_elastic: list[Callable[[], None]] = []
-_on_init: list[Callable[[], None]] = []
-_place_taken: tuple[str, int] | None = None
+_elastic_preloads: list[Callable[[], None]] = []
+_init_callbacks: list[Callable[[], None]] = []
+_world_ticket: tuple[str, int] | None = None
 
 
 def on_init(reset: Callable[[], None]) -> None:
     """Registers `reset` for the beginning of each new world; framework modules drop the state of
     the last one.
     """
-    _on_init.append(reset)
+    _init_callbacks.append(reset)
 
 
-def before_elastic(load: Callable[[], None]) -> None:
+def before_elastic_join(load: Callable[[], None]) -> None:
     """Registers `load` for the moment before this process joins a world of an elastic job.
 
     Framework modules import there the modules that scripts use after `init`, because the other
     ranks of a running job wait for a new rank from then on.
     """
-    _before_elastic.append(load)
+    _elastic_preloads.append(load)
 
 
-def take_place(ticket: str, rank: int) -> None:
+def set_world_ticket(ticket: str, rank: int) -> None:
     """Makes every `init` in this process join the world of a ticket.
 
     For starters that hand tickets on by ways of their own, as Ray does.
@@ -53,12 +53,12 @@ def take_place(ticket: str, rank: int) -> None:
         ticket: What `engine.host` of rank 0 has returned.
         rank: This process's rank there.
     """
-    global _place_taken  # noqa: PLW0603 - one rank a process
-    _place_taken = (ticket, rank)
+    global _world_ticket  # noqa: PLW0603 - one rank a process
+    _world_ticket = (ticket, rank)
 
 
 @runtime_checkable
-class Communicator(Protocol):
+class MpiCommunicator(Protocol):
     """The interface of an mpi4py communicator for `init`."""
 
     def Get_rank(self) -> int:  # noqa: N802 - MPI's name
@@ -66,20 +66,20 @@ class Communicator(Protocol):
         ...
 
     def Get_size(self) -> int:  # noqa: N802 - MPI's name
-        """Number of processes."""
+        """Returns the number of processes."""
         ...
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """The values of all processes, by rank."""
+        """Returns the values of all processes, by rank."""
         ...
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
-        """The value of the root."""
+        """Returns the value of the root."""
         ...
 
 
 def init(
-    comm: Sequence[int] | Communicator | None = None,
+    comm: Sequence[int] | MpiCommunicator | None = None,
     process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None,
 ) -> None:
     """Joins the world for which this process was started, or forms a world of one if it was started
@@ -96,9 +96,9 @@ def init(
             the world with its ranks. All of them call `init`, which sends the job's ticket through
             MPI; the collectives are Farandole's own.
         process_sets: Sets to register, the same in the same order on all ranks; or `"dynamic"`, so
-            that sets may be added and removed later. A world of an elastic job that follows another
-            has the sets of that one, of the members that are left; to a new worker this list then
-            only tells which is which.
+            that sets may be added and removed later. In an elastic job, a later world keeps the
+            sets of the previous world, with their remaining members; a new worker uses this list
+            only to match the numbers of the sets.
 
     Raises:
         ValueError: When an argument is wrong, ranks ask for different sets, variables of the
@@ -107,7 +107,7 @@ def init(
             were started together do not meet: it never forms a world of one instead.
         FarandoleInternalError: When a peer failed while the world formed.
     """
-    from farandole.common.process_sets import begin  # noqa: PLC0415 - it imports this module
+    from farandole.common.process_sets import register_initial_sets  # noqa: PLC0415 - it imports this module
 
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ValueError(
@@ -120,55 +120,55 @@ def init(
             raise ValueError(
                 f"process_sets[{index}] has the same ranks as an earlier one: {members}"
             )
-    logs.start()
-    if not _join(comm, ranks, process_sets == "dynamic"):
+    logs.start_logging()
+    if not _begin_session(comm, ranks, process_sets == "dynamic"):
         return
-    heap.start()
-    load.introduce()
+    heap.start_heap_trimmer()
+    load.start_rank_reports()
     if engine.world().size > 1:
-        stacks.start()  # a process alone gets no question about its stack
-    for reset in _on_init:
+        stacks.start_stack_server()  # a process alone gets no question about its stack
+    for reset in _init_callbacks:
         reset()
-    begin(sets)
-    atexit.unregister(_leave)
-    atexit.register(_leave)
+    register_initial_sets(sets)
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
 
 
-def _join(
-    comm: Sequence[int] | Communicator | None, process_sets: list[list[int]], dynamic: bool
+def _begin_session(
+    comm: Sequence[int] | MpiCommunicator | None, process_sets: list[list[int]], dynamic: bool
 ) -> bool:
     """Begins the session; false when one runs."""
-    members, told = None, _place_taken
-    if isinstance(comm, Communicator):
+    members, told = None, _world_ticket
+    if isinstance(comm, MpiCommunicator):
         if engine.is_initialized():
             return False
-        told = _place(comm)
+        told = _exchange_ticket(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
     if notices.is_elastic() and not engine.is_initialized():
-        for load_ahead in _before_elastic:
+        for load_ahead in _elastic_preloads:
             load_ahead()
-    with notices.heeded():  # a spare waits here for as long as the job lasts
+    with notices.handle_notice_signals():  # a spare waits here for as long as the job lasts
         if not engine.init(members, process_sets, dynamic, told):
             return False
-    holder = engine.holder()
+    holder = engine.rank_holder_variable()
     if holder is not None:
         os.environ[holder[0]] = holder[1]
     return True
 
 
-def _place(comm: Communicator) -> tuple[str, int]:
+def _exchange_ticket(comm: MpiCommunicator) -> tuple[str, int]:
     """Returns the ticket of the world that a communicator's processes form, and this one's rank
     in it.
     """
     if not comm:
         raise ValueError("comm is MPI.COMM_NULL: this process is not in the communicator")
     rank = comm.Get_rank()
-    hosts = comm.allgather(engine.here())
+    hosts = comm.allgather(engine.memory_identity())
     ticket, failure = "", None
     if rank == 0:
         try:
-            ticket = engine.host(comm.Get_size(), len(set(hosts)) == 1)
+            ticket = engine.host_registrar(comm.Get_size(), len(set(hosts)) == 1)
         except Exception as raised:  # noqa: BLE001 - the others wait for an answer, whatever it is
             failure = raised
     ticket, reason = comm.bcast((ticket, failure and str(failure)), root=0)
@@ -179,13 +179,13 @@ def _place(comm: Communicator) -> tuple[str, int]:
     return ticket, rank
 
 
-def _leave() -> None:
+def _leave_at_exit() -> None:
     """Leaves the world as the interpreter ends; the others hear it from the starter if this rank
     has failed.
     """
     shutdown()
     if getattr(sys, "last_value", None) is None:
-        engine.leave()
+        engine.announce_clean_exit()
 
 
 def shutdown() -> None:
@@ -295,20 +295,22 @@ def gloo_built() -> bool:
 
 
 @functools.cache
-def _cuda() -> tuple[bool, int]:
+def _detect_cuda() -> tuple[bool, int]:
     """Returns whether there is a CUDA driver, and the version code of NCCL."""
     from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
 
-    return cuda.built([folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()])
+    return cuda.driver_and_nccl_version(
+        [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
+    )
 
 
 def nccl_built() -> int:
-    """Version code of the NCCL that reduces torch tensors on GPUs, such as 23007; 0 if there is
-    none.
+    """Returns the version code of the NCCL that reduces torch tensors on GPUs, such as 23007; 0
+    without NCCL.
 
     It is loaded at the first call, so the result depends on this host and not on the build.
     """
-    return _cuda()[1]
+    return _detect_cuda()[1]
 
 
 def ddl_built() -> bool:
@@ -325,7 +327,7 @@ def cuda_built() -> bool:
     """Returns whether the engine works on CUDA memory of torch, which it does if there is a
     driver.
     """
-    return _cuda()[0]
+    return _detect_cuda()[0]
 
 
 def rocm_built() -> bool:

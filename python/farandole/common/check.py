@@ -3,8 +3,8 @@
 """Checks of arguments.
 
 A check is a function of an argument's name and value. It returns the value in its canonical form,
-or raises an error that names the argument. `at_least`, `choice`, `optional`, `deprecated` and
-`made_by` return a check.
+or raises an error that names the argument. `integer_at_least`, `one_of`,
+`optional_value`, `deprecated_argument` and `converted_by` return a check.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any
 Check = Callable[[str, Any], Any]
 
 
-def anything(name: str, value: Any) -> Any:
+def any_value(name: str, value: Any) -> Any:
     """Any value: whether it is good depends on other arguments."""
     del name
     return value
 
 
-def at_least(least: int) -> Callable[[str, Any], int]:
+def integer_at_least(least: int) -> Callable[[str, Any], int]:
     """Returns a whole number, `least` or more."""
 
-    def check(name: str, value: Any) -> int:
+    def check_integer(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be a whole number: {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}: {value}")
         return int(value)
 
-    return check
+    return check_integer
 
 
-def number_of_bytes(name: str, value: Any) -> int:
+def byte_count(name: str, value: Any) -> int:
     """Returns a whole number of bytes, which fits 63 bits."""
-    number = at_least(0)(name, value)
+    number = integer_at_least(0)(name, value)
     if number >= 1 << 63:
         raise ValueError(f"{name} must be less than 2**63 bytes: {value}")
     return number
 
 
-def positive(name: str, value: Any) -> float:
+def positive_number(name: str, value: Any) -> float:
     """Returns a number above zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number: {value!r}")
@@ -53,21 +53,21 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def numbers(name: str, value: Any) -> list[float]:
+def number_list(name: str, value: Any) -> list[float]:
     """Returns a list of numbers."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Real) for item in value):
         raise TypeError(f"{name} must be a list of numbers: {value!r}")
     return [float(item) for item in value]
 
 
-def flag(name: str, value: Any) -> bool:
+def boolean_flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False: {value!r}")
     return value
 
 
-def text(name: str, value: Any) -> str:
+def nonempty_text(name: str, value: Any) -> str:
     """Returns a string that is not empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string: {value!r}")
@@ -76,18 +76,18 @@ def text(name: str, value: Any) -> str:
     return value
 
 
-def choice(*options: str) -> Callable[[str, Any], str]:
+def one_of(*options: str) -> Callable[[str, Any], str]:
     """Returns one of a few words."""
 
-    def check(name: str, value: Any) -> str:
+    def check_choice(name: str, value: Any) -> str:
         if value not in options:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}: {value!r}")
         return value
 
-    return check
+    return check_choice
 
 
-def names(name: str, value: Any) -> list[str]:
+def column_names(name: str, value: Any) -> list[str]:
     """Returns a list of column names; one name alone stands for a list of one."""
     columns = [value] if isinstance(value, str) else value
     if not isinstance(columns, list | tuple) or not all(
@@ -102,26 +102,26 @@ def names(name: str, value: Any) -> list[str]:
     return list(columns)
 
 
-def names_if_any(name: str, value: Any) -> list[str]:
+def column_names_or_none(name: str, value: Any) -> list[str]:
     """Returns a list of column names, which may be empty."""
-    return [] if isinstance(value, list | tuple) and not value else names(name, value)
+    return [] if isinstance(value, list | tuple) and not value else column_names(name, value)
 
 
-def listed(name: str, value: Any) -> list[Any]:
+def value_list(name: str, value: Any) -> list[Any]:
     """Returns a list of anything; one object alone stands for a list of one."""
     if isinstance(value, str | dict):
         raise TypeError(f"{name} must be a list: {value!r}")
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def function(name: str, value: Any) -> Any:
+def callable_value(name: str, value: Any) -> Any:
     """Checks that a value can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function: {value!r}")
     return value
 
 
-def functions(name: str, value: Any) -> list[Any]:
+def callable_list(name: str, value: Any) -> list[Any]:
     """Returns a list of functions of (output, label), or of one list of them per label."""
     items = list(value) if isinstance(value, list | tuple) else [value]
     for item in items:
@@ -132,7 +132,7 @@ def functions(name: str, value: Any) -> list[Any]:
     return items
 
 
-def shapes(name: str, value: Any) -> list[list[int]]:
+def shape_list(name: str, value: Any) -> list[list[int]]:
     """Returns a list of shapes, one per column."""
     if not isinstance(value, list | tuple) or not all(
         isinstance(shape, list | tuple) for shape in value
@@ -146,30 +146,30 @@ def shapes(name: str, value: Any) -> list[list[int]]:
     return [[int(size) for size in shape] for shape in value]
 
 
-def optional(check: Check) -> Check:
+def optional_value(check: Check) -> Check:
     """`None`, or what another check accepts."""
     return lambda name, value: None if value is None else check(name, value)
 
 
-def made_by(convert: Callable[[Any], Any]) -> Check:
+def converted_by(convert: Callable[[Any], Any]) -> Check:
     """Returns a check that converts the value; a `ValueError` of the conversion gets the
     argument's name.
     """
 
-    def check(name: str, value: Any) -> Any:
+    def check_conversion(name: str, value: Any) -> Any:
         try:
             return convert(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
-    return check
+    return check_conversion
 
 
-def deprecated(why: str) -> Check:
+def deprecated_argument(why: str) -> Check:
     """Any value, with a warning that it does nothing."""
 
-    def check(name: str, value: Any) -> Any:
+    def warn_deprecated(name: str, value: Any) -> Any:
         warnings.warn(f"{name} is deprecated and ignored: {why}", DeprecationWarning, stacklevel=2)
         return value
 
-    return check
+    return warn_deprecated

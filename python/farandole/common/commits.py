@@ -42,7 +42,7 @@ class StoredCommits:
     """
 
     def __init__(self, store: Store | str, run_id: str, every: int) -> None:
-        from farandole.stores import tenure  # noqa: PLC0415 - few states have a store
+        from farandole.stores import run_lease  # noqa: PLC0415 - few states have a store
         from farandole.stores.store import Store  # noqa: PLC0415 - as above
 
         if every < 1:
@@ -54,18 +54,18 @@ class StoredCommits:
             )
         self.run_id = run_id
         self._remote = made.to_remote(run_id)
-        self._tenure = tenure.Tenure(made.get_run_path(run_id), run_id)
-        self._every = every
-        self._begun = 0
+        self._lease = run_lease.RunLease(made.get_run_path(run_id), run_id)
+        self._commits_per_write = every
+        self._last_started = 0
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     @property
-    def place(self) -> str | None:
+    def directory_url(self) -> str | None:
         """The directory."""
         return self._remote.run_path
 
-    def hold(self) -> None:
+    def acquire_lease(self) -> None:
         """Takes the lease of the run, before this process reads or writes commits.
 
         Raises:
@@ -73,16 +73,16 @@ class StoredCommits:
             FarandoleEnvironmentError: The driver has the secret of the store, and does not give
                 this process its key.
         """
-        self._tenure.begin()
-        self._run()
+        self._lease.acquire_lease()
+        self._run_with_key()
 
-    def pass_on(self) -> None:
+    def leave_lease(self) -> None:
         """Leaves the lease to the process of this job that is rank 0 now."""
-        self._tenure.forget()
+        self._lease.leave_lease()
 
-    def end(self) -> None:
+    def release_lease(self) -> None:
         """Gives the lease back, after the last commit."""
-        self._tenure.end()
+        self._lease.release_lease()
 
     def is_due(self, commits: int) -> bool:
         """Returns whether a commit must be written now.
@@ -91,17 +91,19 @@ class StoredCommits:
             commits: Its number.
         """
         busy = self._thread is not None and self._thread.is_alive()
-        return not busy and commits - self._begun >= self._every
+        return not busy and commits - self._last_started >= self._commits_per_write
 
-    def has(self, commits: int) -> bool:
+    def is_written(self, commits: int) -> bool:
         """Returns whether a commit was written, once `wait` has returned.
 
         Args:
             commits: Its number.
         """
-        return self._begun == commits and self._failure is None
+        return self._last_started == commits and self._failure is None
 
-    def begin(self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]) -> None:
+    def start_write(
+        self, commits: int, pack: Callable[[], bytes], done: Callable[[], None]
+    ) -> None:
         """Writes a commit in another thread.
 
         Args:
@@ -109,39 +111,41 @@ class StoredCommits:
             pack: Makes its bytes, there.
             done: Called there when the bytes are made, or could not be.
         """
-        self._begun, self._failure = commits, None
+        self._last_started, self._failure = commits, None
 
-        def write() -> None:
+        def write_commit() -> None:
             try:
                 try:
                     data = pack()
                 finally:
                     done()
-                run = self._run()
-                self._tenure.check()
+                run = self._run_with_key()
+                self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
                 self._failure = error
-                _log.warning("commit %d could not be written to %s: %s", commits, self.place, error)
+                _log.warning(
+                    "commit %d could not be written to %s: %s", commits, self.directory_url, error
+                )
 
-        self._thread = threading.Thread(target=write, name="farandole-commits", daemon=True)
+        self._thread = threading.Thread(target=write_commit, name="farandole-commits", daemon=True)
         self._thread.start()
 
-    def wait(self) -> Exception | None:
+    def wait_for_write(self) -> Exception | None:
         """Waits for the commit in progress; returns the error of the last one, if any."""
         if self._thread is not None:
             self._thread.join()
         return self._failure
 
-    def resume(self) -> bytes | None:
+    def read_last_commit(self) -> bytes | None:
         """Returns the commit to continue from; `None` where there is none.
 
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._run().resume()
+        return self._run_with_key().resume()
 
-    def _run(self) -> RemoteStore:
+    def _run_with_key(self) -> RemoteStore:
         """Returns the paths of the run, with the key that seals its commits.
 
         A driver that has the secret is asked for the key once.
@@ -149,19 +153,19 @@ class StoredCommits:
         Raises:
             FarandoleEnvironmentError: The driver does not answer.
         """
-        from farandole.stores import keys  # noqa: PLC0415 - few states have a store
+        from farandole.stores import run_keys  # noqa: PLC0415 - few states have a store
 
-        if self._remote.seal_key is None and keys.are_at_the_driver():
-            self._remote = replace(self._remote, seal_key=keys.asked_for(self.run_id))
+        if self._remote.seal_key is None and run_keys.must_ask_driver():
+            self._remote = replace(self._remote, seal_key=run_keys.request_run_key(self.run_id))
         return self._remote
 
 
-def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
+def pack_commit(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
     """Returns a zip archive of arrays and plain values.
 
     Args:
-        arrays: NumPy's, or what it makes arrays of.
-        plain: What JSON has.
+        arrays: NumPy arrays, or values that `numpy.asarray` converts.
+        plain: Values that JSON can encode.
     """
     import numpy as np  # noqa: PLC0415 - few states have a store
 
@@ -176,7 +180,7 @@ def pack(arrays: Sequence[Any], plain: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
+def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """Inverts `pack`; runs no code.
 
     Args:
@@ -190,7 +194,7 @@ def unpack(data: bytes) -> tuple[list[Any], dict[str, Any]]:
         return [found[f"{number}"] for number in range(len(found.files) - 1)], plain
 
 
-def is_json(value: Any) -> bool:
+def is_json_value(value: Any) -> bool:
     """Returns whether a value is unchanged by writing it as JSON and reading it."""
     try:
         return json.loads(json.dumps(value)) == value
@@ -198,7 +202,9 @@ def is_json(value: Any) -> bool:
         return False
 
 
-def plain_or_raise(values: dict[str, Any], is_plain: Callable[[Any], bool], allowed: str) -> None:
+def check_plain_values(
+    values: dict[str, Any], is_plain: Callable[[Any], bool], allowed: str
+) -> None:
     """Refuses attributes that a store cannot give back without running code.
 
     Args:

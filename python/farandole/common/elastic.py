@@ -40,7 +40,7 @@ __all__ = [
     "run_fn",
 ]
 
-ATTEMPTS = 3
+MAX_FAILED_WORLDS = 3
 """Worlds in a row that may fail before one of them has committed: then the failure is not of a
 passing kind.
 """
@@ -71,13 +71,14 @@ class State:
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
-        self._stored: StoredCommits | None = None
-        self._writes = False
+        self._stored_commits: StoredCommits | None = None
+        self._is_writer = False
         """Whether this process was rank 0 at the last commit."""
-        self._synced = False
+        self._has_synced = False
 
     def save_to(self, store: Store | str, run_id: str, every: int = 1) -> None:
-        """Also writes commits to a store. A job that is started again continues from the last one.
+        """Writes commits to a store, too. If the job is started again, it continues from the last
+        commit.
 
         Every rank calls it before the function of `elastic.run` begins. Rank 0 writes, in another
         thread. If no process has the state when that function begins, rank 0 reads it from the
@@ -100,7 +101,7 @@ class State:
         """
         stored = StoredCommits(store, run_id, every)
         self._check_storable()
-        self._stored = stored
+        self._stored_commits = stored
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Registers functions that are called after every change of the world, for example to
@@ -127,7 +128,7 @@ class State:
         """
         self.save()
         self._commits += 1
-        self._to_store()
+        self._write_if_due()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -166,52 +167,52 @@ class State:
     def reset(self) -> None:
         """Adapts to a new world; nothing to do by default."""
 
-    def _to_store(self) -> None:
+    def _write_if_due(self) -> None:
         """Writes the last commit if it is due."""
-        if self._stored is None:
+        if self._stored_commits is None:
             return
-        self._writes = self._rank() == 0
-        if self._writes and self._stored.is_due(self._commits):
-            self._begin_writing(self._stored)
+        self._is_writer = self._rank() == 0
+        if self._is_writer and self._stored_commits.is_due(self._commits):
+            self._start_write(self._stored_commits)
 
-    def _begin_writing(self, stored: StoredCommits) -> None:
-        lent = self._lend()
-        stored.begin(self._commits, lambda: self._pack(lent), self._take_back)
+    def _start_write(self, stored: StoredCommits) -> None:
+        lent = self._pin_commit()
+        stored.start_write(self._commits, lambda: self._pack_commit(lent), self._unpin_commit)
 
-    def _finish(self) -> None:
+    def _finish_writing(self) -> None:
         """Returns when the last commit is in the store.
 
         Raises:
             OSError: It could not be written.
         """
-        if self._stored is None:
+        if self._stored_commits is None:
             return
-        self._settle()
-        failure = self._stored.wait()
-        if self._writes and not self._stored.has(self._commits):
-            self._begin_writing(self._stored)
-            failure = self._stored.wait()
+        self._wait_for_copies()
+        failure = self._stored_commits.wait_for_write()
+        if self._is_writer and not self._stored_commits.is_written(self._commits):
+            self._start_write(self._stored_commits)
+            failure = self._stored_commits.wait_for_write()
         if failure is not None:
             raise failure
 
-    def _leave_store(self) -> None:
+    def _wait_for_write(self) -> None:
         """Waits for a commit that is being written: this process may end, and another one write."""
-        if self._stored is not None:
+        if self._stored_commits is not None:
             with contextlib.suppress(RuntimeError):
-                self._settle()
-            self._stored.wait()
+                self._wait_for_copies()
+            self._stored_commits.wait_for_write()
 
-    def _pass_store_on(self) -> None:
+    def _leave_lease(self) -> None:
         """Leaves the run to the next rank 0 of this job."""
-        if self._stored is not None:
-            self._stored.pass_on()
+        if self._stored_commits is not None:
+            self._stored_commits.leave_lease()
 
-    def _end_store(self) -> None:
+    def _release_lease(self) -> None:
         """Lets others write the run."""
-        if self._stored is not None:
-            self._stored.end()
+        if self._stored_commits is not None:
+            self._stored_commits.release_lease()
 
-    def _begin_world(self) -> None:
+    def _load_on_all_ranks(self) -> None:
         """Takes the state from the store, if there is one.
 
         If rank 0 cannot, all ranks raise an error. Otherwise each survivor would fail as the next
@@ -220,11 +221,11 @@ class State:
         Raises:
             ValueError: On other ranks than 0, with the text of the error there.
         """
-        if self._stored is None:
+        if self._stored_commits is None:
             return
         failure: Exception | None = None
         try:
-            self._from_store(self._stored)
+            self._load_on_rank_zero(self._stored_commits)
         except FarandoleInternalError:
             raise
         except Exception as error:  # noqa: BLE001 - raised below
@@ -237,67 +238,67 @@ class State:
         if told is not None:
             raise ValueError(told)
 
-    def _from_store(self, stored: StoredCommits) -> None:
-        """Takes the state from the store, in rank 0 of a world in which no rank has it. Rank 0
-        holds the run.
+    def _load_on_rank_zero(self, stored: StoredCommits) -> None:
+        """Loads the state from the store on rank 0, if no rank of the world has the state. Rank 0
+        holds the lease of the run.
         """
         if self._rank() != 0:
-            stored.pass_on()
+            stored.leave_lease()
             return
-        stored.hold()
-        if self._synced:
+        stored.acquire_lease()
+        if self._has_synced:
             return
-        found = stored.resume()
+        found = stored.read_last_commit()
         if found is None:
             return
         try:
-            self._take_in(self._unpack(found))
+            self._apply_commit(self._unpack_commit(found))
         except Exception as error:
             raise ValueError(
                 f"the commit of run {stored.run_id!r} cannot be taken into this state: choose "
-                f"another run_id, or delete {stored.place}: {error}"
+                f"another run_id, or delete {stored.directory_url}: {error}"
             ) from error
 
-    def _settle(self) -> None:
-        """Waits for what a commit still does; nothing by default."""
+    def _wait_for_copies(self) -> None:
+        """Waits for the background work of a commit; there is none by default."""
 
     def _check_storable(self) -> None:
-        """Raises where the state cannot be saved to a store.
+        """Raises an error if the state cannot be saved to a store.
 
         Raises:
-            NotImplementedError: This kind of state cannot.
-            TypeError: An attribute cannot.
+            NotImplementedError: This kind of state cannot be saved.
+            TypeError: An attribute cannot be saved.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be saved to a store")
 
-    def _lend(self) -> Any:
-        """The state of the last commit. It does not change before `_take_back`."""
+    def _pin_commit(self) -> Any:
+        """Returns the state of the last commit, which does not change before `_unpin_commit`."""
         raise NotImplementedError
 
-    def _take_back(self) -> None:
-        """Marks the result of `_lend` as unused; called in another thread."""
+    def _unpin_commit(self) -> None:
+        """Marks the result of `_pin_commit` as unused; called in another thread."""
 
-    def _pack(self, lent: Any) -> bytes:
-        """A zip archive of what `_lend` has returned; called in another thread."""
+    def _pack_commit(self, lent: Any) -> bytes:
+        """Packs the result of `_pin_commit` into a zip archive; called in another thread."""
         raise NotImplementedError
 
-    def _unpack(self, data: bytes) -> Any:
-        """The inverse of `_pack`."""
+    def _unpack_commit(self, data: bytes) -> Any:
+        """Reverses `_pack_commit`."""
         raise NotImplementedError
 
-    def _take_in(self, content: Any) -> None:
-        """Takes over what `_unpack` has returned."""
+    def _apply_commit(self, content: Any) -> None:
+        """Applies the result of `_unpack_commit` to this state."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class Reader(Protocol):
-    """Deals a data set out among the ranks: a state keeps where it is, and has it follow the
-    world.
+    """A reader that divides a data set among the ranks: a state stores the reader's position and
+    adapts the reader to each world.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the training in the data, the same on every rank."""
+        """Returns the position of the training in the data, which is the same on every rank."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,7 +306,7 @@ class Reader(Protocol):
         ...
 
     def follow_world(self) -> None:
-        """Deals out among the ranks of the world as it is now."""
+        """Divides the data among the ranks of the present world."""
         ...
 
 
@@ -332,12 +333,14 @@ class ObjectState(State):
 
     def save(self) -> None:
         """Keeps the attributes: the objects themselves, not copies; of readers, their positions."""
-        self._saved_state = {name: _kept(getattr(self, name)) for name in self._saved_state}
+        self._saved_state = {
+            name: _value_to_save(getattr(self, name)) for name in self._saved_state
+        }
 
     def restore(self) -> None:
         """Restores the attributes and the positions of readers that were kept last."""
         for name, value in self._saved_state.items():
-            if isinstance(value, Position):
+            if isinstance(value, ReaderPosition):
                 getattr(self, name).load_state_dict(value.state)
             else:
                 setattr(self, name, value)
@@ -360,48 +363,51 @@ class ObjectState(State):
     # Contents for the store of `save_to`: attributes, and arrays if a subclass has some.
 
     def _check_storable(self) -> None:
-        commits.plain_or_raise(
-            self._plain(),
-            commits.is_json,
+        commits.check_plain_values(
+            self._saved_values(),
+            commits.is_json_value,
             "numbers, strings, and lists and dicts of them, without tuples",
         )
 
-    def _plain(self) -> dict[str, Any]:
+    def _saved_values(self) -> dict[str, Any]:
         """Attributes as they were kept last; of readers their positions."""
         kept = self._saved_state.items()
-        return {name: value.state if isinstance(value, Position) else value for name, value in kept}
+        return {
+            name: value.state if isinstance(value, ReaderPosition) else value
+            for name, value in kept
+        }
 
-    def _arrays(self) -> list[Any]:
+    def _saved_arrays(self) -> list[Any]:
         """Arrays that were kept last; nothing changes them."""
         return []
 
-    def _lend(self) -> Any:
-        return self._arrays(), copy.deepcopy(self._plain())
+    def _pin_commit(self) -> Any:
+        return self._saved_arrays(), copy.deepcopy(self._saved_values())
 
-    def _pack(self, lent: Any) -> bytes:
-        return commits.pack(*lent)
+    def _pack_commit(self, lent: Any) -> bytes:
+        return commits.pack_commit(*lent)
 
-    def _unpack(self, data: bytes) -> Any:
-        return commits.unpack(data)
+    def _unpack_commit(self, data: bytes) -> Any:
+        return commits.unpack_commit(data)
 
-    def _take_in(self, content: Any) -> None:
+    def _apply_commit(self, content: Any) -> None:
         arrays, plain = content
-        mine = [_shape(array) for array in self._arrays()]
-        if mine != [_shape(array) for array in arrays]:
+        mine = [_array_shape(array) for array in self._saved_arrays()]
+        if mine != [_array_shape(array) for array in arrays]:
             raise ValueError(
                 f"it has {len(arrays)} arrays, and this state {len(mine)}, or they differ in shape"
             )
-        self._take_plain(plain)
-        self._take_arrays(arrays)
+        self._apply_values(plain)
+        self._apply_arrays(arrays)
 
-    def _take_arrays(self, arrays: list[Any]) -> None:
+    def _apply_arrays(self, arrays: list[Any]) -> None:
         """Takes over arrays that fit."""
 
-    def _take_plain(self, plain: dict[str, Any]) -> None:
+    def _apply_values(self, plain: dict[str, Any]) -> None:
         """Takes over attributes and positions.
 
         Raises:
-            ValueError: They are those of another state.
+            ValueError: The attributes are not the attributes of this state.
         """
         if sorted(plain) != sorted(self._saved_state):
             raise ValueError(
@@ -415,19 +421,19 @@ class ObjectState(State):
                 setattr(self, name, value)
 
 
-def _shape(array: Any) -> tuple[int, ...]:
+def _array_shape(array: Any) -> tuple[int, ...]:
     return tuple(array.shape)
 
 
-class Position:
+class ReaderPosition:
     """The position of a reader."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
 
 
-def _kept(value: Any) -> Any:
-    return Position(value.state_dict()) if isinstance(value, Reader) else value
+def _value_to_save(value: Any) -> Any:
+    return ReaderPosition(value.state_dict()) if isinstance(value, Reader) else value
 
 
 def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
@@ -446,19 +452,19 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
     """
 
     @functools.wraps(func)
-    def wrapper(state: State, *args: Any, **kwargs: Any) -> _Result:
-        with notices.heeded(), _in_store(state):
-            return repeated(state, *args, **kwargs)
+    def run_with_state(state: State, *args: Any, **kwargs: Any) -> _Result:
+        with notices.handle_notice_signals(), _finish_stored_commits(state):
+            return run_in_each_world(state, *args, **kwargs)
 
-    def repeated(state: State, *args: Any, **kwargs: Any) -> _Result:
+    def run_in_each_world(state: State, *args: Any, **kwargs: Any) -> _Result:
         failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
         while True:
             try:
-                state._begin_world()  # noqa: SLF001 - its own module's
+                state._load_on_all_ranks()  # noqa: SLF001 - its own module's
                 # Always, also if hosts only left: if new workers joined as well, they would wait
                 # for workers that skip this.
                 state.sync()
-                state._synced = True  # noqa: SLF001 - its own module's
+                state._has_synced = True  # noqa: SLF001 - its own module's
                 return func(state, *args, **kwargs)
             except FarandoleUsageError:
                 raise  # another world would refuse it too
@@ -466,36 +472,36 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
                 if state._commits != committed:  # noqa: SLF001 - its own module's
                     failures, committed = 0, state._commits  # noqa: SLF001 - its own module's
                 failures += 1
-                if failures > ATTEMPTS:
+                if failures > MAX_FAILED_WORLDS:
                     raise
                 state.restore()
             except HostsUpdatedInterrupt:
                 # Keeps the work since the last commit.
                 state.save()
-                state._leave_store()  # noqa: SLF001 - its own module's
+                state._wait_for_write()  # noqa: SLF001 - its own module's
             reset()
             state.on_reset()
 
-    return wrapper
+    return run_with_state
 
 
 @contextlib.contextmanager
-def _in_store(state: State) -> Iterator[None]:
-    """Around all worlds of a training function: its last commit is in the store when it has
-    returned.
+def _finish_stored_commits(state: State) -> Iterator[None]:
+    """Makes sure that the last commit of a training function is in the store when the function
+    returns; surrounds all worlds of the function.
     """
     try:
         try:
             yield
         except BaseException:
-            state._leave_store()  # noqa: SLF001 - its own module's
+            state._wait_for_write()  # noqa: SLF001 - its own module's
             raise
-        state._finish()  # noqa: SLF001 - its own module's
+        state._finish_writing()  # noqa: SLF001 - its own module's
     except WorkerDismissed:
-        state._pass_store_on()  # noqa: SLF001 - its own module's
+        state._leave_lease()  # noqa: SLF001 - its own module's
         raise
     finally:
-        state._end_store()  # noqa: SLF001 - its own module's
+        state._release_lease()  # noqa: SLF001 - its own module's
 
 
 def leave_and_join() -> None:

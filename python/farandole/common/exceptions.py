@@ -15,7 +15,7 @@ class FarandoleInternalError(RuntimeError):
 
 
 class FarandoleUsageError(ValueError, FarandoleInternalError):
-    """A call that cannot work by itself or together with the calls of the other ranks. The world
+    """A call that is wrong, or that does not match the calls of the other ranks. The world
     continues.
 
     It is a `ValueError`, since the call is wrong, and a `FarandoleInternalError`, since Horovod
@@ -35,14 +35,14 @@ class FarandoleBugError(RuntimeError):
 
 
 class WorkerDismissed(SystemExit):
-    """This worker of an elastic job is not wanted any more: its host was removed, or it has asked
-    to leave.
+    """The dismissal of a worker of an elastic job: its host was removed, or the worker has asked to
+    leave.
 
     `init` raises it. If it is not caught, the process ends with code 0, which is no failure of the
     job.
 
     Attributes:
-        reason: Why the worker is dismissed.
+        reason: The reason of the dismissal.
     """
 
     def __init__(self, reason: str) -> None:

@@ -20,29 +20,28 @@ from farandole.common import basics
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
-Outcome: TypeAlias = "engine.Gathered | int | None"
+Outcome: TypeAlias = "engine.GatheredTensor | int | None"
 """The engine's result of one operation: memory it filled, a number, or nothing."""
-_Reached = engine.Reached
-_LOOK = 50e-6
-"""Seconds between two looks at a GPU."""
+_Reached = engine.PendingDeviceResult
+_GPU_POLL_INTERVAL = 50e-6
+"""Seconds between two polls of a GPU."""
 Finish: TypeAlias = Callable[[list[Outcome]], Any]
-"""Turns the outcomes of an operation's members into what the caller gets."""
+"""Converts the outcomes of an operation's members to the result for the caller."""
 
 
-def joined(last: int) -> int:
-    """Notes that a join has completed, from where on all ranks number unnamed operations alike
-    again.
+def record_join(last: int) -> int:
+    """Records that a join has completed: all ranks restart the numbers of unnamed operations.
 
-    Ranks that ran out of data gave out fewer numbers than others. The native library counts, for
-    its own operations and for those of every framework.
+    Ranks that ran out of data have used fewer numbers than others. The native library counts the
+    joins, because its operations and the operations of every framework restart their numbers.
 
     Args:
         last: The rank that joined last.
 
     Returns:
-        The same.
+        The same rank.
     """
-    door.joined()
+    door.note_all_joined()
     return last
 
 
@@ -52,20 +51,20 @@ of its result. A tuple, because there may be hundreds at a time, and each furthe
 garbage collector run more often."""
 
 
-class _Whole:
-    """Makes the result of an operation whose wait was interrupted, or of which a member failed."""
+class _GroupFinish:
+    """Makes the result of an operation if a member failed or the wait was interrupted."""
 
     def __init__(self, finish: Finish, before: list[Any]) -> None:
         self._finish = finish
-        self._before = before
+        self._known_outcomes = before
 
-    def after(self, outcomes: list[Any]) -> _Whole:
-        """The same, when these members are over too."""
-        return _Whole(self._finish, self._before + outcomes)
+    def with_outcomes(self, outcomes: list[Any]) -> _GroupFinish:
+        """Returns a copy that has the outcomes of further members."""
+        return _GroupFinish(self._finish, self._known_outcomes + outcomes)
 
     def __call__(self, outcomes: list[Any]) -> Any:
         """Returns the result, or the first failure."""
-        outcomes = self._before + outcomes
+        outcomes = self._known_outcomes + outcomes
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -73,96 +72,101 @@ class _Whole:
 
 
 class HandleTable:
-    """The operations one framework's module has in progress, and the numbers of those it gave no
-    name.
+    """The operations of one framework's module that are in progress, and the numbers of its unnamed
+    operations.
 
     Args:
-        family: Keeps the numbered names of one module apart from those of others.
+        family: Prefix of numbered names, which keeps the names of different modules distinct.
     """
 
     def __init__(self, family: str) -> None:
         self._family = family
         self._entries: dict[int, _Entry] = {}
-        self._boarding: dict[int, Any] = {}
-        self._tickets = itertools.count()
+        self._submitting: dict[int, Any] = {}
+        self._submission_numbers = itertools.count()
         self._numbers: defaultdict[tuple[int, ...], itertools.count[int]] = defaultdict(
             itertools.count
         )
-        self._joins = 0
-        basics.on_init(self._reset)
+        self._join_count = 0
+        basics.on_init(self._reset_for_world)
 
-    def _reset(self) -> None:
+    def _reset_for_world(self) -> None:
         self._entries.clear()
-        self._boarding.clear()
+        self._submitting.clear()
         self._numbers.clear()
-        self._joins = 0
+        self._join_count = 0
 
-    def name(self, operation: str, name: str | None, process_set: ProcessSet | None = None) -> str:
-        """Returns the name ranks agree on: the user's, or a number that counts the unnamed
+    def operation_name(
+        self, operation: str, name: str | None, process_set: ProcessSet | None = None
+    ) -> str:
+        """Returns the name of an operation: the user's, or a number that counts the unnamed
         operations of this module.
 
-        Members of a set issue its unnamed operations in the same order, so the numbers agree; every
-        set has its own, since ranks are members of different ones. If the operations differ, their
-        names do not, so that ranks hear of it. Call this after all checks: a refused operation must
-        not use up a number.
+        Members of a set issue its unnamed operations in the same order, so the numbers agree. Every
+        set has its own numbers, because ranks are members of different sets. A numbered name does
+        not contain the operation: if ranks call different operations, the names match and the
+        engine reports the mismatch. Call this after all checks: a refused operation must not use up
+        a number.
         """
         if name is not None:
             return f"{operation}.{name}"
-        if self._joins != (joins := door.joins()):
-            self._joins = joins
+        if self._join_count != (joins := door.join_count()):
+            self._join_count = joins
             self._numbers.pop((), None)
         ranks = (
             ()
             if process_set is None or process_set.process_set_id == 0
             else tuple(process_set.ranks or ())
         )
-        family = f"{self._family}.{self._joins}" if self._joins and not ranks else self._family
+        family = (
+            f"{self._family}.{self._join_count}" if self._join_count and not ranks else self._family
+        )
         return f"{family}.{next(self._numbers[ranks])}"
 
-    def names(
+    def group_names(
         self, operation: str, name: str | None, count: int, process_set: ProcessSet | None = None
     ) -> list[str]:
         """Returns the names of a group's members: `<name>`, then `<name>_<i>of<n>` from the second
         on.
 
-        The first does not tell how many there are, so ranks whose groups differ in size meet in it,
-        and hear of that.
+        The first name has no size, so ranks with groups of different sizes match on it and report
+        the mismatch.
 
         Raises:
-            ValueError: When there are none.
+            ValueError: When there are no members.
         """
         if count == 0:
             raise ValueError("a group must have at least one member")
-        base = self.name(operation, name, process_set)
+        base = self.operation_name(operation, name, process_set)
         return [base, *(f"{base}_{i}of{count}" for i in range(2, count + 1))]
 
-    def submit(
+    def submit_operation(
         self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any
     ) -> int:
         """Starts an operation or a group of them, and keeps `keep` alive until the returned handle
         is consumed.
 
-        From before the engine knows the first address: Ctrl-C may come between its call and the
-        next line. Then the memory is kept as long as the world.
+        `keep` is stored before the engine gets the first address, because Ctrl-C may come between
+        the engine's call and the next line. Then the memory is kept until the world ends.
 
         Args:
-            keep: Whatever owns the memory the engine works on.
-            finish: Gets the outcomes in the order of members, one if there is no group, and makes
-                the result.
-            call: A function of the engine that returns a handle or several.
-            *arguments: Its arguments.
+            keep: The owner of the memory that the engine uses.
+            finish: Takes the outcomes in the order of members (one outcome without a group), and
+                returns the result.
+            call: A function of the engine that returns one handle or several.
+            *arguments: Arguments of `call`.
         """
-        ticket = next(self._tickets)
-        self._boarding[ticket] = keep
+        ticket = next(self._submission_numbers)
+        self._submitting[ticket] = keep
         try:
             started = call(*arguments)
         except Exception:
-            del self._boarding[ticket]  # refused, so not started
+            del self._submitting[ticket]  # refused, so not started
             raise
         members = (started,) if isinstance(started, int) else tuple(started)
         handle = members[0]
         self._entries[handle] = members, keep, finish
-        del self._boarding[ticket]
+        del self._submitting[ticket]
         return handle
 
     def poll(self, handle: int) -> bool:
@@ -171,7 +175,9 @@ class HandleTable:
         Raises:
             ValueError: When the handle was consumed already, or never given out.
         """
-        return all(map(engine.poll, (self._entries.get(handle) or _unknown(handle))[0]))
+        return all(
+            map(engine.poll, (self._entries.get(handle) or _raise_unknown_handle(handle))[0])
+        )
 
     def synchronize(self, handle: int) -> Any:
         """Waits for an operation and returns its result.
@@ -184,40 +190,46 @@ class HandleTable:
                 disagree about the operation.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        members, keep, finish = self._entries.get(handle) or _unknown(handle)
+        members, keep, finish = self._entries.get(handle) or _raise_unknown_handle(handle)
         outcomes: list[Any] = []
         for member in members:
             try:
                 outcome = engine.wait(member)
             except BaseException as error:
-                finish = finish if isinstance(finish, _Whole) else _Whole(finish, [])
+                finish = finish if isinstance(finish, _GroupFinish) else _GroupFinish(finish, [])
                 # A failed operation is over; an interrupted wait is not, and its memory is still
                 # being written.
                 if not isinstance(error, Exception) or engine.is_pending(member):
-                    self._entries[handle] = members[len(outcomes) :], keep, finish.after(outcomes)
+                    self._entries[handle] = (
+                        members[len(outcomes) :],
+                        keep,
+                        finish.with_outcomes(outcomes),
+                    )
                     raise
                 outcome = error
-            outcomes.append(self.reach(outcome) if isinstance(outcome, _Reached) else outcome)
+            outcomes.append(
+                self.wait_for_device(outcome) if isinstance(outcome, _Reached) else outcome
+            )
         self._entries.pop(handle, None)
         return finish(outcomes)
 
-    def reach(self, reached: engine.Reached) -> Outcome:
-        """Waits for what a GPU is still at work on; modules with streams have their stream wait
+    def wait_for_device(self, reached: engine.PendingDeviceResult) -> Outcome:
+        """Waits until a GPU has computed a result; modules with streams make their stream wait
         instead.
 
         Args:
-            reached: What the engine returned.
+            reached: The result that the engine returned.
         """
         while not reached.is_ready():
-            time.sleep(_LOOK)
+            time.sleep(_GPU_POLL_INTERVAL)
         return reached.outcome
 
 
-def _unknown(handle: int) -> NoReturn:
+def _raise_unknown_handle(handle: int) -> NoReturn:
     raise ValueError(f"no operation has this handle; each can be synchronized once: {handle!r}")
 
 
-def set_number(process_set: ProcessSet) -> int:
+def process_set_number(process_set: ProcessSet) -> int:
     """Returns the engine's number of a process set.
 
     Raises:
@@ -228,25 +240,25 @@ def set_number(process_set: ProcessSet) -> int:
     return process_set.process_set_id
 
 
-def members_of(process_set: ProcessSet) -> list[int]:
+def member_ranks(process_set: ProcessSet) -> list[int]:
     """Returns the global ranks of a registered process set, ascending.
 
     Raises:
         ValueError: When it is not registered, or before `init`.
     """
-    set_number(process_set)
+    process_set_number(process_set)
     ranks = process_set.ranks
     return list(range(basics.size())) if ranks is None else ranks
 
 
-def own_rows(rows: int, process_set: ProcessSet) -> int:
+def rows_of_this_rank(rows: int, process_set: ProcessSet) -> int:
     """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if
     rows remain.
 
     Raises:
         ValueError: When the set is not registered, or this rank is not a member.
     """
-    members = members_of(process_set)
+    members = member_ranks(process_set)
     rank = basics.rank()
     if rank not in members:
         raise ValueError(f"rank {rank} is not a member of {process_set!r}")

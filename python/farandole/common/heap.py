@@ -25,39 +25,39 @@ from pathlib import Path
 
 from farandole._native.launcher import ALLOCATOR
 
-_INTERVAL = 0.25
+_SAMPLE_INTERVAL = 0.25
 """Seconds between two looks."""
 
-_SECONDS = 2.0
+_UNUSED_SECONDS = 2.0
 """Seconds for which memory must be unused. A training step usually frees memory and takes it
 again sooner.
 """
 
-_LOOKS = 8
+_MIN_SAMPLES = 8
 """Looks within that time, at least: one of them is likely to find most of a step's memory in
 use.
 """
 
-_LEAST = 32 << 20
+_MIN_TRIM_BYTES = 32 << 20
 """Bytes that are not worth the work."""
 
-_SHARE = 8
+_MIN_TRIM_DIVISOR = 8
 """Unused memory may be up to this fraction of the memory in use: one eighth."""
 
-_CHURN = 4
+_CHURN_TRIMS = 4
 _CHURN_SECONDS = 30.0
-"""This many trims within this time mean that freed memory does not fit what is allocated next."""
+"""Time in seconds: `_CHURN_TRIMS` trims in it mean that freed blocks fit no later allocations."""
 
-_OWN = 1 << 20
-"""Bytes from which a block then gets memory of its own."""
+_MMAP_THRESHOLD_BYTES = 1 << 20
+"""Size in bytes from which a block is then mapped separately."""
 
 _M_MMAP_THRESHOLD = -3
 """The parameter of `mallopt(3)`."""
 
-_of_process: int | None = None
+_trimmer_pid: int | None = None
 
 
-class _Mallinfo(ctypes.Structure):
+class _MallocInfo(ctypes.Structure):
     """`struct mallinfo2`."""
 
     _fields_ = tuple(
@@ -69,88 +69,92 @@ class _Mallinfo(ctypes.Structure):
     )  # fmt: skip
 
 
-class Heap:
-    """The heap of this process, if its C library tells of it."""
+class MallocHeap:
+    """The heap of this process, if its C library has statistics of the heap."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
         self._info = library.mallinfo2
-        self._info.restype = _Mallinfo
+        self._info.restype = _MallocInfo
         self._trim = library.malloc_trim
         self._trim.argtypes = [ctypes.c_size_t]
         self._option = library.mallopt
 
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Returns the bytes that the program has and has not freed."""
         info = self._info()
         return info.uordblks + info.hblkhd
 
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Returns the bytes of memory that are no pages of files."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) << 10
         raise OSError("the kernel does not report it")
 
-    def trim(self) -> None:
+    def trim_unused(self) -> None:
         """Returns unused memory to the system."""
         self._trim(0)
 
-    def separate(self) -> None:
-        """Gives large blocks, from now on, memory of their own."""
-        self._option(_M_MMAP_THRESHOLD, _OWN)
+    def map_large_blocks(self) -> None:
+        """Makes malloc map large blocks separately from now on."""
+        self._option(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-class Watch:
+class HeapTrimmer:
     """Decides when to trim."""
 
-    def __init__(self, heap: Heap) -> None:
+    def __init__(self, heap: MallocHeap) -> None:
         self._heap = heap
-        self._looks: deque[tuple[float, int]] = deque()
-        """Times of the last looks, each with the bytes that were resident and unused."""
-        self._rest = 0
+        self._samples: deque[tuple[float, int]] = deque()
+        """Times of the last samples, each with the number of resident unused bytes."""
+        self._untrimmable_bytes = 0
         """Bytes that a trim could not return, because other allocators hold them."""
-        self._trims: deque[float] = deque(maxlen=_CHURN)
+        self._trim_times: deque[float] = deque(maxlen=_CHURN_TRIMS)
         """Times of the last trims."""
 
-    def look(self, now: float) -> bool:
-        """Returns one look, at this time in seconds; whether it trimmed."""
-        used = self._heap.used()
-        self._looks.append((now, self._heap.resident() - used))
-        while len(self._looks) > _LOOKS and self._looks[1][0] <= now - _SECONDS:
-            self._looks.popleft()
-        if len(self._looks) < _LOOKS or self._looks[0][0] > now - _SECONDS:
+    def sample_heap(self, now: float) -> bool:
+        """Takes one sample at the given time in seconds; returns whether it trimmed the heap."""
+        used = self._heap.used_bytes()
+        self._samples.append((now, self._heap.resident_bytes() - used))
+        while len(self._samples) > _MIN_SAMPLES and self._samples[1][0] <= now - _UNUSED_SECONDS:
+            self._samples.popleft()
+        if len(self._samples) < _MIN_SAMPLES or self._samples[0][0] > now - _UNUSED_SECONDS:
             return False
-        if min(unused for _, unused in self._looks) - self._rest <= max(_LEAST, used // _SHARE):
+        if min(unused for _, unused in self._samples) - self._untrimmable_bytes <= max(
+            _MIN_TRIM_BYTES, used // _MIN_TRIM_DIVISOR
+        ):
             return False
-        self._heap.trim()
-        self._looks.clear()
-        self._rest = max(self._heap.resident() - self._heap.used(), 0)
-        self._trims.append(now)
-        if len(self._trims) == _CHURN and now - self._trims[0] <= _CHURN_SECONDS:
-            self._heap.separate()
-            self._trims.clear()
+        self._heap.trim_unused()
+        self._samples.clear()
+        self._untrimmable_bytes = max(self._heap.resident_bytes() - self._heap.used_bytes(), 0)
+        self._trim_times.append(now)
+        if len(self._trim_times) == _CHURN_TRIMS and now - self._trim_times[0] <= _CHURN_SECONDS:
+            self._heap.map_large_blocks()
+            self._trim_times.clear()
         return True
 
 
-def start() -> None:
-    """Starts the thread, once in a process, where the C library keeps freed memory because a
-    launcher told it to.
+def start_heap_trimmer() -> None:
+    """Starts the trimmer thread, once in a process, if a launcher has configured the C library to
+    keep freed memory.
     """
-    global _of_process  # noqa: PLW0603 - as the heap is
+    global _trimmer_pid  # noqa: PLW0603 - as the heap is
     # As it was when the C library read it; a warm worker was forked from a process that has it.
     with suppress(OSError, AttributeError):
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
         name = "MALLOC_TRIM_THRESHOLD_"
-        if _of_process == os.getpid() or f"{name}={ALLOCATOR[name]}".encode() not in given:
+        if _trimmer_pid == os.getpid() or f"{name}={ALLOCATOR[name]}".encode() not in given:
             return
-        watch = Watch(Heap())
-        _of_process = os.getpid()
-        threading.Thread(target=_run, args=(watch,), name="farandole-heap", daemon=True).start()
+        watch = HeapTrimmer(MallocHeap())
+        _trimmer_pid = os.getpid()
+        threading.Thread(
+            target=_run_trimmer, args=(watch,), name="farandole-heap", daemon=True
+        ).start()
 
 
-def _run(watch: Watch) -> None:
+def _run_trimmer(watch: HeapTrimmer) -> None:
     pause = threading.Event()
     with suppress(OSError):
-        while not pause.wait(_INTERVAL):
-            watch.look(time.monotonic())
+        while not pause.wait(_SAMPLE_INTERVAL):
+            watch.sample_heap(time.monotonic())

@@ -19,26 +19,26 @@ import traceback
 
 from farandole._native import logging as native
 
-_ROOT = logging.getLogger("farandole")
+_ROOT_LOGGER = logging.getLogger("farandole")
 
-_TRACE = 5
+_TRACE_LEVEL = 5
 """Number of the level below `DEBUG`, which has no name in Python."""
 
-_SLEEP = 3600
-"""Seconds between two looks at an empty queue: whatever arrives wakes the thread at once."""
+_QUEUE_WAIT_SECONDS = 3600
+"""Seconds between two polls of an empty queue: every event wakes the thread at once."""
 
-_LAST_WORDS = 5.0
+_EXIT_FLUSH_SECONDS = 5.0
 """Seconds that handlers have at exit for the remaining events."""
 
 
-class _Fallback(logging.Handler):
+class _StderrFallbackHandler(logging.Handler):
     """Shows lines on stderr where the program has set up no handler, now or later.
 
-    Python's own last resort shows warnings only, and without saying whose they are.
+    Python's `logging.lastResort` shows only warnings, without the name of the logger.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._is_alone(record.name):
+        if self._is_only_handler(record.name):
             try:
                 if sys.stderr is not None:
                     sys.stderr.write(self.format(record) + "\n")
@@ -46,7 +46,7 @@ class _Fallback(logging.Handler):
             except Exception:  # noqa: BLE001 - as every handler does
                 self.handleError(record)
 
-    def _is_alone(self, name: str) -> bool:
+    def _is_only_handler(self, name: str) -> bool:
         logger: logging.Logger | None = logging.getLogger(name)
         while logger is not None:
             if any(handler is not self for handler in logger.handlers):
@@ -55,10 +55,10 @@ class _Fallback(logging.Handler):
         return True
 
 
-_fallback = _Fallback()
+_fallback = _StderrFallbackHandler()
 
 
-def start() -> None:
+def start_logging() -> None:
     """Logs the engine's events from now on, from the configured level.
 
     That is `FARANDOLE_LOG_LEVEL`, else the level of the logger `farandole`, else `WARNING`. Does
@@ -67,45 +67,47 @@ def start() -> None:
     Raises:
         ValueError: When a variable of the environment cannot be read.
     """
-    level, is_given, hide_time = native.settings()
-    if not is_given and _ROOT.level != logging.NOTSET:
-        level = min(_ROOT.level, logging.CRITICAL)
-    elif is_given and _ROOT.level == logging.NOTSET:
-        _ROOT.setLevel(level)
-    if level == _TRACE and logging.getLevelName(_TRACE) == f"Level {_TRACE}":
-        logging.addLevelName(_TRACE, "TRACE")
-    if level >= logging.CRITICAL or not native.keep(level, hide_time):
+    level, is_given, hide_time = native.log_settings()
+    if not is_given and _ROOT_LOGGER.level != logging.NOTSET:
+        level = min(_ROOT_LOGGER.level, logging.CRITICAL)
+    elif is_given and _ROOT_LOGGER.level == logging.NOTSET:
+        _ROOT_LOGGER.setLevel(level)
+    if level == _TRACE_LEVEL and logging.getLevelName(_TRACE_LEVEL) == f"Level {_TRACE_LEVEL}":
+        logging.addLevelName(_TRACE_LEVEL, "TRACE")
+    if level >= logging.CRITICAL or not native.start_capture(level, hide_time):
         return
     time = "" if hide_time else "%(asctime)s.%(msecs)03d "
     _fallback.setFormatter(
         logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     )
-    _ROOT.addHandler(_fallback)
-    thread = threading.Thread(target=_serve, name="farandole-log", daemon=True)
+    _ROOT_LOGGER.addHandler(_fallback)
+    thread = threading.Thread(target=_forward_events, name="farandole-log", daemon=True)
     thread.start()
-    atexit.register(_stop, thread, os.getpid())
+    atexit.register(_flush_at_exit, thread, os.getpid())
 
 
-def _stop(thread: threading.Thread, process: int) -> None:
+def _flush_at_exit(thread: threading.Thread, process: int) -> None:
     """Gives the last events to `logging`, in the process that `thread` is of."""
     if process == os.getpid():
-        native.end()
-        thread.join(_LAST_WORDS)
+        native.end_capture()
+        thread.join(_EXIT_FLUSH_SECONDS)
 
 
-def _serve() -> None:
-    while (taken := native.take(_SLEEP)) is not None:
+def _forward_events() -> None:
+    while (taken := native.take_records(_QUEUE_WAIT_SECONDS)) is not None:
         records, dropped = taken
         if dropped:
-            _ROOT.warning("%d events of the engine were lost: handlers could not keep up", dropped)
+            _ROOT_LOGGER.warning(
+                "%d events of the engine were lost: handlers could not keep up", dropped
+            )
         for record in records:
             try:
-                _give(record)
+                _log_event(record)
             except Exception:  # noqa: BLE001 - a filter that raises costs its line, not the lines after it
                 traceback.print_exc()
 
 
-def _give(event: native.Record) -> None:
+def _log_event(event: native.EngineLogRecord) -> None:
     logger = logging.getLogger(event.logger)
     if not logger.isEnabledFor(event.level):
         return

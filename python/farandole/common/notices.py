@@ -18,10 +18,12 @@ from farandole.common.exceptions import FarandoleInternalError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LEAVES_WITHIN = 2.0
+_LEAVE_REPORT_TIMEOUT = 2.0
 """Seconds that telling the registrar of a leave may take."""
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name))
+NOTICE_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name)
+)
 """The notices: SIGTERM of a batch system, a hook or a person; SIGPWR of a power supply that
 fails.
 """
@@ -49,15 +51,15 @@ def leave(reason: str = "its script has said so") -> bool:
     Raises:
         FarandoleInternalError: The job is over.
     """
-    return engine.resign(reason, _LEAVES_WITHIN)
+    return engine.announce_leave(reason, _LEAVE_REPORT_TIMEOUT)
 
 
 @contextlib.contextmanager
-def heeded() -> Iterator[None]:
-    """Lets `SIGNALS` ask a worker of an elastic job to leave, in its main thread; restores the
-    handlers afterwards.
+def handle_notice_signals() -> Iterator[None]:
+    """Handles `NOTICE_SIGNALS` as requests to leave, in the main thread of a worker of an elastic
+    job; restores the handlers afterwards.
     """
-    before = heed()
+    before = install_notice_handlers()
     try:
         yield
     finally:
@@ -65,47 +67,47 @@ def heeded() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def heed() -> dict[int, Any]:
-    """Handles `SIGNALS` as notices of an early end, unless they have handlers already.
+def install_notice_handlers() -> dict[int, Any]:
+    """Handles `NOTICE_SIGNALS` as notices of an early end, unless they have handlers already.
 
-    The second of them ends the process as it would have without.
+    The second signal ends the process as without a handler.
 
     Returns:
-        What each has meant so far; nothing outside of the main thread of a worker of an elastic
-        job.
+        The previous handler of each signal; empty outside of the main thread of a worker of an
+        elastic job.
     """
     if threading.current_thread() is not threading.main_thread() or not is_elastic():
         return {}
-    # A script's own handler knows better what to do.
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # A handler that the script has installed takes precedence.
+    before = {number: signal.getsignal(number) for number in NOTICE_SIGNALS}
     taken = {
         number: handler for number, handler in before.items() if handler in (signal.SIG_DFL, None)
     }
     noticed = False
 
-    def give_back() -> None:
+    def restore_default_handlers() -> None:
         for one in taken:
             signal.signal(one, signal.SIG_DFL)
 
-    def on_notice(number: int, frame: Any) -> None:
+    def handle_notice(number: int, frame: Any) -> None:
         nonlocal noticed
         del frame
         if noticed:
-            # The second one, while the first is being reported to the registrar.
-            give_back()
+            # The second signal, while the first is being reported to the registrar.
+            restore_default_handlers()
             signal.raise_signal(number)
             return
         noticed = True
         try:
             leave(f"it got {signal.Signals(number).name}")
         except (FarandoleInternalError, OSError, RuntimeError):
-            # The job is over, or its registrar gone.
-            give_back()
+            # The job is over, or its registrar is unreachable.
+            restore_default_handlers()
             signal.raise_signal(number)
-        # Not earlier: a process that ends before the registrar knows of its notice counts as
+        # Not earlier: a process that ends before the registrar has received its notice counts as
         # failed.
-        give_back()
+        restore_default_handlers()
 
     for number in taken:
-        signal.signal(number, on_notice)
+        signal.signal(number, handle_notice)
     return dict.fromkeys(taken, signal.SIG_DFL)

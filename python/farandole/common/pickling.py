@@ -15,24 +15,25 @@ from typing import Any
 import cloudpickle
 
 # cloudpickle's replacement for a file's name; versions before 3.1.3 write the name.
-_NOWHERE = "<dynamic-code>"
-_TABLE: Any = cloudpickle.Pickler.dispatch_table
+_DYNAMIC_CODE_FILENAME = "<dynamic-code>"
+_CLOUDPICKLE_DISPATCH_TABLE: Any = cloudpickle.Pickler.dispatch_table
 
 
-def _reduce(code: types.CodeType) -> tuple[Any, ...]:
-    make, arguments = _TABLE[types.CodeType](code)
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    make, arguments = _CLOUDPICKLE_DISPATCH_TABLE[types.CodeType](code)
     return make, tuple(
-        code.co_filename if argument == _NOWHERE else argument for argument in arguments
+        code.co_filename if argument == _DYNAMIC_CODE_FILENAME else argument
+        for argument in arguments
     )
 
 
 class Pickler(cloudpickle.Pickler):
     """A cloudpickle pickler that keeps the files of functions."""
 
-    dispatch_table = _TABLE.new_child({types.CodeType: _reduce})
+    dispatch_table = _CLOUDPICKLE_DISPATCH_TABLE.new_child({types.CodeType: _reduce_code})
 
 
-def dumps(value: Any) -> bytes:
+def pickle_by_value(value: Any) -> bytes:
     """Pickles a value; `cloudpickle.loads` and `pickle.loads` read it.
 
     Args:

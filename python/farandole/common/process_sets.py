@@ -14,8 +14,8 @@ from farandole.common import basics
 class ProcessSet:
     """Some ranks of the world.
 
-    When the world of an elastic job changes, a registered set keeps those of its members that are
-    in the next world, under their new ranks. New workers are in no set. A set without members is
+    When the world of an elastic job changes, a registered set keeps its members in the next world,
+    under their new ranks. New workers are in no set. A set without members is
     unregistered.
 
     Args:
@@ -80,14 +80,14 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     def __reduce__(self) -> tuple[object, ...] | str:
-        """A copy, also one from another process, is the set of these ranks that is registered
-        where it is made.
+        """Pickles the set as its ranks: a copy, even in another process, is the set of these ranks
+        that is registered in that process.
         """
         return _of_ranks, (self._ranks,)
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of whatever world `init` finds."""
+    """All ranks of the world that `init` has joined."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -99,7 +99,7 @@ class _GlobalProcessSet(ProcessSet):
         return list(range(basics.size())) if basics.is_initialized() else None
 
     def __reduce__(self) -> str:
-        """There is one."""
+        """Pickles the set by name, because each process has only one."""
         return "global_process_set"
 
 
@@ -109,7 +109,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 _registered: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
 
 
-def _follow() -> None:
+def _update_registered_sets() -> None:
     """Sets do not outlive the world they were registered in, unless the next one of an elastic
     job has them too.
     """
@@ -122,28 +122,28 @@ def _follow() -> None:
             _registered.discard(process_set)
 
 
-basics.on_init(_follow)
+basics.on_init(_update_registered_sets)
 
 
-def begin(given: list[ProcessSet]) -> None:
-    """Notes the engine's numbers of the sets that `init` was asked for.
+def register_initial_sets(given: list[ProcessSet]) -> None:
+    """Records the engine's numbers of the sets that were passed to `init`.
 
-    In a world that has taken over the sets of the one before, those are the sets that the job began
-    with, of the members that are left; one of which none is left stays unregistered.
+    If the world has taken over the sets of the previous world, the initial sets of the job keep
+    their numbers and their remaining members; a set without remaining members stays unregistered.
     """
     carried = engine.carried_process_sets()
     if carried is None:
         for number, process_set in enumerate(given, start=1):
-            register(process_set, number)
+            register_set(process_set, number)
         return
     present = engine.process_sets()
     for number, process_set in enumerate(given, start=1):
         if number in carried:
             process_set._ranks = present[number]  # noqa: SLF001 - its own module's
-            register(process_set, number)
+            register_set(process_set, number)
 
 
-def register(process_set: ProcessSet, number: int) -> None:
+def register_set(process_set: ProcessSet, number: int) -> None:
     """Notes the engine's number of a set."""
     process_set.process_set_id = number
     _registered.add(process_set)
@@ -156,7 +156,7 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
     process_set = ProcessSet(ranks)
     for number, members in engine.process_sets().items() if basics.is_initialized() else ():
         if number != 0 and members == ranks:
-            register(process_set, number)
+            register_set(process_set, number)
     return process_set
 
 
@@ -183,7 +183,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"process set is registered already: {process_set!r}")
-    register(process_set, engine.add_process_set(process_set.ranks or []))
+    register_set(process_set, engine.add_process_set(process_set.ranks or []))
     return process_set
 
 

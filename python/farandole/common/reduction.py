@@ -19,7 +19,7 @@ Groups: TypeAlias = "int | list[list[Any]] | None"
 """Groups of gradients: all in one, a number of consecutive groups, or lists of variables' keys."""
 
 
-def check_predivide(factor: float, op: int) -> tuple[float, float]:
+def predivide_factors(factor: float, op: int) -> tuple[float, float]:
     """Returns the factors before and after a reduction.
 
     Raises:
@@ -33,7 +33,7 @@ def check_predivide(factor: float, op: int) -> tuple[float, float]:
 
 
 def choose_groups(groups: Any, num_groups: int) -> Any:
-    """`groups`, or the value of the deprecated `num_groups`."""
+    """Returns `groups`, or the value of the deprecated `num_groups`."""
     if num_groups:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`, and is deprecated",
@@ -68,8 +68,10 @@ def check_groups(groups: Any, key_of: Callable[[Any], Any]) -> Groups:
     return keys
 
 
-def partition(indices: Sequence[int], keys: Sequence[Any], groups: Groups) -> list[list[int]]:
-    """Indices of gradients, in groups none of which is empty."""
+def partition_gradients(
+    indices: Sequence[int], keys: Sequence[Any], groups: Groups
+) -> list[list[int]]:
+    """Returns the indices of gradients in groups; no group is empty."""
     if groups is None:
         parts = [list(indices)]
     elif isinstance(groups, int):

@@ -22,19 +22,21 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VARIABLE: Final = "FARANDOLE_SCRATCH"
-"""Variable that tells a worker of its agent's directory."""
+SCRATCH_VARIABLE: Final = "FARANDOLE_SCRATCH"
+"""Environment variable that contains the directory of a worker's agent."""
 
-_PREFIX: Final = "work-"
-_TRIES: Final = 100
+_DIRECTORY_PREFIX: Final = "work-"
+_MAX_CREATE_ATTEMPTS: Final = 100
 
 
 @contextlib.contextmanager
-def directory() -> Iterator[Path]:
-    """An empty directory: in a worker inside its agent's, elsewhere one of this process's own."""
-    given = os.environ.get(VARIABLE)
+def temporary_directory() -> Iterator[Path]:
+    """Creates an empty directory: in a worker, inside its agent's directory; elsewhere, a separate
+    directory of this process.
+    """
+    given = os.environ.get(SCRATCH_VARIABLE)
     if given is None or not Path(given).is_dir():
-        with opened() as made:
+        with open_locked_directory() as made:
             yield made
         return
     with tempfile.TemporaryDirectory(dir=given, ignore_cleanup_errors=True) as inside:
@@ -42,9 +44,11 @@ def directory() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[Path]:
-    """An empty directory of this process's own; first removes those whose processes are gone."""
-    held = _held()
+def open_locked_directory() -> Iterator[Path]:
+    """Creates an empty, locked directory of this process; first removes directories whose processes
+    are gone.
+    """
+    held = _create_locked_directory()
     if held is None:
         with tempfile.TemporaryDirectory(prefix="farandole-", ignore_cleanup_errors=True) as made:
             yield Path(made)
@@ -57,21 +61,21 @@ def opened() -> Iterator[Path]:
         os.close(lock)
 
 
-def sweep(folder: Path) -> None:
+def remove_abandoned_directories(folder: Path) -> None:
     """Removes the directories that no process holds.
 
     Args:
         folder: Where they are.
     """
-    for path in folder.glob(f"{_PREFIX}*"):
+    for path in folder.glob(f"{_DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):
-            lock = _lock(path)
+            lock = _try_lock_directory(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
 
 
-def own_folder() -> Path:
+def user_directory() -> Path:
     """Returns a directory that only this user can look into.
 
     Raises:
@@ -89,17 +93,17 @@ def own_folder() -> Path:
     return folder
 
 
-def _held() -> tuple[Path, int] | None:
+def _create_locked_directory() -> tuple[Path, int] | None:
     """Returns a new directory and the descriptor that holds it; `None` where there is no place
     for one or no locks.
     """
     try:
-        folder = own_folder()
-        sweep(folder)
-        for _ in range(_TRIES):
-            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
+        folder = user_directory()
+        remove_abandoned_directories(folder)
+        for _ in range(_MAX_CREATE_ATTEMPTS):
+            path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=folder))
             try:
-                lock = _lock(path)
+                lock = _try_lock_directory(path)
             except FileNotFoundError:  # another process swept it before it was held
                 continue
             except OSError:
@@ -112,7 +116,7 @@ def _held() -> tuple[Path, int] | None:
     return None
 
 
-def _lock(path: Path) -> int | None:
+def _try_lock_directory(path: Path) -> int | None:
     """Holds a directory; `None` when another process does, or it was removed meanwhile."""
     lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -15,38 +15,40 @@ import traceback
 
 from farandole._native import timeline
 
-_FRAMES = 12
+_MAX_FRAMES_PER_THREAD = 12
 """Innermost frames shown of each thread."""
 
-_THREADS = 8
+_MAX_THREADS = 8
 """Threads shown, the main thread first."""
 
 
-def start() -> None:
+def start_stack_server() -> None:
     """Starts the thread for the session that has begun. It ends with the session."""
-    bell = timeline.listen_for_stacks()
-    threading.Thread(target=_serve, args=(bell,), name="farandole-stacks", daemon=True).start()
+    bell = timeline.stack_request_descriptor()
+    threading.Thread(
+        target=_serve_stack_requests, args=(bell,), name="farandole-stacks", daemon=True
+    ).start()
 
 
-def _serve(bell: int) -> None:
+def _serve_stack_requests(bell: int) -> None:
     try:
         while (asked := os.read(bell, 64)) and 0 not in asked:
-            timeline.give_stacks(describe())
+            timeline.answer_stack_request(format_thread_stacks())
     finally:
         os.close(bell)
 
 
-def describe() -> str:
+def format_thread_stacks() -> str:
     """Returns the Python stack of every thread but the calling one, innermost frame last."""
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to see other threads
     threads = [thread for thread in threading.enumerate() if thread.ident != threading.get_ident()]
     threads.sort(key=lambda thread: thread is not threading.main_thread())
     parts: list[str] = []
-    for thread in threads[:_THREADS]:
+    for thread in threads[:_MAX_THREADS]:
         frame = frames.get(thread.ident or 0)
         if frame is not None:
-            stack = traceback.extract_stack(frame)[-_FRAMES:]
+            stack = traceback.extract_stack(frame)[-_MAX_FRAMES_PER_THREAD:]
             parts.append(f"Thread {thread.name}:\n{''.join(traceback.format_list(stack))}")
-    if len(threads) > _THREADS:
-        parts.append(f"and {len(threads) - _THREADS} more threads\n")
+    if len(threads) > _MAX_THREADS:
+        parts.append(f"and {len(threads) - _MAX_THREADS} more threads\n")
     return "".join(parts)

@@ -19,7 +19,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Rank 0 writes, for it knows when every rank arrived; on other ranks this does nothing, unless
     the path contains `{rank}`, which stands for the rank's number: then every rank that calls it
-    writes a file of its own. Works at any time, whether or not `FARANDOLE_TIMELINE` is set, and the
+    writes a separate file. Works at any time, whether or not `FARANDOLE_TIMELINE` is set, and the
     ranks need not agree. The file is valid JSON from the moment this returns.
 
     Args:

@@ -30,7 +30,7 @@ Max = 4
 Product = 5
 """Product."""
 
-OPERATIONS = {
+OPERATION_NAMES = {
     Average: "Average",
     Sum: "Sum",
     Adasum: "Adasum",
@@ -41,31 +41,31 @@ OPERATIONS = {
 """Names of the reductions on offer."""
 
 
-_ROUNDED = {Average: 6, Sum: 7}
+_ROUNDED_OP_NUMBERS = {Average: 6, Sum: 7}
 """The engine's numbers of reductions whose partial sums of 16-bit floats are rounded between
 hosts.
 """
 
 
-def rounds_sums(compression: object) -> bool:
+def allows_rounded_sums(compression: object) -> bool:
     """Returns whether a compressor, Farandole's or the user's own, lets partial sums be rounded
     between hosts.
     """
     return bool(getattr(compression, "rounds_partial_sums", False))
 
 
-def rounded(op: int, rounds: bool = True) -> int:
+def rounded_op(op: int, rounds: bool = True) -> int:
     """Returns the engine's number of a reduction, with partial sums rounded between hosts if
     `rounds`.
     """
-    return _ROUNDED.get(op, op) if rounds else op
+    return _ROUNDED_OP_NUMBERS.get(op, op) if rounds else op
 
 
-def exact(number: int) -> int:
+def unrounded_op(number: int) -> int:
     """Returns the reduction that has this number in the engine, whether it rounds partial sums
     or not.
     """
-    return next((op for op, theirs in _ROUNDED.items() if theirs == number), number)
+    return next((op for op, theirs in _ROUNDED_OP_NUMBERS.items() if theirs == number), number)
 
 
 def choose_op(op: int | None, average: bool | None) -> int:
@@ -82,8 +82,8 @@ def choose_op(op: int | None, average: bool | None) -> int:
         return Average if average else Sum
     if op is None:
         return Average
-    if op not in OPERATIONS:
-        offered = ", ".join(OPERATIONS.values())
+    if op not in OPERATION_NAMES:
+        offered = ", ".join(OPERATION_NAMES.values())
         raise ValueError(f"op must be one of {offered}: {op!r}")
     return op
 
@@ -126,7 +126,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
     Args:
         ver: The version, such as `"2.16.1"` or `"2.17.0rc1"`.
-        target: What it is compared with: three numbers.
+        target: The version to compare with: three numbers.
 
     Raises:
         ValueError: When an argument is no text, or `target` is of another form.
@@ -154,7 +154,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
     """Sets environment variables for a block, and restores the old values.
 
     Args:
-        **kwargs: Names and values; those of value `None` are left alone.
+        **kwargs: Names and values; a variable with value `None` is not changed.
     """
     wanted = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in wanted}
@@ -245,7 +245,7 @@ def check_installed_version(name: str, version: str, exception: Exception | None
     Args:
         name: The framework.
         version: Its version.
-        exception: What its import raised.
+        exception: The exception of its import.
     """
 
 

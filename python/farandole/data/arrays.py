@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole._native.reader import Batch, Field
+    from farandole._native.reader import Batch, DatasetField
     from farandole.data.ragged import Jagged
 
-    Convert = Callable[[Batch, Sequence[Field], str | None], dict[str, Any]]
+    Convert = Callable[[Batch, Sequence[DatasetField], str | None], dict[str, Any]]
     Wrap = Callable[[Batch, Mapping[str, Any], str | None], dict[str, Any]]
 
-ALIGN = 64
+COLUMN_ALIGNMENT_BYTES = 64
 """Columns start at multiples of this."""
 
-MATRIX = 2
+MIN_MATRIX_COLUMNS = 2
 """Columns from this many on are worth a matrix."""
 
 
 @dataclass(frozen=True)
-class Run:
+class ColumnRun:
     """Neighbouring columns of one type: `names` with `stride` elements from one to the next."""
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class Run:
     stride: int
 
 
-def converter(framework: str) -> Convert:
+def batch_converter(framework: str) -> Convert:
     """Returns the function that turns batches into dicts.
 
     Args:
@@ -52,33 +52,37 @@ def converter(framework: str) -> Convert:
         ImportError: The framework is not installed.
     """
     if framework == "numpy":
-        return _numpy()
+        return _numpy_converter()
     if framework == "torch":
-        return _torch()
+        return _torch_converter()
     raise ValueError(f"framework must be numpy or torch: {framework}")
 
 
-def runs(columns: tuple[tuple[str, str, tuple[int, ...], int], ...], rows: int) -> list[Run]:
+def group_columns(
+    columns: tuple[tuple[str, str, tuple[int, ...], int], ...], rows: int
+) -> list[ColumnRun]:
     """Puts neighbouring scalar columns of one type together.
 
     Args:
         columns: Name, dtype, shape of a row and bytes of an element, of each column in order.
         rows: Rows of the batch.
     """
-    found: list[Run] = []
+    found: list[ColumnRun] = []
     offset = 0
     for name, dtype, shape, width in columns:
-        size = -(-rows * width * math.prod(shape) // ALIGN) * ALIGN
+        size = (
+            -(-rows * width * math.prod(shape) // COLUMN_ALIGNMENT_BYTES) * COLUMN_ALIGNMENT_BYTES
+        )
         last = found[-1] if found else None
         if last is not None and not shape and not last.shape and last.dtype == dtype:
-            found[-1] = Run((*last.names, name), dtype, (), last.offset, last.stride)
+            found[-1] = ColumnRun((*last.names, name), dtype, (), last.offset, last.stride)
         else:
-            found.append(Run((name,), dtype, shape, offset, size // width))
+            found.append(ColumnRun((name,), dtype, shape, offset, size // width))
         offset += size
     return found
 
 
-WIDTHS = {
+ELEMENT_BYTES = {
     "bool": 1,
     "int8": 1,
     "uint8": 1,
@@ -91,15 +95,19 @@ WIDTHS = {
 
 
 @cache
-def _runs(columns: tuple[tuple[str, str, tuple[int, ...]], ...], rows: int) -> list[Run]:
-    return runs(tuple((*column, WIDTHS.get(column[1], 8)) for column in columns), rows)
+def _cached_column_runs(
+    columns: tuple[tuple[str, str, tuple[int, ...]], ...], rows: int
+) -> list[ColumnRun]:
+    return group_columns(
+        tuple((*column, ELEMENT_BYTES.get(column[1], 8)) for column in columns), rows
+    )
 
 
-TEXTS: tuple[str, ...] = ("utf8", "binary")
+VARIABLE_WIDTH_DTYPES: tuple[str, ...] = ("utf8", "binary")
 """Types of values that have no fixed size."""
 
 
-def objects(batch: Batch, name: str, dtype: str) -> Any:
+def object_array(batch: Batch, name: str, dtype: str) -> Any:
     """Returns the values of a column of texts or bytes, as a NumPy array of `str` or `bytes`.
 
     Args:
@@ -109,7 +117,7 @@ def objects(batch: Batch, name: str, dtype: str) -> Any:
     """
     import numpy as np  # noqa: PLC0415 - optional
 
-    ends, values = batch.texts(name)
+    ends, values = batch.text_buffers(name)
     pieces = [values[start:end] for start, end in itertools.pairwise(ends.cast("q"))]
     array = np.empty(len(pieces), object)
     array[:] = (
@@ -120,25 +128,31 @@ def objects(batch: Batch, name: str, dtype: str) -> Any:
     return array
 
 
-def _layout(batch: Batch, fields: Sequence[Field], weights: str | None) -> list[Run]:
+def _batch_layout(
+    batch: Batch, fields: Sequence[DatasetField], weights: str | None
+) -> list[ColumnRun]:
     columns = [
-        (field.name, field.dtype, field.shape) for field in fields if field.dtype not in TEXTS
+        (field.name, field.dtype, field.shape)
+        for field in fields
+        if field.dtype not in VARIABLE_WIDTH_DTYPES
     ]
     if weights is not None:
         columns.append((weights, "float32", ()))
-    return _runs(tuple(columns), batch.rows)
+    return _cached_column_runs(tuple(columns), batch.rows)
 
 
-def _numpy() -> Convert:
+def _numpy_converter() -> Convert:
     import numpy as np  # noqa: PLC0415 - optional
 
-    def convert(batch: Batch, fields: Sequence[Field], weights: str | None) -> dict[str, Any]:
+    def convert_batch(
+        batch: Batch, fields: Sequence[DatasetField], weights: str | None
+    ) -> dict[str, Any]:
         rows = batch.rows
         arrays: dict[str, Any] = {}
-        for run in _layout(batch, fields, weights):
+        for run in _batch_layout(batch, fields, weights):
             if rows == 0:
                 arrays.update((name, np.empty((0, *run.shape), run.dtype)) for name in run.names)
-            elif len(run.names) < MATRIX:
+            elif len(run.names) < MIN_MATRIX_COLUMNS:
                 flat = np.frombuffer(
                     memoryview(batch), run.dtype, rows * math.prod(run.shape), run.offset
                 )
@@ -150,29 +164,31 @@ def _numpy() -> Convert:
                 arrays.update(
                     zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True)
                 )
-        texts = [field for field in fields if field.dtype in TEXTS]
-        arrays.update((field.name, objects(batch, field.name, field.dtype)) for field in texts)
+        texts = [field for field in fields if field.dtype in VARIABLE_WIDTH_DTYPES]
+        arrays.update((field.name, object_array(batch, field.name, field.dtype)) for field in texts)
         return arrays
 
-    return convert
+    return convert_batch
 
 
-def _torch() -> Convert:
+def _torch_converter() -> Convert:
     try:
         import torch  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ImportError("tensors need torch: pip install 'farandole[torch]'") from error
 
-    def convert(batch: Batch, fields: Sequence[Field], weights: str | None) -> dict[str, Any]:
+    def convert_batch(
+        batch: Batch, fields: Sequence[DatasetField], weights: str | None
+    ) -> dict[str, Any]:
         rows = batch.rows
         tensors: dict[str, Any] = {}
-        for run in _layout(batch, fields, weights):
+        for run in _batch_layout(batch, fields, weights):
             dtype = getattr(torch, run.dtype)
             if rows == 0:
                 tensors.update(
                     (name, torch.empty((0, *run.shape), dtype=dtype)) for name in run.names
                 )
-            elif len(run.names) < MATRIX:
+            elif len(run.names) < MIN_MATRIX_COLUMNS:
                 count = rows * math.prod(run.shape)
                 tensors[run.names[0]] = torch.frombuffer(
                     batch, dtype=dtype, count=count, offset=run.offset
@@ -184,10 +200,10 @@ def _torch() -> Convert:
                 tensors.update(zip(run.names, columns, strict=True))
         return tensors
 
-    return convert
+    return convert_batch
 
 
-def nested(rows: Jagged, framework: str) -> Any:
+def nested_column(rows: Jagged, framework: str) -> Any:
     """Returns a column of nested rows as a batch has it.
 
     Args:
@@ -204,30 +220,30 @@ def nested(rows: Jagged, framework: str) -> Any:
     )
 
 
-def wrapper(framework: str) -> Wrap:
-    """Returns the function that makes a batch of the result of a `transformation_fn`.
+def result_wrapper(framework: str) -> Wrap:
+    """Returns the function that makes a batch from the result of a `transformation_fn`.
 
     Args:
-        framework: `numpy` or `torch`, which `converter` has accepted.
+        framework: `numpy` or `torch`, which `batch_converter` has accepted.
     """
     import numpy as np  # noqa: PLC0415 - optional
 
     if framework == "torch":
         import torch  # noqa: PLC0415 - optional
 
-        def one(value: Any) -> Any:
+        def as_writable(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return value
             array = np.asarray(value)
             return torch.from_numpy(array if array.flags.writeable else array.copy())
     else:
 
-        def one(value: Any) -> Any:
+        def as_writable(value: Any) -> Any:
             array = np.asarray(value)
             return array if array.flags.writeable else array.copy()
 
-    def wrap(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        values = {name: one(value) for name, value in result.items()}
+    def wrap_result(batch: Batch, result: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+        values = {name: as_writable(value) for name, value in result.items()}
         lengths = {name: len(value) for name, value in values.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"transformation_fn returned columns of different lengths: {lengths}")
@@ -238,7 +254,9 @@ def wrapper(framework: str) -> Wrap:
                     'tail="pad", but '
                     f"it returned {lengths}"
                 )
-            values[weights] = one(np.frombuffer(memoryview(batch.weights()), np.float32))
+            values[weights] = as_writable(
+                np.frombuffer(memoryview(batch.row_weights()), np.float32)
+            )
         return values
 
-    return wrap
+    return wrap_result

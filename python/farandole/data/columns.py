@@ -9,14 +9,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.data.encoding import SUFFIX, source_of
+from farandole.data.encoding import MISSING_FLAG_SUFFIX, source_column
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
-class Column:
+class PreparedColumn:
     """One column of prepared data: NumPy's name of its element, and the shape of one row."""
 
     name: str
@@ -24,13 +24,13 @@ class Column:
     shape: tuple[int, ...]
 
     @property
-    def size(self) -> int:
+    def element_count(self) -> int:
         """Elements in one row."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
-class Roles:
+class ColumnRoles:
     """The role of each column."""
 
     features: tuple[str, ...]
@@ -39,18 +39,22 @@ class Roles:
     validation: float | str | None = None
 
     @property
-    def kept(self) -> list[str]:
+    def stored_columns(self) -> list[str]:
         """Columns that prepared data holds, each once."""
         weight = [] if self.weight is None else [self.weight]
         return list(dict.fromkeys([*self.features, *self.labels, *weight]))
 
     @property
-    def selected(self) -> list[str]:
+    def read_columns(self) -> list[str]:
         """Columns that are read from the DataFrame."""
-        return [*self.kept, self.validation] if isinstance(self.validation, str) else self.kept
+        return (
+            [*self.stored_columns, self.validation]
+            if isinstance(self.validation, str)
+            else self.stored_columns
+        )
 
-    def described(self) -> list[tuple[str, str]]:
-        """Returns every column with what it is for, in the words of messages."""
+    def described_columns(self) -> list[tuple[str, str]]:
+        """Returns pairs of role and column name, such as `feature column` and `age`."""
         pairs = [("feature column", name) for name in self.features]
         pairs += [("label column", name) for name in self.labels]
         if self.weight is not None:
@@ -60,7 +64,7 @@ class Roles:
         return pairs
 
 
-def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
+def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str) -> None:
     """Refuses columns that are missing or ambiguous.
 
     Args:
@@ -71,15 +75,15 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
     Raises:
         ValueError: naming the column and what might have been meant.
     """
-    for role, given in roles.described():
-        name = source_of(given, present)
+    for role, given in roles.described_columns():
+        name = source_column(given, present)
         if name != given and role != "feature column":
             raise ValueError(
                 f"{role} {given!r} is not in the {where}: only a feature can show where {name!r} "
                 "is missing"
             )
         if name not in present:
-            name = name.removesuffix(SUFFIX)
+            name = name.removesuffix(MISSING_FLAG_SUFFIX)
             same = [one for one in present if one.lower() == name.lower()]
             close = same or difflib.get_close_matches(name, present, n=1)
             hint = f", did you mean {close[0]!r}?" if close else ""
@@ -90,7 +94,7 @@ def check_present(roles: Roles, present: Sequence[str], where: str) -> None:
             raise ValueError(
                 f"{role} {name!r} is ambiguous, the {where} has several columns of that name"
             )
-    if isinstance(roles.validation, str) and roles.validation in roles.kept:
+    if isinstance(roles.validation, str) and roles.validation in roles.stored_columns:
         raise ValueError(
             f"validation column {roles.validation!r} is also a feature, label or weight column"
         )
@@ -112,8 +116,8 @@ def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(size // known if length == -1 else length for length in lengths)
 
 
-def check_sizes(
-    columns: dict[str, Column],
+def check_shapes_fit(
+    columns: dict[str, PreparedColumn],
     groups: Sequence[str | Sequence[str]],
     shapes: Sequence[Sequence[int]] | None,
     role: str,
@@ -124,7 +128,7 @@ def check_sizes(
         columns: what prepared data holds.
         groups: the columns that get the shapes, one or several side by side for each.
         shapes: one shape per group.
-        role: what the columns are, in the words of messages.
+        role: name of the columns in error messages.
 
     Raises:
         ValueError: naming the column, its size and the shape.
@@ -137,7 +141,7 @@ def check_sizes(
         )
     for group, shape in zip(groups, shapes, strict=True):
         names = [group] if isinstance(group, str) else list(group)
-        size = sum(columns[name].size for name in names)
+        size = sum(columns[name].element_count for name in names)
         if math.prod(row_shape(shape, size)) != size:
             told = (
                 f"column {names[0]!r}"

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The functions of `farandole data`, with arguments that the command has parsed."""
 
-# ruff: noqa: T201 - printing is what it is for
+# ruff: noqa: T201 - a command prints its results
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from farandole.data import Pad
 
-_LETTERS = {
+_STRUCT_FORMATS = {
     "bool": "?",
     "int8": "b",
     "int16": "h",
@@ -35,8 +35,12 @@ _LETTERS = {
     "float32": "f",
     "float64": "d",
 }
-_SHOWN = 8
-_PADDING: dict[str, type[int | float]] = {"max_length": int, "value": float, "buckets": int}
+_MAX_SHOWN_ELEMENTS = 8
+_PAD_OPTION_TYPES: dict[str, type[int | float]] = {
+    "max_length": int,
+    "value": float,
+    "buckets": int,
+}
 """Options of `--ragged`."""
 
 
@@ -53,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     for word in words[1:]:
         name, _, value = word.partition("=")
         given[name].append(value)
-    commands = {"prepare": _prepare, "inspect": _inspect, "head": _head}
+    commands = {"prepare": _run_prepare, "inspect": _run_inspect, "head": _run_head}
     try:
         return commands[words[0]](given)
     except (ImportError, OSError, ValueError) as error:
@@ -61,22 +65,22 @@ def main(words: Sequence[str]) -> int:
         return 1
 
 
-def _prepare(given: dict[str, list[str]]) -> int:
+def _run_prepare(given: dict[str, list[str]]) -> int:
     from farandole.data.prepare import prepare_data  # noqa: PLC0415 - the other commands need no pyarrow
 
     one = {name: values[-1] for name, values in given.items()}
-    fill = dict(_pair(value) for value in given["fill"])
+    fill = dict(_parse_fill(value) for value in given["fill"])
     done = prepare_data(
         given["source"],
         one["to"],
-        feature_cols=_names(given["features"]) or None,
-        label_cols=_names(given["labels"]),
+        feature_cols=_split_names(given["features"]) or None,
+        label_cols=_split_names(given["labels"]),
         sample_weight_col=one.get("weight"),
-        validation=_number(one.get("validation")),
+        validation=_parse_validation(one.get("validation")),
         seed=int(one["seed"]),
         fill=fill or None,
-        categories=dict(_category(value) for value in given["categories"]),
-        ragged=dict(_ragged(value) for value in given["ragged"]) or None,
+        categories=dict(_parse_category(value) for value in given["categories"]),
+        ragged=dict(_parse_ragged(value) for value in given["ragged"]) or None,
         validation_stratify=one.get("stratify"),
         validation_group=one.get("group"),
         validation_time=one.get("time"),
@@ -84,7 +88,8 @@ def _prepare(given: dict[str, list[str]]) -> int:
         format=one.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
         types=dict(value.split("=", 1) for value in given["type"]) or None,
         options={
-            name: _option(value) for name, value in (text.split("=", 1) for text in given["csv"])
+            name: _parse_csv_option(value)
+            for name, value in (text.split("=", 1) for text in given["csv"])
         }
         or None,
         sql=one.get("sql"),
@@ -122,12 +127,12 @@ def _prepare(given: dict[str, list[str]]) -> int:
     return 0
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_fill(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     return (name, value) if equals else ("*", text)
 
 
-def _category(text: str) -> tuple[str, int | None]:
+def _parse_category(text: str) -> tuple[str, int | None]:
     name, equals, count = text.partition("=")
     if equals and not (count.isdigit() and int(count)):
         raise ValueError(
@@ -136,37 +141,38 @@ def _category(text: str) -> tuple[str, int | None]:
     return name, int(count) if equals else None
 
 
-def _ragged(text: str) -> tuple[str, Pad]:
+def _parse_ragged(text: str) -> tuple[str, Pad]:
     from farandole.data import Pad  # noqa: PLC0415 - as above
 
     name, _, told = text.partition("=")
     options: dict[str, Any] = {}
     for part in filter(None, told.split(",")):
         key, colon, value = part.partition(":")
-        if key not in _PADDING or not colon:
+        if key not in _PAD_OPTION_TYPES or not colon:
             raise ValueError(
-                f"--ragged takes COLUMN=OPTION:VALUE,... with the options {', '.join(_PADDING)}: "
+                f"--ragged takes COLUMN=OPTION:VALUE,... with the options "
+                f"{', '.join(_PAD_OPTION_TYPES)}: "
                 f"{text}"
             )
         try:
-            options[key] = _PADDING[key](value)
+            options[key] = _PAD_OPTION_TYPES[key](value)
         except ValueError:
             raise ValueError(f"{key} of --ragged must be a number: {text}") from None
     return name, Pad(**options)
 
 
-def _names(values: Iterable[str]) -> list[str]:
+def _split_names(values: Iterable[str]) -> list[str]:
     return [name for value in values for name in value.split(",") if name]
 
 
-def _number(text: str | None) -> float | str | None:
+def _parse_validation(text: str | None) -> float | str | None:
     try:
         return None if text is None else float(text)
     except ValueError:
         return text
 
 
-def _option(text: str) -> Any:
+def _parse_csv_option(text: str) -> Any:
     words: dict[str, Any] = {"true": True, "false": False, "\\t": "\t"}
     if text.lower() in words:
         return words[text.lower()]
@@ -175,7 +181,7 @@ def _option(text: str) -> Any:
     return text.split(",") if "," in text.strip(",") else text
 
 
-def _inspect(given: dict[str, list[str]]) -> int:
+def _run_inspect(given: dict[str, list[str]]) -> int:
     url = given["url"][-1]
     text = native.read_manifest(url)
     problems: list[str] = []
@@ -189,7 +195,7 @@ def _inspect(given: dict[str, list[str]]) -> int:
         ]
         told = {"fingerprint": opened.fingerprint, "rows": opened.rows, "columns": columns}
     if "verify" in given:
-        files, size, problems = native.verify(url)
+        files, size, problems = native.verify_checksums(url)
         told["verified"] = {"files": files, "bytes": size, "problems": problems}
     if "json" in given:
         print(
@@ -207,9 +213,9 @@ def _inspect(given: dict[str, list[str]]) -> int:
     rows: list[tuple[str, ...]] = [("column", "type", "shape", "role", "least", "most")]
     for one in told["columns"]:
         shape = " x ".join(str(length) for length in one["shape"])
-        extremes = [_cell(one.get(name)) for name in ("min", "max")]
+        extremes = [_format_cell(one.get(name)) for name in ("min", "max")]
         rows.append((one["name"], one["element"], shape, one.get("role", ""), *extremes))
-    _table(rows)
+    _print_table(rows)
     if "verify" in given:
         for problem in problems:
             print(problem)
@@ -217,22 +223,24 @@ def _inspect(given: dict[str, list[str]]) -> int:
     return 1 if problems else 0
 
 
-def _head(given: dict[str, list[str]]) -> int:
+def _run_head(given: dict[str, list[str]]) -> int:
     url, count = given["url"][-1], int(given["rows"][-1])
-    rows = list(_rows(url, count))
+    rows = list(_first_rows(url, count))
     if "json" in given:
         for row in rows:
             print(json.dumps(row, default=str))
         return 0
     names = list(rows[0]) if rows else []
-    _table([tuple(names), *(tuple(_cell(row[name]) for name in names) for row in rows)])
+    _print_table(
+        [tuple(names), *(tuple(_format_cell(row[name]) for name in names) for row in rows)]
+    )
     return 0
 
 
-def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
-    """The first rows, vectors and ragged columns as lists."""
+def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
+    """Returns the first rows, with vectors and ragged columns as lists."""
     from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - as above
-    from farandole.data.learning import encoding_at  # noqa: PLC0415 - as above
+    from farandole.data.learning import read_encoding  # noqa: PLC0415 - as above
 
     text = native.read_manifest(url)
     if text is None:
@@ -256,7 +264,7 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
             for one in manifest["columns"]
             if one["shape"]
         }
-        encoding = encoding_at(url)
+        encoding = read_encoding(url)
         shapes |= {
             name: (one.dtype, [-1])
             for name, one in ({} if encoding is None else encoding.ragged).items()
@@ -265,7 +273,7 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
         for batch in unit.batches():
             for row in batch.slice(0, count).to_pylist():
                 yield {
-                    name: _vector(value, *shapes[name])
+                    name: _unpack_vector(value, *shapes[name])
                     if name in shapes and isinstance(value, bytes)
                     else value
                     for name, value in row.items()
@@ -275,26 +283,26 @@ def _rows(url: str, count: int) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _vector(value: bytes, element: str, shape: list[int]) -> Any:
-    letter = _LETTERS[element]
+def _unpack_vector(value: bytes, element: str, shape: list[int]) -> Any:
+    letter = _STRUCT_FORMATS[element]
     flat = list(struct.unpack(f"<{len(value) // struct.calcsize(letter)}{letter}", value))
     for length in reversed(shape[1:]):
         flat = [flat[start : start + length] for start in range(0, len(flat), length)]
     return flat
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        more = ", ..." if len(value) > _SHOWN else ""
-        return f"[{', '.join(_cell(one) for one in value[:_SHOWN])}{more}]"
+        more = ", ..." if len(value) > _MAX_SHOWN_ELEMENTS else ""
+        return f"[{', '.join(_format_cell(one) for one in value[:_MAX_SHOWN_ELEMENTS])}{more}]"
     return str(value)
 
 
-def _table(rows: list[tuple[str, ...]]) -> None:
+def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print(

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_SLICE = 0.1
+_QUEUE_POLL_SECONDS = 0.1
 """Seconds between two looks at whether the other side still lives."""
 
-_JOIN = 30.0
+_THREAD_JOIN_SECONDS = 30.0
 """Seconds that closing waits for a batch in the making."""
 
 
@@ -55,17 +55,17 @@ class BaseDataLoader(ABC):
         """Changes a batch before it is handed out, on the consumer's thread."""
         return batch
 
-    def _mark(self) -> Any:
+    def _produced_position(self) -> Any:
         """Returns the loader's position after the last batch from `_iterate`."""
         return None
 
-    def _reached(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
+    def _set_consumer_position(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
         """Is called before a batch is returned: the consumer is then at `mark`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch."""
         for batch in self._iterate():
-            self._reached(self._mark())
+            self._set_consumer_position(self._produced_position())
             yield self._process_batch(batch)
 
 
@@ -98,7 +98,7 @@ class AsyncDataLoaderMixin:
             )
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._async_runs: set[_Run] = set()
+        self._prefetch_threads: set[_PrefetchThread] = set()
         super().__init__(*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
@@ -107,31 +107,31 @@ class AsyncDataLoaderMixin:
             yield from super().__iter__()  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
             return
         loader: Any = self
-        run = _Run(loader, self.async_loader_queue_size, debug=self.debug_data_loader)
-        self._async_runs.add(run)
+        run = _PrefetchThread(loader, self.async_loader_queue_size, debug=self.debug_data_loader)
+        self._prefetch_threads.add(run)
         try:
             for batch, mark in run:
-                loader._reached(mark)  # noqa: SLF001 - ours
+                loader._set_consumer_position(mark)  # noqa: SLF001 - ours
                 yield loader._process_batch(batch)  # noqa: SLF001
         finally:
-            self._async_runs.discard(run)
+            self._prefetch_threads.discard(run)
             run.close()
 
     def close_async_loader(self) -> None:
         """Ends the threads of all iterations. They raise no error and create no more batches."""
-        for run in list(self._async_runs):
+        for run in list(self._prefetch_threads):
             run.close()
-        self._async_runs.clear()
+        self._prefetch_threads.clear()
 
 
-class _End:
+class _EndOfEpoch:
     """The last item of a queue, with the error."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
-class _Run:
+class _PrefetchThread:
     """One epoch in a thread."""
 
     def __init__(self, loader: Any, size: int, *, debug: bool) -> None:
@@ -139,16 +139,16 @@ class _Run:
         self._closed = threading.Event()
         self._debug = debug
         self._thread = threading.Thread(
-            target=self._make, args=(loader,), name="fd-async-loader", daemon=True
+            target=self._produce_batches, args=(loader,), name="fd-async-loader", daemon=True
         )
         self._thread.start()
 
-    def _make(self, loader: Any) -> None:
+    def _produce_batches(self, loader: Any) -> None:
         error = None
         batches = loader._iterate()  # noqa: SLF001 - ours
         try:
             for batch in batches:
-                if not self._put((batch, loader._mark())):  # noqa: SLF001
+                if not self._put_item((batch, loader._produced_position())):  # noqa: SLF001
                     break
         except BaseException as raised:  # noqa: BLE001 - the consumer raises it
             error = raised
@@ -156,34 +156,34 @@ class _Run:
             close = getattr(batches, "close", None)
             if close is not None:
                 close()
-        self._tell("the thread of an epoch ends")
-        self._put(_End(error))
+        self._log_debug("the thread of an epoch ends")
+        self._put_item(_EndOfEpoch(error))
 
-    def _put(self, item: Any) -> bool:
+    def _put_item(self, item: Any) -> bool:
         """Returns whether a consumer still waits for batches."""
         while not self._closed.is_set():
             try:
-                self._queue.put(item, timeout=_SLICE)
+                self._queue.put(item, timeout=_QUEUE_POLL_SECONDS)
             except queue.Full:
                 continue
             return True
         return False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._tell("the thread of an epoch starts")
+        self._log_debug("the thread of an epoch starts")
         while not self._closed.is_set():
             try:
-                item = self._queue.get(timeout=_SLICE)
+                item = self._queue.get(timeout=_QUEUE_POLL_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(item, _End):
+            if isinstance(item, _EndOfEpoch):
                 if item.error is not None:
                     raise item.error
                 return
-            self._tell("%d batches wait", self._queue.qsize())
+            self._log_debug("%d batches wait", self._queue.qsize())
             yield item
 
-    def _tell(self, text: str, *values: object) -> None:
+    def _log_debug(self, text: str, *values: object) -> None:
         if self._debug:
             _log.info(text, *values)
 
@@ -191,10 +191,10 @@ class _Run:
         """Ends the thread; a batch in the making is waited for."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN)
+            self._thread.join(_THREAD_JOIN_SECONDS)
             if self._thread.is_alive():
                 _log.warning(
                     "the loader's thread is still creating a batch after %.0f s; it was left "
                     "running",
-                    _JOIN,
+                    _THREAD_JOIN_SECONDS,
                 )

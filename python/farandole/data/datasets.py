@@ -10,8 +10,14 @@ from urllib.parse import unquote
 
 from farandole._native import store as native
 from farandole._native.reader import Dataset
-from farandole.data.inputs.files import Found, find, is_file, is_pattern, is_prepared
-from farandole.data.inputs.tables import iceberg_files, iceberg_table
+from farandole.data.inputs.files import (
+    FoundFiles,
+    find_files,
+    is_file_path,
+    is_glob_pattern,
+    is_prepared_directory,
+)
+from farandole.data.inputs.tables import iceberg_data_files, open_iceberg_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,8 +25,8 @@ if TYPE_CHECKING:
     from farandole.stores.store import AbstractFilesystemStore
 
 
-_ENDINGS = (".parquet", ".pq")
-_NULL = "__HIVE_DEFAULT_PARTITION__"
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_HIVE_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
 def open_dataset(paths: str | Sequence[str]) -> Dataset:
@@ -40,17 +46,17 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
     """
     if (
         not isinstance(paths, str)
-        or is_pattern(paths)
-        or (paths.endswith(_ENDINGS) and is_file(paths))
+        or is_glob_pattern(paths)
+        or (paths.endswith(_PARQUET_SUFFIXES) and is_file_path(paths))
     ):
         return _open_files([paths] if isinstance(paths, str) else paths)
     url = paths
-    iceberg = iceberg_table(url)
+    iceberg = open_iceberg_table(url)
     if iceberg is not None:
-        where, files = iceberg_files(iceberg)
+        where, files = iceberg_data_files(iceberg)
         return Dataset.open_files(where, [(path, {}) for path in files])
     if not native.Store(url).exists("_delta_log"):
-        return Dataset.open(url)
+        return Dataset.open_url(url)
     from pyarrow import dataset as ds  # noqa: PLC0415 - only for such tables
 
     from farandole.data.inputs.sources import delta_table  # noqa: PLC0415 - as above
@@ -70,44 +76,50 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
     )
 
 
-def is_place(paths: str | Sequence[str]) -> bool:
+def is_directory_path(paths: str | Sequence[str]) -> bool:
     """Returns whether `open_dataset` would open a directory. It may contain other files than files
     of rows.
 
     Args:
         paths: As for `open_dataset`.
     """
-    return isinstance(paths, str) and not is_pattern(paths) and not is_file(paths)
+    return isinstance(paths, str) and not is_glob_pattern(paths) and not is_file_path(paths)
 
 
 def _open_files(paths: Sequence[str]) -> Dataset:
-    """Some files, below the directory that all paths have in common; names of directories below
-    that are columns.
+    """Opens files below the common directory of all paths; the names of its subdirectories become
+    columns.
     """
-    places = [find(path) for path in paths]
+    places = [find_files(path) for path in paths]
     files = sorted(
-        {file.path for place in places for file in place.files if file.path.endswith(_ENDINGS)}
+        {
+            file.path
+            for place in places
+            for file in place.files
+            if file.path.endswith(_PARQUET_SUFFIXES)
+        }
     )
     if not files:
         raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
-    _refuse_prepared(places)
+    _refuse_prepared_files(places)
     bases = zip(*(place.base.rstrip("/").split("/") for place in places), strict=False)
     common = "/".join(
         parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases)
     )
     relative = [path[len(common) + 1 :] for path in files]
-    return Dataset.open_files(common or "/", [(path, _values(path)) for path in relative])
+    return Dataset.open_files(common or "/", [(path, _partition_values(path)) for path in relative])
 
 
-def _refuse_prepared(places: Sequence[Found]) -> None:
+def _refuse_prepared_files(places: Sequence[FoundFiles]) -> None:
     """Refuses files of prepared data: its manifest says which ones count, and how they were
     encoded.
     """
     inside = next(
-        (base for base in sorted({place.base for place in places}) if is_prepared(base)), None
+        (base for base in sorted({place.base for place in places}) if is_prepared_directory(base)),
+        None,
     )
     for place in places:
-        for name in place.prepared:
+        for name in place.prepared_directories:
             directory = f"{place.base.rstrip('/')}/{name}" if name else place.base
             if inside is None and any(
                 file.path.startswith(f"{directory.rstrip('/')}/") for file in place.files
@@ -121,21 +133,21 @@ def _refuse_prepared(places: Sequence[Found]) -> None:
         )
 
 
-def _values(path: str) -> dict[str, str]:
+def _partition_values(path: str) -> dict[str, str]:
     """Returns the values in the names of a file's directories."""
     pairs = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part]
-    return {unquote(name): unquote(value) for name, value in pairs if value != _NULL}
+    return {unquote(name): unquote(value) for name, value in pairs if value != _HIVE_NULL_PARTITION}
 
 
-def linked(store: AbstractFilesystemStore, dataset: Dataset) -> str:
+def linked_dataset_url(store: AbstractFilesystemStore, dataset: Dataset) -> str:
     """Returns a URL by which every process opens these very files, without a look at each.
 
     Args:
         store: Where the small file behind the URL goes, if one is needed.
         dataset: The opened data set.
     """
-    if dataset.prepared:
+    if dataset.is_prepared:
         return dataset.url
     url = f"{store.prefix_path.rstrip('/')}/plans/{dataset.fingerprint}"
-    dataset.link(url)
+    dataset.write_link_manifest(url)
     return url

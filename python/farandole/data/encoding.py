@@ -22,44 +22,44 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from farandole.data.splits import Sides
+    from farandole.data.splits import HeldOutRule
 
-SIDE = "__validation"
+VALIDATION_FLAG_COLUMN = "__validation"
 """Column that gives the native writer the side of each row."""
-MISSING = 0
+MISSING_INDEX = 0
 """Index of a missing value in a column of categories."""
-UNSEEN = 1
+UNKNOWN_INDEX = 1
 """Index of a value that is not among the categories."""
-FIRST = 2
+FIRST_CATEGORY_INDEX = 2
 """Index of the first category."""
-SUFFIX = "__missing"
+MISSING_FLAG_SUFFIX = "__missing"
 
 
-def source_of(name: str, present: Iterable[str]) -> str:
-    """Returns the column that a column is made of: `age` for `age__missing`, and for every other
-    one itself.
+def source_column(name: str, present: Iterable[str]) -> str:
+    """Returns the column that a feature is computed from: `age` for `age__missing`; every other
+    feature is its own source.
 
     Args:
-        name: Of a feature.
-        present: Columns that the rows have.
+        name: Name of a feature.
+        present: Columns of the rows.
     """
-    base = name.removesuffix(SUFFIX)
+    base = name.removesuffix(MISSING_FLAG_SUFFIX)
     return base if base != name and name not in present and base in present else name
 
 
-def sources_of(names: Iterable[str], present: Iterable[str]) -> list[str]:
-    """Returns the columns to read for some others, each once.
+def source_columns(names: Iterable[str], present: Iterable[str]) -> list[str]:
+    """Returns the columns to read for the given features, without duplicates.
 
     Args:
-        names: Of columns, some of which may say where others are missing.
-        present: Columns that the rows have.
+        names: Names of features; a `<column>__missing` feature is computed from its column.
+        present: Columns of the rows.
     """
     known = set(present)
-    return list(dict.fromkeys(source_of(name, known) for name in names))
+    return list(dict.fromkeys(source_column(name, known) for name in names))
 
 
 @dataclass(frozen=True)
-class Encoding:
+class ColumnEncoding:
     """Categories and replacements of missing values, all of them known."""
 
     categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Encoding:
     """Labels, whose categories are classes."""
     learned: Mapping[str, str] = field(default_factory=dict)
     """The learned values and the kind of each: `{"age": "mean"}`."""
-    sides: Sides | None = field(default=None, compare=False)
+    sides: HeldOutRule | None = field(default=None, compare=False)
     """The validation rows, if not chosen by a share or a column alone. It is not kept with the
     data.
     """
@@ -77,7 +77,7 @@ class Encoding:
     """The storage and padding of lists of different lengths."""
 
     @classmethod
-    def of_model(
+    def from_model(
         cls,
         categories: Mapping[str, Sequence[Any]] | None,
         fill: Any,
@@ -93,7 +93,7 @@ class Encoding:
             ragged: How lists of different lengths are padded, by column.
         """
         filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
-        lists = {name: Ragged.of(one) for name, one in (ragged or {}).items()}
+        lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
         return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
@@ -104,14 +104,14 @@ class Encoding:
         return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
 
     @classmethod
-    def of_json(cls, text: str | bytes) -> Self:
+    def from_json(cls, text: str | bytes) -> Self:
         """Inverts `to_json`.
 
         Args:
             text: Of the file.
         """
         told = json.loads(text)
-        ragged = {name: Ragged.of(one) for name, one in told.get("ragged", {}).items()}
+        ragged = {name: Ragged.from_value(one) for name, one in told.get("ragged", {}).items()}
         return cls(
             told["categories"],
             told["fill"],
@@ -121,16 +121,16 @@ class Encoding:
         )
 
     @property
-    def plain_fill(self) -> dict[str, Any]:
+    def uncategorized_fill(self) -> dict[str, Any]:
         """Replacements in columns that are no categories."""
         return {name: value for name, value in self.fill.items() if name not in self.categories}
 
-    def encode(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    def encode_batch(self, batch: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
         """Returns a batch with columns as they are written; numbers are not filled yet.
 
         Args:
-            batch: With the columns that `sources_of` names.
-            names: Of the columns that are wanted.
+            batch: A batch with the columns that `source_columns` returns.
+            names: Names of the columns to encode.
 
         Raises:
             ValueError: A column that cannot hold its categories, or a label that is none of its
@@ -139,21 +139,23 @@ class Encoding:
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
         present = batch.schema.names
-        columns = [self.column(name, present, batch.column) for name in names]
+        columns = [self.encode_column(name, present, batch.column) for name in names]
         if self.sides is None:
             return pa.RecordBatch.from_arrays(columns, names=list(names))
         return pa.RecordBatch.from_arrays(
-            [*columns, self.sides.held_out(batch)], names=[*names, SIDE]
+            [*columns, self.sides.validation_mask(batch)], names=[*names, VALIDATION_FLAG_COLUMN]
         )
 
     @property
-    def split(self) -> dict[str, Any]:
+    def split_arguments(self) -> dict[str, Any]:
         """Arguments for the native writer about the split, if the spec does not contain all of
         it.
         """
-        return {} if self.sides is None else {"validation": {"column": SIDE}}
+        return {} if self.sides is None else {"validation": {"column": VALIDATION_FLAG_COLUMN}}
 
-    def column(self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]) -> pa.Array:
+    def encode_column(
+        self, name: str, present: Iterable[str], get: Callable[[str], pa.Array]
+    ) -> pa.Array:
         """Returns one column as it is written; numbers are not filled yet.
 
         Args:
@@ -168,14 +170,14 @@ class Encoding:
         import pyarrow.compute as pc  # noqa: PLC0415
 
         compute: Any = pc
-        source = source_of(name, present)
+        source = source_column(name, present)
         column = get(source)
         if source != name:
             return compute.is_null(column, nan_is_null=True)
         if name in self.categories:
-            return self._indices(name, column)
+            return self._category_indices(name, column)
         if name in self.ragged:
-            return self.ragged[name].stored(column, name)
+            return self.ragged[name].encode_arrow_column(column, name)
         if (
             name in self.learned
             and pa.types.is_integer(column.type)
@@ -184,12 +186,12 @@ class Encoding:
             return column.cast(pa.float64())
         return column
 
-    def _indices(self, name: str, column: Any) -> Any:
+    def _category_indices(self, name: str, column: Any) -> Any:
         import pyarrow as pa  # noqa: PLC0415 - as above
         import pyarrow.compute as pc  # noqa: PLC0415
 
         compute: Any = pc
-        column = plain(column, name)
+        column = normalize_categories(column, name)
         values = self.categories[name]
         try:
             known = pa.array(values, column.type)
@@ -213,12 +215,14 @@ class Encoding:
                     f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows"
                 )
             return found.cast(pa.int32())
-        indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST, pa.int32()))
-        indices = compute.fill_null(indices, UNSEEN)
-        return compute.if_else(compute.is_null(column), pa.scalar(MISSING, pa.int32()), indices)
+        indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST_CATEGORY_INDEX, pa.int32()))
+        indices = compute.fill_null(indices, UNKNOWN_INDEX)
+        return compute.if_else(
+            compute.is_null(column), pa.scalar(MISSING_INDEX, pa.int32()), indices
+        )
 
 
-def plain(column: Any, name: str) -> Any:
+def normalize_categories(column: Any, name: str) -> Any:
     """Returns a column of categories as one of large texts, int64 or booleans.
 
     Args:

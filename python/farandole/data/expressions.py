@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_TABLE = "batch"
-_HERE = threading.local()
+_BATCH_TABLE_NAME = "batch"
+_THREAD_LOCALS = threading.local()
 
 
 class SqlExpressions:
@@ -36,7 +36,7 @@ class SqlExpressions:
             ImportError: datafusion is not installed.
             ValueError: No expressions.
         """
-        _datafusion()
+        _import_datafusion()
         if not expressions or not all(expression.strip() for expression in expressions):
             raise ValueError(f"SQL expressions are needed: {expressions!r}")
         self.expressions, self.where = expressions, where
@@ -45,7 +45,7 @@ class SqlExpressions:
     def query(self) -> str:
         """The complete query."""
         kept = "" if self.where is None else f" where {self.where}"
-        return f"select {', '.join(self.expressions)} from {_TABLE}{kept}"  # noqa: S608 - the user's own, of one batch
+        return f"select {', '.join(self.expressions)} from {_BATCH_TABLE_NAME}{kept}"  # noqa: S608 - the user's own, of one batch
 
     def __call__(self, batch: pa.RecordBatch) -> pa.Table:
         """Evaluates them on a batch.
@@ -55,21 +55,21 @@ class SqlExpressions:
         """
         import pyarrow as pa  # noqa: PLC0415 - optional
 
-        context = getattr(_HERE, "context", None)
+        context = getattr(_THREAD_LOCALS, "context", None)
         if context is None:
             # Rows keep their order where one task does all of the work.
-            config = _datafusion().SessionConfig().with_target_partitions(1)
-            context = _HERE.context = _datafusion().SessionContext(config)
-        context.register_record_batches(_TABLE, [[batch]])
+            config = _import_datafusion().SessionConfig().with_target_partitions(1)
+            context = _THREAD_LOCALS.context = _import_datafusion().SessionContext(config)
+        context.register_record_batches(_BATCH_TABLE_NAME, [[batch]])
         try:
             return pa.table(context.sql(self.query))
         except Exception as error:
             raise ValueError(f"{self.query!r} failed: {error}") from error
         finally:
-            context.deregister_table(_TABLE)
+            context.deregister_table(_BATCH_TABLE_NAME)
 
 
-def _datafusion() -> Any:
+def _import_datafusion() -> Any:
     try:
         import datafusion  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -12,36 +12,41 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.encoding import Encoding, plain, source_of, sources_of
-from farandole.data.ragged import Ragged, check_value, element, is_nested
-from farandole.data.tallies import Longest, Mean, Quantile, Values
+from farandole.data.column_accumulators import ExactMean, MaxListLength, QuantileSketch, ValueCounts
+from farandole.data.encoding import (
+    ColumnEncoding,
+    normalize_categories,
+    source_column,
+    source_columns,
+)
+from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_element_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import pyarrow as pa
 
-    from farandole.data.columns import Roles
-    from farandole.data.inputs.sources import Source, Unit
-    from farandole.data.places import Place
-    from farandole.data.splits import Split
+    from farandole.data.columns import ColumnRoles
+    from farandole.data.inputs.sources import RowSource, SourceUnit
+    from farandole.data.prepared_directories import PreparedDirectory
+    from farandole.data.splits import ValidationSplit
 
-WORDS = ("mean", "median", "most_frequent")
+LEARNED_FILL_WORDS = ("mean", "median", "most_frequent")
 """Values of `fill` that are learned."""
-_TALLIES: dict[str, Any] = {
-    "mean": Mean,
-    "median": Quantile,
-    "most_frequent": Values,
-    "categories": Values,
+_ACCUMULATOR_TYPES: dict[str, Any] = {
+    "mean": ExactMean,
+    "median": QuantileSketch,
+    "most_frequent": ValueCounts,
+    "categories": ValueCounts,
 }
-_TALLIES["longest"] = Longest
-_ENCODING = "_encoding.json"
-_TRAINING = ("train", "training", "false", "0", "no")
+_ACCUMULATOR_TYPES["longest"] = MaxListLength
+_ENCODING_FILE = "_encoding.json"
+_TRAINING_WORDS = ("train", "training", "false", "0", "no")
 """Words of a validation column that put a row among the training rows."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class EncodingSpec:
     """The request: values, or words for values that are to be learned."""
 
     categories: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +55,7 @@ class Wish:
     labels: frozenset[str] = frozenset()
     learned: Mapping[str, str] = field(default_factory=dict)
     """Values that were learned from other rows, and as what."""
-    split: Split | None = None
+    split: ValidationSplit | None = None
     """The rule that chooses the validation rows, if it needs more than each row alone."""
     ragged: Mapping[str, Any] = field(default_factory=dict)
     """The treatment of lists of different lengths, by column: `Pad`, `Nested`, or `Ragged` if
@@ -58,7 +63,7 @@ class Wish:
     """
 
     @classmethod
-    def like(cls, encoding: Encoding) -> Self:
+    def from_encoding(cls, encoding: ColumnEncoding) -> Self:
         """Returns the wish that encodes other rows in the same way.
 
         Args:
@@ -73,12 +78,12 @@ class Wish:
         )
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         categories: Any,
         fill: Any,
         labels: Iterable[str],
-        split: Split | None = None,
+        split: ValidationSplit | None = None,
         ragged: Any = None,
     ) -> Self:
         """Returns the request in the arguments of a function.
@@ -96,10 +101,10 @@ class Wish:
         by_name = (
             dict(categories)
             if isinstance(categories, Mapping)
-            else dict.fromkeys(_names(categories))
+            else dict.fromkeys(_category_names(categories))
         )
         for name, value in by_name.items():
-            _check(name, value)
+            _check_categories(name, value)
         filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
         lists = {
             name: list(value) if isinstance(value, tuple) else value
@@ -112,10 +117,15 @@ class Wish:
         """Whether rows are written as they arrive, except that plain values replace missing
         ones.
         """
-        return not self.categories and not self._words() and self.split is None and not self.ragged
+        return (
+            not self.categories
+            and not self._learned_words()
+            and self.split is None
+            and not self.ragged
+        )
 
-    def told(self) -> list[Any]:
-        """Returns plain values, for keys; nothing if `fill` says all of it."""
+    def key_values(self) -> list[Any]:
+        """Returns plain values for keys; an empty list if `fill` determines the encoding."""
         if not self.categories and self.split is None and not self.ragged:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]
@@ -129,19 +139,21 @@ class Wish:
             )
         ]
 
-    def known(self) -> Encoding | None:
+    def complete_encoding(self) -> ColumnEncoding | None:
         """Returns the encoding, where there is nothing to learn."""
         if (
             self.split
-            or self._words()
+            or self._learned_words()
             or any(not isinstance(values, list) for values in self.categories.values())
         ):
             return None
         if any(not isinstance(one, Ragged) for one in self.ragged.values()):
             return None
-        return Encoding(self.categories, self.fill, self.labels, self.learned, ragged=self.ragged)
+        return ColumnEncoding(
+            self.categories, self.fill, self.labels, self.learned, ragged=self.ragged
+        )
 
-    def without(self, encoding: Encoding) -> Wish:
+    def unfulfilled_part(self, encoding: ColumnEncoding) -> EncodingSpec:
         """Returns the part of the wish that an encoding does not fulfil.
 
         Args:
@@ -159,7 +171,7 @@ class Wish:
                 raise ValueError(
                     f"column {name!r} was prepared with other categories: {list(before)[:5]}"
                 )
-        words = self._words()
+        words = self._learned_words()
         for name, word in words.items():
             if encoding.learned.get(name, word) != word:
                 raise ValueError(
@@ -177,17 +189,17 @@ class Wish:
                 raise ValueError(
                     f"column {name!r} was prepared with {kinds[0]}, not with {kinds[1]}"
                 )
-        # what is split already has no split
-        return Wish(categories, fill, self.labels, ragged=ragged)
+        # prepared data is split already, so the spec has no split
+        return EncodingSpec(categories, fill, self.labels, ragged=ragged)
 
-    def _words(self) -> dict[str, str]:
+    def _learned_words(self) -> dict[str, str]:
         return {
             name: value
             for name, value in self.fill.items()
-            if isinstance(value, str) and value in WORDS
+            if isinstance(value, str) and value in LEARNED_FILL_WORDS
         }
 
-    def plan(self, schema: pa.Schema, roles: Roles) -> dict[str, list[str]]:
+    def plan_learning(self, schema: pa.Schema, roles: ColumnRoles) -> dict[str, list[str]]:
         """Returns the values to learn from each column.
 
         Args:
@@ -211,10 +223,10 @@ class Wish:
             )
         plan: dict[str, list[str]] = {}
         for name, values in self.categories.items():
-            plain(pa.nulls(0, schema.field(name).type), name)  # refuses other types
+            normalize_categories(pa.nulls(0, schema.field(name).type), name)  # refuses other types
             if not isinstance(values, list):
                 plan.setdefault(name, []).append("categories")
-        for name, word in self._expanded(schema, roles).items():
+        for name, word in self._words_by_column(schema, roles).items():
             plan.setdefault(name, []).append(word)
         strange = sorted(set(self.ragged) - set(roles.features))
         if strange:
@@ -222,29 +234,29 @@ class Wish:
                 f"ragged columns must be features; these are not: {', '.join(strange)}"
             )
         for name, pad in self.ragged.items():
-            kind = element(schema.field(name).type, name)
-            check_value(pad, kind, name)
+            kind = list_element_dtype(schema.field(name).type, name)
+            check_pad_value(pad, kind, name)
             # its type comes from the rows, whether its length is known or not
             if not isinstance(pad, Ragged):
                 plan.setdefault(name, []).append(f"longest {kind}")
         return plan
 
-    def _expanded(self, schema: pa.Schema, roles: Roles) -> dict[str, str]:
+    def _words_by_column(self, schema: pa.Schema, roles: ColumnRoles) -> dict[str, str]:
         """Returns the words by column, `"*"` being all features of numbers that have no value of
         their own.
         """
-        words = self._words()
+        words = self._learned_words()
         everywhere = words.pop("*", None)
         for name, word in words.items():
             if name in schema.names:
-                _check_word(name, word, schema.field(name).type)
+                _check_fill_word(name, word, schema.field(name).type)
         if everywhere is not None:
             own = {*self.fill, *self.categories}
             names = [name for name in roles.features if name in schema.names and name not in own]
             words |= {name: everywhere for name in names if _is_number(schema.field(name).type)}
         return words
 
-    def of_rows(self, names: Sequence[str]) -> Self:
+    def with_hashed_columns(self, names: Sequence[str]) -> Self:
         """Returns the same, with the columns of rows whose content decides the split.
 
         Args:
@@ -256,19 +268,23 @@ class Wish:
             else replace(self, split=replace(self.split, hashed=tuple(names)))
         )
 
-    def reads(self, plan: Mapping[str, Sequence[str]], roles: Roles) -> list[str]:
-        """Returns the columns that a `Learner` looks at.
+    def columns_to_read(self, plan: Mapping[str, Sequence[str]], roles: ColumnRoles) -> list[str]:
+        """Returns the columns that an `EncodingLearner` reads.
 
         Args:
-            plan: As `plan` made it.
-            roles: Of the columns.
+            plan: The result of `plan_learning`.
+            roles: Roles of the columns.
         """
         side = [roles.validation] if isinstance(roles.validation, str) else []
         return list(
-            dict.fromkeys([*plan, *side, *(self.split.reads if self.split is not None else [])])
+            dict.fromkeys(
+                [*plan, *side, *(self.split.columns_to_read if self.split is not None else [])]
+            )
         )
 
-    def fulfilled(self, plan: Mapping[str, Sequence[str]], learner: Learner) -> Encoding:
+    def build_encoding(
+        self, plan: Mapping[str, Sequence[str]], learner: EncodingLearner
+    ) -> ColumnEncoding:
         """Returns the encoding, once rows were looked at.
 
         Args:
@@ -279,33 +295,35 @@ class Wish:
             ValueError: A column without a value, or labels without two classes.
         """
         categories = dict(self.categories)
-        fill = {name: value for name, value in self.fill.items() if name not in self._words()}
+        fill = {
+            name: value for name, value in self.fill.items() if name not in self._learned_words()
+        }
         learned: dict[str, str] = {}
         ragged = dict(self.ragged)
         for name, wanted in plan.items():
             for word in wanted:
-                tally = learner.tallies[name, word]
+                tally = learner.accumulators[name, word]
                 if word.startswith("longest "):
                     ragged[name] = self.ragged[name].known(
                         word.removeprefix("longest "), tally.value
                     )
                     continue
                 if word == "categories":
-                    categories[name] = tally.categories(self.categories[name])
+                    categories[name] = tally.most_frequent_categories(self.categories[name])
                     if not categories[name] and name in self.labels:
                         raise ValueError(f"label column {name!r} has no value in any row")
                     continue
-                value = tally.at(0.5) if word == "median" else tally.value
+                value = tally.value_at(0.5) if word == "median" else tally.value
                 if value is None:
                     raise ValueError(
                         f"column {name!r} has no value in any row: there is no {word} to fill in"
                     )
                 fill[name], learned[name] = value, word
-        sides = None if learner.sides is None else learner.sides.sides()
-        return Encoding(categories, fill, self.labels, learned, sides, ragged)
+        sides = None if learner.split_statistics is None else learner.split_statistics.make_rule()
+        return ColumnEncoding(categories, fill, self.labels, learned, sides, ragged)
 
 
-class Learner:
+class EncodingLearner:
     """Gathers the counts that a plan needs, batch by batch; learners of several tasks are
     merged.
     """
@@ -314,20 +332,20 @@ class Learner:
         self,
         plan: Mapping[str, Sequence[str]],
         validation: float | str | None = None,
-        split: Split | None = None,
+        split: ValidationSplit | None = None,
     ) -> None:
         """Starts without rows.
 
         Args:
-            plan: Of `Wish.plan`.
-            validation: A column that tells validation rows, which are left out; a share tells
-                nothing here.
-            split: How validation rows are chosen, if not by rows alone.
+            plan: The result of `EncodingSpec.plan_learning`.
+            validation: A column that marks validation rows, which are left out; a share has no
+                effect here.
+            split: The rule that chooses validation rows, unless a hash of each row alone does.
         """
-        self.sides: Any = None if split is None else split.tally()
+        self.split_statistics: Any = None if split is None else split.start_collector()
         self._validation = validation if isinstance(validation, str) else None
-        self.tallies: dict[tuple[str, str], Any] = {
-            (name, word): _TALLIES[word.partition(" ")[0]]()
+        self.accumulators: dict[tuple[str, str], Any] = {
+            (name, word): _ACCUMULATOR_TYPES[word.partition(" ")[0]]()
             for name, words in plan.items()
             for word in words
         }
@@ -342,30 +360,36 @@ class Learner:
             ValueError: A column that has too many categories.
         """
         if self._validation is not None:
-            batch = batch.filter(_is_training(batch.column(self._validation)))
-        if self.sides is not None:
-            self.sides.add(batch)
-        for (name, word), tally in self.tallies.items():
+            batch = batch.filter(_training_mask(batch.column(self._validation)))
+        if self.split_statistics is not None:
+            self.split_statistics.add(batch)
+        for (name, word), tally in self.accumulators.items():
             column = batch.column(name)
             try:
-                tally.add(plain(column, name) if word == "categories" else _decoded(column))
+                tally.add(
+                    normalize_categories(column, name)
+                    if word == "categories"
+                    else _decode_dictionary(column)
+                )
             except ValueError as error:
                 raise ValueError(
                     f"column {name!r} {error}" if name not in str(error) else str(error)
                 ) from None
 
-    def merge(self, other: Learner) -> None:
+    def merge(self, other: EncodingLearner) -> None:
         """Adds the counts of another learner of the same plan."""
-        if self.sides is not None:
-            self.sides.merge(other.sides)
-        for key, tally in self.tallies.items():
+        if self.split_statistics is not None:
+            self.split_statistics.merge(other.split_statistics)
+        for key, tally in self.accumulators.items():
             try:
-                tally.merge(other.tallies[key])
+                tally.merge(other.accumulators[key])
             except ValueError as error:
                 raise ValueError(f"column {key[0]!r} {error}") from None
 
 
-def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encoding:
+def learn_encoding(
+    source: RowSource, roles: ColumnRoles, wish: EncodingSpec, threads: int = 2
+) -> ColumnEncoding:
     """Reads the rows of a source if values must be learned from them.
 
     Args:
@@ -377,33 +401,35 @@ def learn(source: Source, roles: Roles, wish: Wish, threads: int = 2) -> Encodin
     Raises:
         ValueError: What cannot be learned; the message names the column.
     """
-    wish = wish.of_rows(sources_of(roles.kept, source.schema.names))
-    plan = wish.plan(source.schema, roles)
-    known = wish.known()
+    wish = wish.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
+    plan = wish.plan_learning(source.schema, roles)
+    known = wish.complete_encoding()
     if known is not None:
         return known
-    if not source.again:
+    if not source.is_rereadable:
         raise ValueError(
             "a stream can be read only once, so nothing can be learned from it before it is "
             "written: give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
-    names = wish.reads(plan, roles)
+    names = wish.columns_to_read(plan, roles)
 
-    def count(unit: Unit) -> Learner:
-        learner = Learner(plan, roles.validation, wish.split)
+    def count_unit(unit: SourceUnit) -> EncodingLearner:
+        learner = EncodingLearner(plan, roles.validation, wish.split)
         for batch in unit.batches():
             learner.add(batch)
         return learner
 
-    whole = Learner(plan, split=wish.split)
+    whole = EncodingLearner(plan, split=wish.split)
     with ThreadPoolExecutor(threads, "farandole-learn") as pool:
-        for learner in pool.map(count, source.units(names)):
+        for learner in pool.map(count_unit, source.units(names)):
             whole.merge(learner)
-    return wish.fulfilled(plan, whole)
+    return wish.build_encoding(plan, whole)
 
 
-def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -> None:
+def write_encoding(
+    place: PreparedDirectory, encoding: ColumnEncoding | None, *, validates: bool
+) -> None:
     """Stores the encoding of categories and missing values with prepared data.
 
     Args:
@@ -413,22 +439,22 @@ def note_encoding(place: Place, encoding: Encoding | None, *, validates: bool) -
     """
     if encoding is not None:
         for url in [place.train_url, *([place.val_url] if validates else [])]:
-            NativeStore(url).write(_ENCODING, encoding.to_json().encode())
+            NativeStore(url).write(_ENCODING_FILE, encoding.to_json().encode())
 
 
-def encoding_at(url: str) -> Encoding | None:
-    """Returns the encoding that `note_encoding` stored.
+def read_encoding(url: str) -> ColumnEncoding | None:
+    """Returns the encoding that `write_encoding` stored.
 
     Args:
-        url: Of training or validation data.
+        url: Directory of training or validation data.
     """
     try:
-        return Encoding.of_json(NativeStore(url).read(_ENCODING))
+        return ColumnEncoding.from_json(NativeStore(url).read(_ENCODING_FILE))
     except FileNotFoundError:
         return None
 
 
-def _names(categories: Any) -> list[str]:
+def _category_names(categories: Any) -> list[str]:
     if categories is None:
         return []
     if isinstance(categories, str):
@@ -436,7 +462,7 @@ def _names(categories: Any) -> list[str]:
     return list(categories)
 
 
-def _check(name: str, value: Any) -> None:
+def _check_categories(name: str, value: Any) -> None:
     if isinstance(value, list | tuple):
         if not value or len(set(value)) != len(value):
             raise ValueError(
@@ -456,7 +482,7 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
 
 
-def _check_word(name: str, word: str, kind: pa.DataType) -> None:
+def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
@@ -470,30 +496,30 @@ def _check_word(name: str, word: str, kind: pa.DataType) -> None:
         raise ValueError(f"column {name!r} is {kind}, which has no {word} to fill in{hint}")
 
 
-def _decoded(column: Any) -> Any:
+def _decode_dictionary(column: Any) -> Any:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
-def _is_training(column: Any) -> Any:
+def _training_mask(column: Any) -> Any:
     """Returns which rows a validation column assigns to training."""
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.compute as pc  # noqa: PLC0415
 
     compute: Any = pc
-    column = _decoded(column)
+    column = _decode_dictionary(column)
     if pa.types.is_boolean(column.type):
         found = compute.invert(column)
     elif _is_number(column.type):
         found = compute.equal(column.cast(pa.float64()), 0.0)
     else:
         words = compute.utf8_lower(compute.utf8_trim_whitespace(column.cast(pa.large_string())))
-        found = compute.is_in(words, value_set=pa.array(_TRAINING, pa.large_string()))
+        found = compute.is_in(words, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
     return compute.fill_null(found, False)
 
 
-def needed(wish: Wish, names: Iterable[str], present: Iterable[str]) -> bool:
+def needs_encoding(wish: EncodingSpec, names: Iterable[str], present: Iterable[str]) -> bool:
     """Returns whether rows must be encoded before they are written.
 
     Args:
@@ -502,4 +528,4 @@ def needed(wish: Wish, names: Iterable[str], present: Iterable[str]) -> bool:
         present: Columns that the rows have.
     """
     known = set(present)
-    return not wish.is_plain or any(source_of(name, known) != name for name in names)
+    return not wish.is_plain or any(source_column(name, known) != name for name in names)

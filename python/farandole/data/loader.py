@@ -11,29 +11,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole._native.store import configure, full_path, options_of
-from farandole.data.arrays import TEXTS, converter, nested, wrapper
+from farandole._native.store import configure_options, full_path, object_store_options
+from farandole.data.arrays import (
+    VARIABLE_WIDTH_DTYPES,
+    batch_converter,
+    nested_column,
+    result_wrapper,
+)
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
-from farandole.data.learning import encoding_at
-from farandole.data.memory import directory_for
-from farandole.data.omitted import advised, is_refused, tell
-from farandole.data.transform import Transform
-from farandole.data.turns import Piece, Place, Turns
+from farandole.data.learning import read_encoding
+from farandole.data.memory import cache_directory
+from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
+from farandole.data.skipped_columns import add_advice, is_unreadable_column, warn_of_skipped_columns
+from farandole.data.transform import BatchTransform
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole.data.ragged import Ragged
 
-BYTE_BUDGET = 512 << 20
+DEFAULT_BYTE_BUDGET = 512 << 20
 """Bytes that one loader holds, by default."""
 
-WEIGHTS = "_weights"
+WEIGHTS_KEY = "_weights"
 """Key of the rows' weights in a batch, with `tail="pad"`."""
 
 _STATE_VERSION = 1
-_TAILS = {"keep": "keep", "pad": "pad", "drop_last": "drop", "drop": "drop", "join": "join"}
+_READER_TAILS = {"keep": "keep", "pad": "pad", "drop_last": "drop", "drop": "drop", "join": "join"}
 
 
 class ParquetLoader(BaseDataLoader):
@@ -62,7 +67,7 @@ class ParquetLoader(BaseDataLoader):
         fill: Mapping[str, float] | None = None,
         allow_nan: bool = False,
         framework: Literal["numpy", "torch"] = "numpy",
-        byte_budget: int = BYTE_BUDGET,
+        byte_budget: int = DEFAULT_BYTE_BUDGET,
         threads: int | None = None,
         inmemory_cache_all: bool = False,
         transformation_fn: Callable[[Any], Any] | None = None,
@@ -83,8 +88,8 @@ class ParquetLoader(BaseDataLoader):
             shuffle: Whether rows come in random order, or in the order of the files. Without it,
                 every rank reads all files.
             seed: Of the shuffle; the same on every rank.
-            rank: This rank; default: that of the running job (or of `torch.distributed`), or 0.
-            size: How many ranks share the data; default: that of the running job, or 1.
+            rank: This rank; default: the rank in the running job (or in `torch.distributed`), or 0.
+            size: Number of ranks that share the data; default: the size of the running job, or 1.
             tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter
                 last batch, which may be empty on some ranks. `pad`: a last batch filled up with
                 rows of weight 0; batches then have `"_weights"`. `drop_last`: they are left out.
@@ -97,7 +102,7 @@ class ParquetLoader(BaseDataLoader):
             allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at
-                once. It never changes the order. What a `transformation_fn` makes comes on top.
+                once. It never changes the order. Results of a `transformation_fn` are not counted.
             threads: Decoding threads; default: 2. Storage over the network is fetched by threads of
                 its own.
             inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host
@@ -108,39 +113,42 @@ class ParquetLoader(BaseDataLoader):
             transform_workers: How many batches are transformed at a time.
             transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or
                 `dummy`: the thread that iterates.
-            storage_options: Credentials and endpoints, as for a store; default: what a store of
-                this process has for the place, else the provider's environment. They travel with a
-                loader that is pickled.
+            storage_options: Credentials and endpoints, as for a store; default: the options of a
+                store of this process with the same location, else the provider's environment. A
+                pickled loader contains them.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
             ValueError: Files that disagree, columns that do not exist or that no batch can hold,
                 strings as tensors, a tail or framework that does not exist.
         """
-        if tail not in _TAILS:
+        if tail not in _READER_TAILS:
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
-        here, everywhere = _world() if rank is None or size is None else (rank, size)
+        here, everywhere = _rank_and_size() if rank is None or size is None else (rank, size)
         self._given = rank, size
         self.rank = here if rank is None else rank
         self.size = everywhere if size is None else size
-        self.batch_size, self.seed = _whole("batch_size", batch_size, 1), _whole("seed", seed)
+        self.batch_size, self.seed = (
+            _whole_number("batch_size", batch_size, 1),
+            _whole_number("seed", seed),
+        )
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
         self._cast, self._fill = dict(cast or {}), dict(fill or {})
-        self._allow_nan, self._budget = allow_nan, _whole("byte_budget", byte_budget)
-        self._threads = None if threads is None else _whole("threads", threads, 1)
+        self._allow_nan, self._budget = allow_nan, _whole_number("byte_budget", byte_budget)
+        self._threads = None if threads is None else _whole_number("threads", threads, 1)
         self._cached = inmemory_cache_all
         self._transform = (
             None
             if transformation_fn is None
-            else Transform(transformation_fn, transform_workers, transform_pool)
+            else BatchTransform(transformation_fn, transform_workers, transform_pool)
         )
-        self._next = (0, 0)
-        self._made = self._taken = self._next
-        self._turns: Turns | None = None
+        self._next_position = (0, 0)
+        self._produced_at = self._consumed_at = self._next_position
+        self._assignment: RowAssignment | None = None
         self._length_suffix = ""
         """Suffix of the columns with the lengths of ragged columns; without it there are no such
         columns.
@@ -157,30 +165,35 @@ class ParquetLoader(BaseDataLoader):
                 (self._paths,) if isinstance(self._paths, str) else tuple(self._paths),
                 storage_options,
             )
-        self._open(path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or "")
+        self._open_dataset(
+            path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
+        )
         if columns is None and self.rank == 0:
-            tell(self.dataset, set(self.columns), self._what())
+            warn_of_skipped_columns(self.dataset, set(self.columns), self._rows_description())
 
-    def _what(self) -> str:
+    def _rows_description(self) -> str:
         """Returns the rows, in words."""
         return self.dataset.url
 
-    def _lists(self) -> dict[str, Ragged]:
+    def _stored_ragged_columns(self) -> dict[str, Ragged]:
         """Returns the columns of lists of different lengths, as they are stored."""
-        encoding = encoding_at(self.dataset.url) if self.dataset.prepared else None
+        encoding = read_encoding(self.dataset.url) if self.dataset.is_prepared else None
         return {} if encoding is None else dict(encoding.ragged)
 
-    def _open(self, given: str | Sequence[str] | Dataset) -> None:
+    def _open_dataset(self, given: str | Sequence[str] | Dataset) -> None:
         self.dataset = given if isinstance(given, Dataset) else open_dataset(given)
-        self._convert = converter(self.framework)
-        self._wrap = wrapper(self.framework)
-        self._ragged = self._lists()
+        self._convert = batch_converter(self.framework)
+        self._wrap = result_wrapper(self.framework)
+        self._ragged = self._stored_ragged_columns()
         if self._columns is None and self._ragged:
             self._columns = [
                 one.name
                 for one in self.dataset.columns
                 if one.name in self._ragged
-                or (one.dtype not in TEXTS and not is_refused(self.dataset, one.name))
+                or (
+                    one.dtype not in VARIABLE_WIDTH_DTYPES
+                    and not is_unreadable_column(self.dataset, one.name)
+                )
             ]
         if self._columns is not None:
             self._ragged = {
@@ -189,20 +202,20 @@ class ParquetLoader(BaseDataLoader):
         try:
             self._reader = self._make_reader(self.rank, self.size)
         except ValueError as error:
-            raise advised(error) from None
+            raise add_advice(error) from None
         self._fields = self._reader.columns
         if self._ragged and self._transform is not None:
             raise ValueError(
                 f"a transformation_fn gets no ragged columns: leave out {', '.join(self._ragged)}"
             )
-        if self.tail == "pad" and any(field.name == WEIGHTS for field in self._fields):
+        if self.tail == "pad" and any(field.name == WEIGHTS_KEY for field in self._fields):
             raise ValueError(
-                f"a column is called {WEIGHTS}, as the weights of rows are with tail='pad'"
+                f"a column is called {WEIGHTS_KEY}, as the weights of rows are with tail='pad'"
             )
         texts = [
             field.name
             for field in self._fields
-            if field.dtype in TEXTS and field.name not in self._ragged
+            if field.dtype in VARIABLE_WIDTH_DTYPES and field.name not in self._ragged
         ]
         if texts and self.framework == "torch" and self._transform is None:
             raise ValueError(
@@ -221,13 +234,13 @@ class ParquetLoader(BaseDataLoader):
             shuffle=self.shuffle,
             byte_budget=self._budget,
             threads=self._threads,
-            tail=_TAILS[self.tail],  # pyright: ignore[reportArgumentType]
+            tail=_READER_TAILS[self.tail],  # pyright: ignore[reportArgumentType]
             cast=self._cast or None,
             fill=self._fill or None,
             allow_nan=self._allow_nan,
-            pad={name: one.padding() for name, one in self._ragged.items() if not one.nested}
+            pad={name: one.reader_padding() for name, one in self._ragged.items() if not one.nested}
             or None,
-            cache=directory_for(self.dataset, self._columns) if self._cached else None,
+            cache=cache_directory(self.dataset, self._columns) if self._cached else None,
         )
 
     @property
@@ -236,44 +249,44 @@ class ParquetLoader(BaseDataLoader):
         return [field.name for field in self._fields]
 
     def signature(self) -> dict[str, tuple[str, tuple[int | None, ...]]]:
-        """Name of NumPy's dtype and shape of one row, of each column of a batch; `object` for
-        strings and bytes.
+        """Returns the NumPy dtype's name and the shape of one row for each column of a batch;
+        `object` for strings and bytes.
 
         The length of a ragged column is `None`.
 
         Raises:
-            ValueError: There is a `transformation_fn`: only its results tell.
+            ValueError: There is a `transformation_fn`, which decides the columns.
         """
         if self._transform is not None:
             raise ValueError(
                 "a transformation_fn decides what its batches hold: apply it to the dataset instead"
             )
-        kinds = dict.fromkeys(TEXTS, "object")
+        kinds = dict.fromkeys(VARIABLE_WIDTH_DTYPES, "object")
         columns: dict[str, tuple[str, tuple[int | None, ...]]] = {
             field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields
         }
         columns |= {name: (one.dtype, (None,)) for name, one in self._ragged.items()}
-        return {**columns, WEIGHTS: ("float32", ())} if self.tail == "pad" else columns
+        return {**columns, WEIGHTS_KEY: ("float32", ())} if self.tail == "pad" else columns
 
     @property
     def epoch(self) -> int:
         """The number of the next iteration's epoch."""
-        return self._next[0] if self._turns is None else self._turns.epoch
+        return self._next_position[0] if self._assignment is None else self._assignment.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses which epoch the next iteration is."""
-        self._start_at(_whole("epoch", epoch), 0)
+        self._start_at(_whole_number("epoch", epoch), 0)
 
     def _start_at(self, epoch: int, rows: int) -> None:
-        self._next = self._made = self._taken = (epoch, rows)
-        if self._turns is not None:
-            self._turns.start_at(Place(epoch, rows))
+        self._next_position = self._produced_at = self._consumed_at = (epoch, rows)
+        if self._assignment is not None:
+            self._assignment.start_at(UnassignedRows(epoch, rows))
 
     def __len__(self) -> int:
         """Batches of the next iteration: of a whole epoch, or of the rest of the resumed one."""
-        if self._turns is not None:
-            return self._turns.rounds_left()
-        return self._reader.steps(self._next[1])
+        if self._assignment is not None:
+            return self._assignment.rounds_left()
+        return self._reader.step_count(self._next_position[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer: less than a kilobyte, the same on all ranks after
@@ -284,18 +297,18 @@ class ParquetLoader(BaseDataLoader):
         handed out. A `State` of an elastic job that is given the loader, as in `TorchState(...,
         reader=loader)`, keeps it with every commit.
         """
-        epoch, rows = self._taken
+        epoch, rows = self._consumed_at
         state: dict[str, Any] = {
             "version": _STATE_VERSION,
             "seed": self.seed,
             "shuffle": self.shuffle,
         }
         state["fingerprint"] = self.dataset.fingerprint
-        if self._turns is not None:
-            place = self._turns.place
+        if self._assignment is not None:
+            place = self._assignment.place
             epoch, rows = (
                 (place.epoch, place.start)
-                if self._turns.epoch == place.epoch
+                if self._assignment.epoch == place.epoch
                 else (place.epoch + 1, 0)
             )
             if place.left:
@@ -324,14 +337,17 @@ class ParquetLoader(BaseDataLoader):
                 f"{state['fingerprint']} there, {self.dataset.fingerprint} in {self.dataset.url}"
             )
         try:
-            epoch, rows = _whole("epoch", state["epoch"]), _whole("rows", state["rows"])
-            seed, shuffle = _whole("seed", state["seed"]), bool(state["shuffle"])
-            left = tuple(_piece(piece) for piece in state.get("left", ()))
+            epoch, rows = (
+                _whole_number("epoch", state["epoch"]),
+                _whole_number("rows", state["rows"]),
+            )
+            seed, shuffle = _whole_number("seed", state["seed"]), bool(state["shuffle"])
+            left = tuple(_parse_piece(piece) for piece in state.get("left", ()))
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a state of ParquetLoader: {error}") from error
         if rows > self.dataset.rows:
             raise ValueError(f"the state is of {rows} rows, the data set has {self.dataset.rows}")
-        if left and self._turns is None:
+        if left and self._assignment is None:
             raise ValueError(
                 "the state has rows of lost ranks: share the loader with a fault-tolerant "
                 "optimizer first"
@@ -340,14 +356,14 @@ class ParquetLoader(BaseDataLoader):
             self.seed, self.shuffle = seed, shuffle
             self._reader = self._make_reader(self.rank, self.size)
         self._start_at(epoch, rows)
-        if self._turns is not None:
-            self._turns.start_at(Place(epoch, rows, left))
+        if self._assignment is not None:
+            self._assignment.start_at(UnassignedRows(epoch, rows, left))
 
-    def _nested(self) -> list[str]:
+    def _nested_columns(self) -> list[str]:
         """Returns the columns whose batches are nested: they have no rows that could be chosen."""
         return [name for name, one in self._ragged.items() if one.nested]
 
-    def take_turns(self, books: Turns | None = None) -> Turns:
+    def take_turns(self, books: RowAssignment | None = None) -> RowAssignment:
         """Records which rank gets which rows, for a fault-tolerant optimizer:
         `optimizer.share(reader=loader)`.
 
@@ -366,7 +382,7 @@ class ParquetLoader(BaseDataLoader):
                 "a loader that follows the world takes rank and size from the world: do not pass "
                 "them"
             )
-        if lists := self._nested():
+        if lists := self._nested_columns():
             raise ValueError(
                 f"in an elastic job, lists must be padded: prepare {', '.join(lists)} with Pad"
             )
@@ -374,10 +390,12 @@ class ParquetLoader(BaseDataLoader):
             raise TypeError(
                 "a loader that follows the world cannot create batches ahead in its own thread"
             )
-        if self._turns is None:
+        if self._assignment is None:
             self.follow_world()  # which may have changed since the loader was made
-            place, drops = Place(*self._taken), self.tail.startswith("drop")
-            own = Turns(self.dataset.rows, self.batch_size, drops, self.rank, self.size, place)
+            place, drops = UnassignedRows(*self._consumed_at), self.tail.startswith("drop")
+            own = RowAssignment(
+                self.dataset.rows, self.batch_size, drops, self.rank, self.size, place
+            )
             if books is not None and (books.total, books.batch, books.drops) != (
                 own.total,
                 own.batch,
@@ -386,8 +404,8 @@ class ParquetLoader(BaseDataLoader):
                 raise ValueError(
                     f"other ranks read {books.total} rows in batches of {books.batch}: {own}"
                 )
-            self._turns = own if books is None else books
-        return self._turns
+            self._assignment = own if books is None else books
+        return self._assignment
 
     def follow_world(self) -> None:
         """Takes this rank and the number of ranks from the running job again, unless they were
@@ -397,42 +415,42 @@ class ParquetLoader(BaseDataLoader):
         `State` that has the loader calls it.
         """
         rank, size = self._given
-        here, everywhere = _world()
+        here, everywhere = _rank_and_size()
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self._reader = self._make_reader(self.rank, self.size)
-        self._start_at(*self._taken)
+        self._start_at(*self._consumed_at)
 
-    def _mark(self) -> tuple[int, int]:
-        return self._made
+    def _produced_position(self) -> tuple[int, int]:
+        return self._produced_at
 
-    def _reached(self, mark: tuple[int, int]) -> None:
-        self._taken = mark
+    def _set_consumer_position(self, mark: tuple[int, int]) -> None:
+        self._consumed_at = mark
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
-        if self._turns is not None:
-            yield from self._read_turns(self._turns)
+        if self._assignment is not None:
+            yield from self._read_assigned_pieces(self._assignment)
             return
-        epoch, start = self._next
-        self._next = (epoch + 1, 0)
+        epoch, start = self._next_position
+        self._next_position = (epoch + 1, 0)
         whole = self.size * self.batch_size
         left = self.dataset.rows - start
         steps = left // whole if self.tail.startswith("drop") else -(-left // whole)
-        for done, batch in enumerate(self._batches(self._reader, epoch, start), 1):
-            self._made = (epoch, start + done * whole) if done < steps else (epoch + 1, 0)
+        for done, batch in enumerate(self._read_batches(self._reader, epoch, start), 1):
+            self._produced_at = (epoch, start + done * whole) if done < steps else (epoch + 1, 0)
             yield batch
 
-    def _read_turns(self, turns: Turns) -> Iterator[dict[str, Any]]:
-        """Like `_iterate`, piece by piece, as the books say."""
-        epoch = turns.begin()
+    def _read_assigned_pieces(self, turns: RowAssignment) -> Iterator[dict[str, Any]]:
+        """Reads like `_iterate`, piece by piece, as the row assignment determines."""
+        epoch = turns.begin_epoch()
         batches: Iterator[dict[str, Any]] = iter(())
-        goes_on: Piece | None = None
+        goes_on: RowPiece | None = None
         try:
-            while (piece := turns.next(epoch)) is not None:
+            while (piece := turns.next_piece(epoch)) is not None:
                 base = piece._replace(offset=0, stride=1)
                 if base != goes_on:
-                    _close(batches)
-                    batches = self._batches(
+                    _close_iterator(batches)
+                    batches = self._read_batches(
                         self._make_reader(piece.rank, piece.size), piece.epoch, piece.start
                     )
                 goes_on = base._replace(start=base.start + base.size * base.batch)
@@ -443,12 +461,12 @@ class ParquetLoader(BaseDataLoader):
                     }
                 yield batch
         finally:
-            _close(batches)
+            _close_iterator(batches)
 
-    def _batches(self, reader: Reader, epoch: int, start: int) -> Iterator[dict[str, Any]]:
+    def _read_batches(self, reader: Reader, epoch: int, start: int) -> Iterator[dict[str, Any]]:
         """Batches of a reader from a row of an epoch on."""
-        batches = reader.epoch(epoch, start)
-        weights = WEIGHTS if self.tail == "pad" else None
+        batches = reader.read_epoch(epoch, start)
+        weights = WEIGHTS_KEY if self.tail == "pad" else None
         try:
             if self._transform is None:
                 fields = [field for field in self._fields if field.name not in self._ragged]
@@ -456,13 +474,14 @@ class ParquetLoader(BaseDataLoader):
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
                         padded = {
-                            name: one.read(batch, name)
+                            name: one.read_padded(batch, name)
                             for name, one in self._ragged.items()
                             if not one.nested
                         }
                         if self._length_suffix:
                             lengths = {
-                                name: one.lengths(batch, name) for name, one in self._ragged.items()
+                                name: one.row_lengths(batch, name)
+                                for name, one in self._ragged.items()
                             }
                             padded |= {
                                 name + self._length_suffix: counts
@@ -470,24 +489,29 @@ class ParquetLoader(BaseDataLoader):
                             }
                         made |= self._wrap(batch, padded, None)
                         lists = {
-                            name: one.jagged(batch, name)
+                            name: one.read_jagged(batch, name)
                             for name, one in self._ragged.items()
                             if one.nested
                         }
-                        made |= {name: nested(rows, self.framework) for name, rows in lists.items()}
+                        made |= {
+                            name: nested_column(rows, self.framework)
+                            for name, rows in lists.items()
+                        }
                     yield made
             else:
                 every = partial(self._make_reader, 0, 1)
-                for batch, result in self._transform.run(iter(batches), self._fields, every):
+                for batch, result in self._transform.transform_batches(
+                    iter(batches), self._fields, every
+                ):
                     yield self._wrap(batch, result, weights)
         finally:
             batches.close()
 
-    def _share(
+    def _worker_batches(
         self, worker: int, workers: int, epoch: int, start: int, skip: int
     ) -> Iterator[dict[str, Any]]:
-        """The batches of this rank number `worker`, `worker + workers`, ... from `start` on, for a
-        worker process.
+        """Yields the batches of this rank number `worker`, `worker + workers`, ... from `start` on,
+        for a worker process.
 
         As long as there are batches for all workers of all ranks, every worker reads as if it were
         a rank: no two decode the same rows. The rest at the end is less than a batch for every
@@ -497,17 +521,17 @@ class ParquetLoader(BaseDataLoader):
         rounds = (self.dataset.rows - start) // round_rows
         if skip < rounds:
             reader = self._make_reader(self.rank * workers + worker, self.size * workers)
-            batches = self._batches(reader, epoch, start + skip * round_rows)
+            batches = self._read_batches(reader, epoch, start + skip * round_rows)
             try:
                 for _, batch in zip(range(rounds - skip), batches, strict=False):
                     yield batch
             finally:
                 batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
         rest = start + rounds * round_rows + worker * self.size * self.batch_size
-        if skip <= rounds and rest < self.dataset.rows and self._reader.steps(rest) > 0:
-            batches = self._batches(self._reader, epoch, rest)
+        if skip <= rounds and rest < self.dataset.rows and self._reader.step_count(rest) > 0:
+            batches = self._read_batches(self._reader, epoch, rest)
             try:
-                yield from _first(batches)
+                yield from _first_batch(batches)
             finally:
                 batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -537,27 +561,29 @@ class ParquetLoader(BaseDataLoader):
             self._transform.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process; the other one opens the data set again."""
+        """Returns the state without the parts that belong to this process; the other process opens
+        the data set again.
+        """
         kept = {
             k: v
             for k, v in vars(self).items()
             if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")
         }
         url = self.dataset.url
-        return {**kept, "_source": (url, self.dataset.fingerprint, options_of(url))}
+        return {**kept, "_source": (url, self.dataset.fingerprint, object_store_options(url))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Opens the data set again."""
         url, fingerprint, options = state.pop("_source")
         vars(self).update(state)
         if options:
-            configure(url, options)
-        self._open(self._paths or url)
+            configure_options(url, options)
+        self._open_dataset(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
 
 
-def _whole(name: str, value: Any, least: int = 0) -> int:
+def _whole_number(name: str, value: Any, least: int = 0) -> int:
     """Returns an argument that counts something."""
     try:
         number = operator.index(value)
@@ -568,34 +594,37 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def _piece(told: Any) -> Piece:
+def _parse_piece(told: Any) -> RowPiece:
     """Returns a piece of a state, checked."""
-    piece = Piece(*told)
-    least = Piece(0, 0, 0, 1, 1, 0, 1)
-    piece = Piece(
-        *(_whole(name, *pair) for name, *pair in zip(Piece._fields, piece, least, strict=True))
+    piece = RowPiece(*told)
+    least = RowPiece(0, 0, 0, 1, 1, 0, 1)
+    piece = RowPiece(
+        *(
+            _whole_number(name, *pair)
+            for name, *pair in zip(RowPiece._fields, piece, least, strict=True)
+        )
     )
     if piece.rank >= piece.size:
         raise ValueError(f"rank {piece.rank} of {piece.size}")
     return piece
 
 
-def _close(batches: Iterator[Any]) -> None:
+def _close_iterator(batches: Iterator[Any]) -> None:
     """Ends the threads of an iteration."""
     close = getattr(batches, "close", None)
     if close is not None:
         close()
 
 
-def _first(batches: Iterator[Any]) -> Iterator[Any]:
-    """The first batch, if there is one."""
+def _first_batch(batches: Iterator[Any]) -> Iterator[Any]:
+    """Returns the first batch, if there is one."""
     for batch in batches:
         yield batch
         return
 
 
-def _world() -> tuple[int, int]:
-    """Rank and size of the running job: of Farandole, or else of `torch.distributed`."""
+def _rank_and_size() -> tuple[int, int]:
+    """Returns rank and size of the running job, of Farandole or else of `torch.distributed`."""
     from farandole._native import engine  # noqa: PLC0415 - only a loader without its own rank asks
 
     if engine.is_initialized():

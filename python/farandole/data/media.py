@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_CHANNELS_BY_MODE = {"RGB": 3, "RGBA": 4, "L": 1}
+_PILLOW_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that Pillow may open. Its other decoders are rarely used, and for EPS it runs
 Ghostscript.
 """
-_FITS = ("stretch", "crop", "pad")
+_FIT_MODES = ("stretch", "crop", "pad")
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,20 @@ class Image:
             ("height", self.height),
             ("width", self.height if self.width is None else self.width),
         ):
-            _whole(name, value, "an image")
+            _check_whole_number(name, value, "an image")
         for name, value, known in (
-            ("mode", self.mode, tuple(_CHANNELS)),
-            ("fit", self.fit, _FITS),
+            ("mode", self.mode, tuple(_CHANNELS_BY_MODE)),
+            ("fit", self.fit, _FIT_MODES),
             ("dtype", self.dtype, ("float32", "uint8")),
         ):
             if value not in known:
                 raise ValueError(f"{name} of an image must be one of {', '.join(known)}: {value!r}")
         for name, value in (("mean", self.mean), ("std", self.std)):
             numbers = [value] if isinstance(value, Real) else list(value)  # pyright: ignore[reportArgumentType]
-            if len(numbers) not in (1, _CHANNELS[self.mode]) or not all(
+            if len(numbers) not in (1, _CHANNELS_BY_MODE[self.mode]) or not all(
                 math.isfinite(one) for one in numbers
             ):
-                count = _CHANNELS[self.mode]
+                count = _CHANNELS_BY_MODE[self.mode]
                 raise ValueError(
                     f"{name} of an image must be one number or {count}, one for each channel: "
                     f"{value!r}"
@@ -109,8 +109,8 @@ class Image:
         import numpy as np  # noqa: PLC0415 - optional
 
         if not blobs:
-            return np.empty((0, *self._shape), self.dtype)
-        images, left = self._native(blobs)
+            return np.empty((0, *self._image_shape), self.dtype)
+        images, left = self._decode_natively(blobs)
         for row, reason in left:
             try:
                 import PIL.Image  # noqa: PLC0415, F401 - optional
@@ -120,8 +120,8 @@ class Image:
                     f"(column {column!r}, row {row} of a batch: {reason})"
                 ) from error
             try:
-                images[row] = self._placed(
-                    np.asarray(self._resized(blobs[row], self.width or self.height))
+                images[row] = self._to_batch_layout(
+                    np.asarray(self._resize_with_pillow(blobs[row], self.width or self.height))
                 )
             except Exception as error:
                 raise ValueError(
@@ -130,31 +130,31 @@ class Image:
         return images
 
     @property
-    def _shape(self) -> tuple[int, int, int]:
+    def _image_shape(self) -> tuple[int, int, int]:
         """Shape of an image of a batch."""
-        width, channels = self.width or self.height, _CHANNELS[self.mode]
+        width, channels = self.width or self.height, _CHANNELS_BY_MODE[self.mode]
         return (
             (self.height, width, channels) if self.channels_last else (channels, self.height, width)
         )
 
-    def _scales(self) -> tuple[Array, Array]:
+    def _channel_scales(self) -> tuple[Array, Array]:
         """Returns the factor of each channel, and the number that is then subtracted:
         (channels,).
         """
         import numpy as np  # noqa: PLC0415 - optional
 
-        mean, std = np.empty((2, _CHANNELS[self.mode]), np.float32)
+        mean, std = np.empty((2, _CHANNELS_BY_MODE[self.mode]), np.float32)
         mean[:], std[:] = self.mean, self.std
         return 1.0 / (255.0 * std), mean / std
 
-    def _native(self, blobs: Sequence[Any]) -> tuple[Array, list[tuple[int, str]]]:
+    def _decode_natively(self, blobs: Sequence[Any]) -> tuple[Array, list[tuple[int, str]]]:
         """Decodes images in Rust; returns them, and the rows that are left to Pillow, with
         reasons.
         """
         import numpy as np  # noqa: PLC0415 - optional
 
         if self.mode == "RGBA":
-            return np.empty((len(blobs), *self._shape), self.dtype), [
+            return np.empty((len(blobs), *self._image_shape), self.dtype), [
                 (row, "RGBA") for row in range(len(blobs))
             ]
         from farandole._native import images as native  # noqa: PLC0415 - images alone need it
@@ -166,17 +166,19 @@ class Image:
         scales = (
             None
             if self.dtype == "uint8"
-            else list(zip(*(one.tolist() for one in self._scales()), strict=True))
+            else list(zip(*(one.tolist() for one in self._channel_scales()), strict=True))
         )
         mode: Any = self.mode
         fit: Any = self.fit
         width = self.width or self.height
-        pixels, left = native.decode(
+        pixels, left = native.decode_images(
             files, self.height, width, mode, fit, self.channels_last, scales
         )
-        return np.frombuffer(memoryview(pixels), self.dtype).reshape(len(blobs), *self._shape), left
+        return np.frombuffer(memoryview(pixels), self.dtype).reshape(
+            len(blobs), *self._image_shape
+        ), left
 
-    def _placed(self, pixels: Array) -> Array:
+    def _to_batch_layout(self, pixels: Array) -> Array:
         """Returns an image in the order and type of the batch.
 
         Args:
@@ -184,26 +186,28 @@ class Image:
         """
         import numpy as np  # noqa: PLC0415 - optional
 
-        pixels = pixels.reshape(self.height, self.width or self.height, _CHANNELS[self.mode])
+        pixels = pixels.reshape(
+            self.height, self.width or self.height, _CHANNELS_BY_MODE[self.mode]
+        )
         if self.dtype == "float32":
-            factor, shift = self._scales()
+            factor, shift = self._channel_scales()
             pixels = pixels.astype(np.float32) * factor - shift
         return pixels if self.channels_last else pixels.transpose(2, 0, 1)
 
-    def _resized(self, blob: Any, width: int) -> Any:
+    def _resize_with_pillow(self, blob: Any, width: int) -> Any:
         from PIL import Image as Pillow  # noqa: PLC0415 - optional
         from PIL import ImageOps  # noqa: PLC0415
 
         size, smooth = (width, self.height), Pillow.Resampling.BILINEAR
         source = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
-        with Pillow.open(source, formats=_FORMATS) as opened:
+        with Pillow.open(source, formats=_PILLOW_FORMATS) as opened:
             # A JPEG is decoded at an eighth, a quarter or a half of its size, if that is at least
             # twice the result.
             longest = max(size)
             opened.draft(self.mode if self.mode != "RGBA" else None, (2 * longest, 2 * longest))
             ImageOps.exif_transpose(opened, in_place=True)
             opened.load()
-            image = _of_bytes(opened)
+            image = _to_8_bit(opened)
             image = image if image.mode == self.mode else image.convert(self.mode)
         if self.fit == "crop":
             return ImageOps.fit(image, size, smooth)
@@ -212,7 +216,7 @@ class Image:
         return image if image.size == size else image.resize(size, smooth)
 
 
-def _of_bytes(image: Any) -> Any:
+def _to_8_bit(image: Any) -> Any:
     """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16
     bits above 255 white.
     """
@@ -248,7 +252,7 @@ class Audio:
     def __post_init__(self) -> None:
         """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
-            _whole(name, getattr(self, name), "a sound")
+            _check_whole_number(name, getattr(self, name), "a sound")
 
     def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
         """Returns the sounds as one array, and the number of samples of each.
@@ -275,7 +279,7 @@ class Audio:
         lengths = np.zeros(len(blobs), np.int64)
         for row, blob in enumerate(blobs):
             try:
-                sound = self._read(blob)
+                sound = self._read_sound(blob)
             except ImportError:
                 raise
             except Exception as error:
@@ -286,7 +290,7 @@ class Audio:
             whole[row, :, : len(sound)] = sound.T
         return (whole[:, 0] if self.channels == 1 else whole), lengths
 
-    def _read(self, blob: Any) -> Array:
+    def _read_sound(self, blob: Any) -> Array:
         """(samples, channels)."""
         import soundfile  # noqa: PLC0415 - optional
 
@@ -354,7 +358,7 @@ class Decode:
                 decoded.
             FileNotFoundError: A path without a file.
         """
-        from farandole.data.transform import from_arrow  # noqa: PLC0415 - with cloudpickle
+        from farandole.data.transform import column_from_arrow  # noqa: PLC0415 - with cloudpickle
 
         is_dict = isinstance(batch, Mapping)
         names = list(batch) if is_dict else batch.schema.names
@@ -365,21 +369,23 @@ class Decode:
         for name in names:
             if name not in self.columns:
                 made[name] = (
-                    batch[name] if is_dict else from_arrow(name, batch.column(name), "the data")
+                    batch[name]
+                    if is_dict
+                    else column_from_arrow(name, batch.column(name), "the data")
                 )
                 continue
             how, values = (
                 self.columns[name],
                 batch[name] if is_dict else batch.column(name).to_pylist(),
             )
-            blobs = [self._blob(value, name, row) for row, value in enumerate(values)]
+            blobs = [self._read_blob(value, name, row) for row, value in enumerate(values)]
             if isinstance(how, Image):
                 made[name] = how.decode(blobs, name)
             else:
                 made[name], made[f"{name}__length"] = how.decode(blobs, name)
         return made
 
-    def _blob(self, value: Any, column: str, row: int) -> bytes:
+    def _read_blob(self, value: Any, column: str, row: int) -> bytes:
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         if not isinstance(value, str):
@@ -397,6 +403,6 @@ class Decode:
         return bytes(native.Store(directory).read(name))
 
 
-def _whole(name: str, value: Any, what: str) -> None:
+def _check_whole_number(name: str, value: Any, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} of {what} must be a whole number, 1 or more: {value!r}")

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory has no other name
-_SPARE = 1.1
+_SHARED_MEMORY_PATH = Path("/dev/shm")  # noqa: S108 - shared memory has no other name
+_FREE_SPACE_FACTOR = 1.1
 """Times the data that has to be free: others use the memory, too."""
 
-WIDTHS = {
+DECODED_ELEMENT_BYTES = {
     "bool": 1,
     "int8": 1,
     "uint8": 1,
@@ -35,9 +35,9 @@ WIDTHS = {
 }
 
 
-def directory_for(dataset: Dataset, columns: Sequence[str] | None) -> str:
-    """Shared memory where it is large enough, else the directory for temporary files, whose pages
-    stay in memory, too.
+def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str:
+    """Returns a directory in shared memory if that is large enough, else the directory for
+    temporary files, whose pages stay in memory, too.
 
     Args:
         dataset: What will be kept.
@@ -45,17 +45,17 @@ def directory_for(dataset: Dataset, columns: Sequence[str] | None) -> str:
     """
     kept = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
-        WIDTHS.get(field.dtype, 8) * math.prod(field.shape) for field in kept
+        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
     )
-    if _MEMORY.is_dir() and os.access(_MEMORY, os.W_OK):
-        free = shutil.disk_usage(_MEMORY).free
-        if free >= needed * _SPARE:
-            return str(_MEMORY)
+    if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
+        free = shutil.disk_usage(_SHARED_MEMORY_PATH).free
+        if free >= needed * _FREE_SPACE_FACTOR:
+            return str(_SHARED_MEMORY_PATH)
         _log.warning(
             "inmemory_cache_all: %.1f GiB of %s are free, %.1f GiB are needed: decoded data goes "
             "to %s",
             free / 2**30,
-            _MEMORY,
+            _SHARED_MEMORY_PATH,
             needed / 2**30,
             tempfile.gettempdir(),
         )

@@ -20,30 +20,36 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
-from farandole.data import places
-from farandole.data.columns import Column, Roles, check_present
-from farandole.data.encoding import sources_of
-from farandole.data.inputs.sources import Source, Unit, open_source
-from farandole.data.inputs.sql import query
-from farandole.data.learning import Wish, encoding_at, learn, needed, note_encoding
-from farandole.data.splits import split_of
-from farandole.data.statistics import Statistics, kept_statistics
+from farandole.data import prepared_directories
+from farandole.data.columns import ColumnRoles, PreparedColumn, check_columns_present
+from farandole.data.encoding import source_columns
+from farandole.data.inputs.sources import RowSource, SourceUnit, open_source
+from farandole.data.inputs.sql import query_source
+from farandole.data.learning import (
+    EncodingSpec,
+    learn_encoding,
+    needs_encoding,
+    read_encoding,
+    write_encoding,
+)
+from farandole.data.splits import resolve_split
+from farandole.data.statistics import Statistics, load_or_compute_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
-    from farandole.data.encoding import Encoding
+    from farandole.data.encoding import ColumnEncoding
     from farandole.data.ragged import Nested, Pad, Ragged
     from farandole.stores.store import AbstractFilesystemStore
 
-PART_BYTES = 128 << 20
+PARTITION_TARGET_BYTES = 128 << 20
 """Bytes in memory that become one partition, which is one file of each side."""
-_NUMBERS = 100_000
+_PARTITIONS_PER_UNIT = 100_000
 """Numbers of partitions that one unit has to itself."""
-_ENDLESS = 1 << 62
-_FORM = 1
+_UNLIMITED_ROWS = 1 << 62
+_FORMAT_VERSION = 1
 """Changes when the same options would write other bytes."""
 
 
@@ -56,16 +62,18 @@ class PreparedData:
     val_url: str | None
     train_rows: int
     val_rows: int
-    columns: dict[str, Column]
+    columns: dict[str, PreparedColumn]
     reused: bool = False
     """Whether the data had been prepared before."""
     dropped: int = 0
     """Number of rows that the validation column assigns to neither side."""
     resumed: int = 0
     """Partitions that a killed preparation had finished."""
-    encoding: Encoding | None = field(default=None, repr=False)
+    encoding: ColumnEncoding | None = field(default=None, repr=False)
     """The encoding of categories and missing values, if rows were encoded."""
-    place: places.Place | None = field(default=None, repr=False, compare=False)
+    place: prepared_directories.PreparedDirectory | None = field(
+        default=None, repr=False, compare=False
+    )
     statistics: Statistics | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -90,7 +98,7 @@ class PreparedData:
     def release(self) -> None:
         """Declares that this process no longer uses the data. The data stays in the store."""
         if self.place is not None:
-            self.place.release()
+            self.place.delete_if_held()
 
     def __enter__(self) -> Self:
         """Returns the data itself."""
@@ -152,8 +160,8 @@ def prepare_data(
         seed: Of that choice.
         fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values
             by column (`"*"` for all others). Without it they are errors that name the column.
-            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows; a validation
-            column leaves out those that it holds out. A feature `<column>__missing` says where a
+            `"mean"`, `"median"` and `"most_frequent"` are learned from the rows, without the
+            rows that a validation column holds out. A feature `<column>__missing` is 1 where the
             column is missing.
         categories: Columns of strings, integers or booleans that become indices: 0 for a missing
             value, 1 for one that is no category, and from 2 on the categories, sorted; labels
@@ -173,13 +181,13 @@ def prepare_data(
             from the first 4 MiB of each file.
         options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
             `null_values`, `decimal_point` and others that pyarrow has.
-        sql: A query of the source, which is the table `source` in it; or `source` is a mapping from
-            the names that the query has to paths, tables and frames. What it takes in memory beyond
-            256 MiB goes to disk. With the extra `sql`.
+        sql: A query, in which the source is the table `source`; or `source` maps table names of the
+            query to paths, tables and frames. The query spills to disk if it needs more than
+            256 MiB of memory. Needs the extra `sql`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
-        statistics: Whether the result has those of features and labels: one more pass, kept with
-            the data.
+        statistics: Whether the result has statistics of features and labels: they take one more
+            pass and are stored with the data.
 
     Returns:
         The prepared data, with its places. This process holds it until `release`, or its end.
@@ -197,37 +205,41 @@ def prepare_data(
     if sql is None:
         opened = open_source(source, format=format, types=types, options=options)
     else:
-        opened = query(source, sql, format=format, types=types, options=options)
-    roles = roles_of(opened, feature_cols, label_cols, sample_weight_col, validation)
+        opened = query_source(source, sql, format=format, types=types, options=options)
+    roles = resolve_roles(opened, feature_cols, label_cols, sample_weight_col, validation)
     spec = {
-        **spec_of(roles, seed, fill, allow_nan=allow_nan),
+        **writer_spec(roles, seed, fill, allow_nan=allow_nan),
         "compression": compression,
         "row_group_rows": row_group_rows,
     }
-    split = split_of(roles.validation, validation_stratify, validation_group, validation_time, seed)
-    wish = Wish.of(categories, fill, roles.labels, split, ragged)
+    split = resolve_split(
+        roles.validation, validation_stratify, validation_group, validation_time, seed
+    )
+    wish = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
     kept = cast("AbstractFilesystemStore", place)
-    if statistics and not opened.again:
+    if statistics and not opened.is_rereadable:
         raise ValueError(
             "a stream can be read only once, so statistics=True is not possible: write it to "
             "files first"
         )
-    done = prepare(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
-    names = sources_of([*roles.features, *roles.labels], opened.schema.names)
+    done = prepare_source(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
+    names = source_columns([*roles.features, *roles.labels], opened.schema.names)
     return (
         done
         if not statistics
-        else replace(done, statistics=kept_statistics(done.train_url, opened, names, threads))
+        else replace(
+            done, statistics=load_or_compute_statistics(done.train_url, opened, names, threads)
+        )
     )
 
 
-def roles_of(
-    source: Source,
+def resolve_roles(
+    source: RowSource,
     features: Sequence[str] | None,
     labels: Sequence[str],
     weight: str | None,
     validation: float | str | None,
-) -> Roles:
+) -> ColumnRoles:
     """Returns the role of each column of a source.
 
     Raises:
@@ -248,13 +260,13 @@ def roles_of(
         others = {*labels, weight, validation if isinstance(validation, str) else None}
         features = [name for name in present if name not in others]
     share = float(validation) if isinstance(validation, int) else validation
-    roles = Roles(tuple(features), tuple(labels), weight, share)
-    check_present(roles, present, "source")
+    roles = ColumnRoles(tuple(features), tuple(labels), weight, share)
+    check_columns_present(roles, present, "source")
     return roles
 
 
-def spec_of(
-    roles: Roles,
+def writer_spec(
+    roles: ColumnRoles,
     seed: int,
     fill: Mapping[str, Any] | float | str | None = None,
     *,
@@ -270,22 +282,22 @@ def spec_of(
         split = {"fraction": roles.validation}
     filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
     return {
-        "columns": roles.kept,
+        "columns": roles.stored_columns,
         "labels": list(roles.labels),
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": texts(cast("Mapping[str, Any]", filled)),
+        "fill": fill_texts(cast("Mapping[str, Any]", filled)),
         "allow_nan": allow_nan,
     }
 
 
-def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns a split that gives both sides a row, where a share of few rows has left one without
-    any.
+def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns a split that gives each side at least one row, if a share of few rows has left one
+    side empty.
 
-    The row with the least hash of all goes to validation, or the one with the largest to training:
-    the same one however the rows are cut.
+    The row with the least hash goes to validation, or the row with the largest hash goes to
+    training: the choice does not depend on the division of the rows into files.
 
     Args:
         parts: The written files of all partitions.
@@ -308,7 +320,7 @@ def other_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str, An
     return {"below": largest if sides[1] else least + 1}
 
 
-def texts(fill: Mapping[str, Any]) -> dict[str, str]:
+def fill_texts(fill: Mapping[str, Any]) -> dict[str, str]:
     """Values for missing ones, as text for the native writer.
 
     Args:
@@ -320,103 +332,115 @@ def texts(fill: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _units(source: Source, roles: Roles, encoding: Encoding | None) -> list[Unit]:
+def _encoded_units(
+    source: RowSource, roles: ColumnRoles, encoding: ColumnEncoding | None
+) -> list[SourceUnit]:
     """Returns the rows as they are written."""
     if encoding is None:
-        return source.units(roles.selected)
+        return source.units(roles.read_columns)
 
-    def encoded(unit: Unit) -> Unit:
-        def batches() -> Iterator[pa.RecordBatch]:
-            return (encoding.encode(batch, roles.selected) for batch in unit.batches())
+    def encode_unit(unit: SourceUnit) -> SourceUnit:
+        def encode_batches() -> Iterator[pa.RecordBatch]:
+            return (encoding.encode_batch(batch, roles.read_columns) for batch in unit.batches())
 
-        return Unit(unit.name, batches, unit.whole)
+        return SourceUnit(unit.name, encode_batches, unit.is_one_partition)
 
     side = [] if encoding.sides is None else [encoding.sides.split.column]
     return [
-        encoded(unit)
-        for unit in source.units(sources_of([*roles.selected, *side], source.schema.names))
+        encode_unit(unit)
+        for unit in source.units(source_columns([*roles.read_columns, *side], source.schema.names))
     ]
 
 
-def prepare(
-    source: Source,
+def prepare_source(
+    source: RowSource,
     store: AbstractFilesystemStore,
-    roles: Roles,
+    roles: ColumnRoles,
     spec: Mapping[str, Any],
     kind: Literal["data", "fit"],
-    wish: Wish | None = None,
+    wish: EncodingSpec | None = None,
     *,
     threads: int = 2,
     reuse: bool = True,
 ) -> PreparedData:
-    """`prepare_data` for a source that is open.
+    """Prepares an open source, like `prepare_data`.
 
     Args:
         source: The rows.
-        store: Where to.
+        store: The store for the prepared data.
         roles: The columns.
-        spec: What `spec_of` said, and more.
-        kind: The caller, which decides how long the data is kept, see `places`.
+        spec: The result of `writer_spec`, with further entries.
+        kind: The caller, which decides how long the data is kept, see `prepared_directories`.
         wish: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
     """
     validates = spec["validation"] is not None
-    wish = wish or Wish(fill=spec["fill"], labels=frozenset(roles.labels))
-    encodes = needed(wish, roles.kept, source.schema.names)
-    if source.print is None:
+    wish = wish or EncodingSpec(fill=spec["fill"], labels=frozenset(roles.labels))
+    encodes = needs_encoding(wish, roles.stored_columns, source.schema.names)
+    if source.fingerprint is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        told = json.dumps([_FORM, source.print, spec, *wish.told()], sort_keys=True)
+        told = json.dumps(
+            [_FORMAT_VERSION, source.fingerprint, spec, *wish.key_values()], sort_keys=True
+        )
         key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
-        place = places.find(store, key, validates=validates) if reuse else None
+        place = (
+            prepared_directories.find_prepared(store, key, validates=validates) if reuse else None
+        )
         if place is not None:
-            return described(place, validates=validates, reused=True)
-    encoding = learn(source, roles, wish, threads) if encodes else None
-    units = _units(source, roles, encoding)
+            return describe_prepared(place, validates=validates, reused=True)
+    encoding = learn_encoding(source, roles, wish, threads) if encodes else None
+    units = _encoded_units(source, roles, encoding)
     if encoding is not None:
-        spec = {**spec, "fill": texts(encoding.plain_fill), **encoding.split}
-    resumable = source.print is not None and source.ordered
-    place, begun = places.take(store, key, resumable=resumable, replace=not reuse)
+        spec = {**spec, "fill": fill_texts(encoding.uncategorized_fill), **encoding.split_arguments}
+    resumable = source.fingerprint is not None and source.ordered
+    place, begun = prepared_directories.acquire_directory(
+        store, key, resumable=resumable, replace=not reuse
+    )
     val_url = place.val_url if validates else None
     text = json.dumps({**spec, "train": place.train_url, "val": val_url, "fingerprint": key})
     try:
         if begun:
-            place.resume(text, store.prefix_path)
-        note_encoding(place, encoding, validates=validates)
-        found = len(place.done)
-        parts = _Writing(place, store.prefix_path, text).run(units, threads)
-        other = other_split(parts, spec)
-        if other is not None and source.print is not None:  # a stream cannot be read again
+            place.load_finished_partitions(text, store.prefix_path)
+        write_encoding(place, encoding, validates=validates)
+        found = len(place.finished_partitions)
+        parts = _PartitionedWrite(place, store.prefix_path, text).write_units(units, threads)
+        other = nonempty_split(parts, spec)
+        if other is not None and source.fingerprint is not None:  # a stream cannot be read again
             text = json.dumps({**json.loads(text), "validation": other})
-            place.done.clear()
-            parts = _Writing(place, store.prefix_path, text).run(
-                _units(source, roles, encoding), threads
+            place.finished_partitions.clear()
+            parts = _PartitionedWrite(place, store.prefix_path, text).write_units(
+                _encoded_units(source, roles, encoding), threads
             )
-        committed = json.loads(native.commit(store.prefix_path, text, parts))
-        place.finish()
+        committed = json.loads(native.commit_partitions(store.prefix_path, text, parts))
+        place.mark_complete()
     except ValueError:
-        place.discard()
+        place.discard_data()
         raise
     except BaseException:
         # The store may be back, or have room, next time.
-        (place.release if resumable else place.discard)()
+        (place.delete_if_held if resumable else place.discard_data)()
         raise
-    return described(place, validates=validates, resumed=found, dropped=committed["dropped"])
+    return describe_prepared(
+        place, validates=validates, resumed=found, dropped=committed["dropped"]
+    )
 
 
-def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedData:
+def describe_prepared(
+    place: prepared_directories.PreparedDirectory, *, validates: bool, **more: Any
+) -> PreparedData:
     """Returns the content of a place's manifests."""
     train = json.loads(native.read_manifest(place.train_url) or "{}")
     val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
-    encoding = encoding_at(place.train_url)
+    encoding = read_encoding(place.train_url)
     return PreparedData(
         index=place.index,
         train_url=place.train_url,
         val_url=place.val_url if validates else None,
         train_rows=train["rows"],
         val_rows=val["rows"],
-        columns=columns_of(
+        columns=prepared_columns(
             ((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding
         ),
         encoding=encoding,
@@ -425,9 +449,9 @@ def described(place: places.Place, *, validates: bool, **more: Any) -> PreparedD
     )
 
 
-def columns_of(
-    stored: Iterable[tuple[str, str, Sequence[int]]], encoding: Encoding | None
-) -> dict[str, Column]:
+def prepared_columns(
+    stored: Iterable[tuple[str, str, Sequence[int]]], encoding: ColumnEncoding | None
+) -> dict[str, PreparedColumn]:
     """Returns the columns as batches hold them.
 
     Args:
@@ -436,36 +460,44 @@ def columns_of(
             one.
     """
     lists = {} if encoding is None else encoding.ragged
-    columns = {name: Column(name, element, tuple(shape)) for name, element, shape in stored}
+    columns = {name: PreparedColumn(name, element, tuple(shape)) for name, element, shape in stored}
     return {
-        name: Column(name, lists[name].dtype, (lists[name].max_length,)) if name in lists else one
+        name: PreparedColumn(name, lists[name].dtype, (lists[name].max_length,))
+        if name in lists
+        else one
         for name, one in columns.items()
     }
 
 
-class _Writing:
+class _PartitionedWrite:
     """Units on their way into partitions, some at a time."""
 
-    def __init__(self, place: places.Place, prefix: str, spec: str) -> None:
+    def __init__(
+        self, place: prepared_directories.PreparedDirectory, prefix: str, spec: str
+    ) -> None:
         self._place, self._prefix, self._spec = place, prefix, spec
         self._attempt = uuid.uuid4().hex[:12]
         self._stop = threading.Event()
         self._parts: dict[int, bytes] = {}
 
-    def run(self, units: list[Unit], threads: int) -> list[bytes]:
+    def write_units(self, units: list[SourceUnit], threads: int) -> list[bytes]:
         """Writes missing parts.
 
         Returns:
             What `commit` wants, of all partitions.
         """
-        left = [(number, unit) for number, unit in enumerate(units) if not self._is_done(number)]
+        left = [
+            (number, unit)
+            for number, unit in enumerate(units)
+            if not self._adopt_finished_unit(number)
+        ]
         if len(left) <= 1 or threads <= 1:
             for number, unit in left:
-                self._write(number, unit)
+                self._write_unit(number, unit)
         else:
             with ThreadPoolExecutor(min(threads, len(left)), "farandole-prepare") as pool:
                 try:
-                    jobs = [pool.submit(self._write, number, unit) for number, unit in left]
+                    jobs = [pool.submit(self._write_unit, number, unit) for number, unit in left]
                     done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
                     failed = [job for job in done if job.exception() is not None]
                     if failed:
@@ -475,21 +507,25 @@ class _Writing:
                     pool.shutdown(cancel_futures=True)
         return [self._parts[number] for number in sorted(self._parts)]
 
-    def _is_done(self, number: int) -> bool:
+    def _adopt_finished_unit(self, number: int) -> bool:
         """Takes over a unit whose partitions are all finished."""
-        first, parts = number * _NUMBERS, []
-        for partition in range(first, first + _NUMBERS):
-            part = self._place.done.get(partition)
+        first, parts = number * _PARTITIONS_PER_UNIT, []
+        for partition in range(first, first + _PARTITIONS_PER_UNIT):
+            part = self._place.finished_partitions.get(partition)
             if part is None:
                 return False
             parts.append((partition, part))
-            if partition in self._place.ended:
+            if partition in self._place.last_partitions:
                 self._parts.update(parts)
                 return True
         return False
 
-    def _write(self, number: int, unit: Unit) -> None:
-        partition, part, last = number * _NUMBERS, None, (number + 1) * _NUMBERS - 1
+    def _write_unit(self, number: int, unit: SourceUnit) -> None:
+        partition, part, last = (
+            number * _PARTITIONS_PER_UNIT,
+            None,
+            (number + 1) * _PARTITIONS_PER_UNIT - 1,
+        )
         most: int | None = None
         for whole in unit.batches():
             batch = whole
@@ -498,49 +534,57 @@ class _Writing:
                     return
                 if most is None:
                     each = max(1, batch.nbytes // batch.num_rows)
-                    most = _ENDLESS if unit.whole else max(1024, PART_BYTES // each)
+                    most = (
+                        _UNLIMITED_ROWS
+                        if unit.is_one_partition
+                        else max(1024, PARTITION_TARGET_BYTES // each)
+                    )
                 if part is None:
-                    part = self._part(partition)
+                    part = self._open_partition(partition)
                 size = (
                     batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
                 )
-                part.write(batch.slice(0, size))
+                part.write_batch(batch.slice(0, size))
                 batch = batch.slice(size)
                 if part.rows >= most and partition < last:
-                    self._finish(partition, part, last=False)
+                    self._finish_partition(partition, part, last=False)
                     partition, part = partition + 1, None
         if part is not None:
-            self._finish(partition, part, last=True)
-        elif partition > number * _NUMBERS:  # the rows ended with a partition
-            places.note(self._place.train_url, partition - 1, self._parts[partition - 1], last=True)
+            self._finish_partition(partition, part, last=True)
+        elif partition > number * _PARTITIONS_PER_UNIT:  # the rows ended with a partition
+            prepared_directories.note_finished_partition(
+                self._place.train_url, partition - 1, self._parts[partition - 1], last=True
+            )
 
-    def _part(self, partition: int) -> _Part:
-        done = self._place.done.get(partition)
+    def _open_partition(self, partition: int) -> _OpenPartition:
+        done = self._place.finished_partitions.get(partition)
         if done is not None:
-            return _Part(None, done)
-        return _Part(
+            return _OpenPartition(None, done)
+        return _OpenPartition(
             native.PartitionWriter(self._prefix, self._spec, partition, self._attempt), None
         )
 
-    def _finish(self, partition: int, part: _Part, *, last: bool) -> None:
-        self._parts[partition] = text = part.finish()
+    def _finish_partition(self, partition: int, part: _OpenPartition, *, last: bool) -> None:
+        self._parts[partition] = text = part.finish_partition()
         if part.writer is not None or last:
-            places.note(self._place.train_url, partition, text, last=last)
+            prepared_directories.note_finished_partition(
+                self._place.train_url, partition, text, last=last
+            )
 
 
-class _Part:
+class _OpenPartition:
     """A partition being written, or one that is there already and whose rows pass by."""
 
     def __init__(self, writer: native.PartitionWriter | None, done: bytes | None) -> None:
         self.writer, self._done = writer, done
         self.rows = 0
 
-    def write(self, batch: pa.RecordBatch) -> None:
+    def write_batch(self, batch: pa.RecordBatch) -> None:
         self.rows += batch.num_rows
         if self.writer is not None:
             self.writer.write(batch)
 
-    def finish(self) -> bytes:
+    def finish_partition(self) -> bytes:
         if self.writer is not None:
             return self.writer.finish()
         rows = json.loads(self._done or b"{}")["rows"]

@@ -24,8 +24,18 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "float32", "float64")
-_LONG = 32
+_ELEMENT_DTYPES = (
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "float32",
+    "float64",
+)
+_LONG_ROW_VALUES = 32
 """Values of a row from which on rows are copied one by one: a mask of all places costs more
 then.
 """
@@ -37,8 +47,8 @@ class Pad:
 
     Args:
         value: The value that fills a row after its last value.
-        max_length: Values of a row that are kept; default: those of the longest row that is
-            prepared.
+        max_length: Number of values of a row that are kept; default: the length of the longest
+            prepared row.
         buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the
             default, each batch has `max_length`.
     """
@@ -49,7 +59,7 @@ class Pad:
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        _check(max_length=self.max_length, buckets=self.buckets)
+        _check_whole_numbers(max_length=self.max_length, buckets=self.buckets)
         if isinstance(self.value, bool) or not isinstance(self.value, Real):
             raise TypeError(f"value of a ragged column must be a number: {self.value!r}")
 
@@ -70,15 +80,15 @@ class Nested:
     jagged layout.
 
     Args:
-        max_length: Values of a row that are kept; default: those of the longest row that is
-            prepared.
+        max_length: Number of values of a row that are kept; default: the length of the longest
+            prepared row.
     """
 
     max_length: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        _check(max_length=self.max_length)
+        _check_whole_numbers(max_length=self.max_length)
 
     def known(self, dtype: str, longest: int) -> Ragged:
         """Like `Pad.known`."""
@@ -86,7 +96,7 @@ class Nested:
         return Ragged(dtype, 0, most, most, nested=True)
 
 
-def _check(**numbers: Any) -> None:
+def _check_whole_numbers(**numbers: Any) -> None:
     for name, number in numbers.items():
         if number is not None and (
             isinstance(number, bool) or not isinstance(number, Integral) or number < 1
@@ -122,18 +132,18 @@ def is_nested(value: Any) -> bool:
     return isinstance(value, Nested) or bool(nested)
 
 
-def lengths_of(name: str) -> str:
-    """Returns the name under which the lengths of a nested column travel beside its values.
+def lengths_column(name: str) -> str:
+    """Returns the name of the column of lengths that accompanies the values of a nested column.
 
     Args:
-        name: of the column.
+        name: name of the nested column.
     """
     return f"{name}\0lengths"
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A ragged column, all of it known."""
+    """A ragged column with all its properties."""
 
     dtype: str
     value: float
@@ -143,28 +153,28 @@ class Ragged:
     """Whether batches are nested tensors: without padding."""
 
     @classmethod
-    def of(cls, value: Any) -> Self:
-        """One, of whatever form a file or a caller has it in.
+    def from_value(cls, value: Any) -> Self:
+        """Returns an instance from the form of a file or of a caller.
 
         Args:
-            value: itself, or a dict of its fields.
+            value: an instance, or a dict of its fields.
         """
         return cls(**value) if isinstance(value, Mapping) else value
 
-    def width(self, longest: int) -> int:
+    def padded_width(self, longest: int) -> int:
         """Returns the length of a batch.
 
         Args:
             longest: of its rows.
         """
-        return min(self.max_length, max(1, -(-longest // self._step)) * self._step)
+        return min(self.max_length, max(1, -(-longest // self._bucket_step)) * self._bucket_step)
 
     @property
-    def _step(self) -> int:
-        """Number of values of which lengths are multiples."""
+    def _bucket_step(self) -> int:
+        """Step between the lengths of batches: every length is a multiple."""
         return -(-self.max_length // self.buckets)
 
-    def padded(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
+    def pad_rows(self, starts: Array, values: Array, *, fixed: bool = False) -> Array:
         """Returns the rows of one length, (rows, length).
 
         Args:
@@ -174,10 +184,10 @@ class Ragged:
         """
         rows = len(starts) - 1
         lengths = np.minimum(np.diff(starts), self.max_length)
-        width = self.max_length if fixed else self.width(int(lengths.max(initial=0)))
+        width = self.max_length if fixed else self.padded_width(int(lengths.max(initial=0)))
         out = np.full((rows, width), self.value, self.dtype)
         whole = values[starts[0] : starts[-1]]
-        if len(whole) == int(lengths.sum()) and len(whole) < _LONG * rows:
+        if len(whole) == int(lengths.sum()) and len(whole) < _LONG_ROW_VALUES * rows:
             out[np.arange(width) < lengths[:, None]] = whole
         else:
             for row, (start, length) in enumerate(
@@ -186,49 +196,50 @@ class Ragged:
                 out[row, :length] = values[start : start + length]
         return out
 
-    def lengths(self, batch: Batch, name: str) -> Array:
+    def row_lengths(self, batch: Batch, name: str) -> Array:
         """Returns the number of values in each row of a batch of prepared data, (rows,).
 
         Args:
             batch: of the native reader.
             name: of the column.
         """
-        ends, _ = batch.texts(name)
+        ends, _ = batch.text_buffers(name)
         return np.minimum(
             np.diff(np.frombuffer(ends, np.int64)) // np.dtype(self.dtype).itemsize, self.max_length
         )
 
-    def padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
+    def reader_padding(self, *, fixed: bool = False) -> tuple[bytes, int, int, bool]:
         """Returns how the native reader pads the rows: an item of its argument `pad`.
 
         Args:
             fixed: as in `padded`.
         """
-        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._step, fixed
+        return np.array(self.value, self.dtype).tobytes(), self.max_length, self._bucket_step, fixed
 
-    def read(self, batch: Batch, name: str) -> Array:
-        """The padded rows of a batch of prepared data, (rows, length), in the memory of the batch.
+    def read_padded(self, batch: Batch, name: str) -> Array:
+        """Returns the padded rows of a batch of prepared data, (rows, length), in the memory of the
+        batch.
 
         Args:
             batch: of a native reader that was made with `padding`.
             name: of the column.
         """
-        _, values = batch.texts(name)
-        return np.frombuffer(values, self.dtype).reshape(batch.rows, batch.length(name) or 0)
+        _, values = batch.text_buffers(name)
+        return np.frombuffer(values, self.dtype).reshape(batch.rows, batch.padded_length(name) or 0)
 
-    def jagged(self, batch: Batch, name: str) -> Jagged:
-        """The rows of a batch of prepared data, without padding. Their values are in the memory of
-        the batch.
+    def read_jagged(self, batch: Batch, name: str) -> Jagged:
+        """Returns the rows of a batch of prepared data, without padding. Their values are in the
+        memory of the batch.
 
         Args:
             batch: of the native reader.
             name: of the column.
         """
-        ends, values = batch.texts(name)
+        ends, values = batch.text_buffers(name)
         starts = np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize
         return Jagged(np.frombuffer(values, self.dtype), starts)
 
-    def of_arrow(self, column: Any, name: str, *, fixed: bool = False) -> Array:
+    def pad_arrow_column(self, column: Any, name: str, *, fixed: bool = False) -> Array:
         """Returns the rows of an Arrow column; a null has no values.
 
         Args:
@@ -236,10 +247,10 @@ class Ragged:
             name: of the column.
             fixed: as in `padded`.
         """
-        starts, values = self._flat(column, name)
-        return self.padded(starts, values, fixed=fixed)
+        starts, values = self._flatten_arrow_column(column, name)
+        return self.pad_rows(starts, values, fixed=fixed)
 
-    def lengths_of_arrow(self, column: Any) -> Array:
+    def arrow_row_lengths(self, column: Any) -> Array:
         """Returns the number of values in each row of an Arrow column, (rows,).
 
         Args:
@@ -248,7 +259,7 @@ class Ragged:
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         return np.minimum(lengths.astype(np.int64), self.max_length)
 
-    def stored(self, column: Any, name: str) -> pa.Array:
+    def encode_arrow_column(self, column: Any, name: str) -> pa.Array:
         """Returns an Arrow column of lists as it is prepared: the bytes of each row's values.
 
         Args:
@@ -260,20 +271,20 @@ class Ragged:
         """
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
-        starts, values = self._flat(column, name)
+        starts, values = self._flatten_arrow_column(column, name)
         size = np.dtype(self.dtype).itemsize
         ends = pa.py_buffer(np.ascontiguousarray((starts - starts[0]) * size))
         whole = pa.py_buffer(np.ascontiguousarray(values[starts[0] : starts[-1]]))
         return pa.Array.from_buffers(pa.large_binary(), len(column), [None, ends, whole])
 
-    def _flat(self, column: Any, name: str) -> tuple[Array, Array]:
+    def _flatten_arrow_column(self, column: Any, name: str) -> tuple[Array, Array]:
         """Returns the offset of each row's first value, and the values of rows cut to the
         greatest length.
         """
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
         compute: Any = pc
-        element(column.type, name)
+        list_element_dtype(column.type, name)
         lengths = (
             column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         )
@@ -290,7 +301,7 @@ class Ragged:
         return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
 
 
-def check_value(one: Any, dtype: str, name: str) -> None:
+def check_pad_value(one: Any, dtype: str, name: str) -> None:
     """Refuses a value for padding that the values of a column cannot be.
 
     Args:
@@ -311,8 +322,8 @@ def check_value(one: Any, dtype: str, name: str) -> None:
         )
 
 
-def element(kind: pa.DataType, name: str) -> str:
-    """NumPy's name of what lists hold.
+def list_element_dtype(kind: pa.DataType, name: str) -> str:
+    """Returns NumPy's name of the type of list elements.
 
     Args:
         kind: of the column.
@@ -330,6 +341,6 @@ def element(kind: pa.DataType, name: str) -> str:
     inner = {"halffloat": "float32", "float": "float32", "double": "float64"}.get(
         str(kind.value_type), str(kind.value_type)
     )
-    if inner not in _KINDS:
+    if inner not in _ELEMENT_DTYPES:
         raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
     return inner

@@ -12,7 +12,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from farandole.data.tallies import Quantile, numbers
+from farandole.data.column_accumulators import QuantileSketch, finite_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
     Hashes = npt.NDArray[Any]
 
-_SPACE = 1 << 64
-_KEPT = 1 << 16
+_HASH_SPACE = 1 << 64
+_MAX_KEPT_HASHES = 1 << 16
 """Least hashes of a class that are kept: up to so many validation rows of a class, their number
 is exact.
 """
-_CLASSES = 1000
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_NULL = 0xA5A5A5A5A5A5A5A5
+_MAX_CLASSES = 1000
+_MIX_CONSTANTS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_NULL_HASH = 0xA5A5A5A5A5A5A5A5
 
 
 @dataclass(frozen=True)
-class Split:
+class ValidationSplit:
     """The rule that chooses the validation rows."""
 
     by: Literal["stratify", "group", "time"]
@@ -43,19 +43,21 @@ class Split:
     hashed: tuple[str, ...] = ()
     """Columns whose content decides, with `stratify`."""
 
-    def tally(self) -> Any:
+    def start_collector(self) -> Any:
         """Returns the facts about all rows that the split needs."""
-        return {"stratify": _Classes, "group": _Groups, "time": _Times}[self.by](self)
+        return {"stratify": _ClassHashes, "group": _GroupHashes, "time": _TimeQuantiles}[self.by](
+            self
+        )
 
     @property
-    def reads(self) -> list[str]:
+    def columns_to_read(self) -> list[str]:
         """The columns that are looked at."""
         return list(dict.fromkeys([self.column, *self.hashed]))
 
 
-def split_of(
+def resolve_split(
     share: float | str | None, stratify: str | None, group: str | None, time: str | None, seed: int
-) -> Split | None:
+) -> ValidationSplit | None:
     """Returns the split that three arguments ask for; `None` where rows alone decide.
 
     Args:
@@ -82,10 +84,10 @@ def split_of(
             f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}"
         )
     ((by, column),) = chosen.items()
-    return Split(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
+    return ValidationSplit(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
 
 
-def hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hashes:
+def row_hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hashes:
     """Returns a hash of each row.
 
     Args:
@@ -95,57 +97,59 @@ def hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hashes:
     """
     import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
 
-    found = np.full(batch.num_rows, _mixed(np.array([seed % _SPACE], np.uint64))[0], np.uint64)
+    found = np.full(
+        batch.num_rows, _mix_hashes(np.array([seed % _HASH_SPACE], np.uint64))[0], np.uint64
+    )
     for name in columns:
-        found = _mixed(found ^ _of_column(batch.column(name)))
+        found = _mix_hashes(found ^ _hash_column(batch.column(name)))
     return found
 
 
-def _mixed(values: Hashes) -> Hashes:
+def _mix_hashes(values: Hashes) -> Hashes:
     import numpy as np  # noqa: PLC0415 - as above
 
     with np.errstate(over="ignore"):
-        values = values + np.uint64(_MIX[0])
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX[1])
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX[2])
+        values = values + np.uint64(_MIX_CONSTANTS[0])
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_CONSTANTS[1])
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_CONSTANTS[2])
     return values ^ (values >> np.uint64(31))
 
 
-def _of_column(column: Any) -> Hashes:
+def _hash_column(column: Any) -> Hashes:
     import numpy as np  # noqa: PLC0415 - as above
     import pyarrow as pa  # noqa: PLC0415
 
     kind = column.type
     if pa.types.is_dictionary(kind):
-        return _of_column(column.dictionary_decode())
+        return _hash_column(column.dictionary_decode())
     if pa.types.is_struct(kind):
         found = np.zeros(len(column), np.uint64)
         for part in column.flatten():
-            found = _mixed(found ^ _of_column(part))
+            found = _mix_hashes(found ^ _hash_column(part))
         return found
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _of_lists(column)
+        return _hash_lists(column)
     if pa.types.is_floating(kind):
-        found = _mixed(
+        found = _mix_hashes(
             (column.cast(pa.float64()).fill_null(0.0).to_numpy(zero_copy_only=False) + 0.0).view(
                 np.uint64
             )
         )
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         whole = column.cast(pa.uint64() if kind == pa.uint64() else pa.int64()).fill_null(0)
-        found = _mixed(whole.to_numpy(zero_copy_only=False).astype(np.uint64))
+        found = _mix_hashes(whole.to_numpy(zero_copy_only=False).astype(np.uint64))
     else:
         coded = column.dictionary_encode()
-        own = [_of_text(str(value.as_py())) for value in coded.dictionary]
+        own = [_hash_text(str(value.as_py())) for value in coded.dictionary]
         found = np.array([*own, 0], np.uint64)[
             coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         ]
     if column.null_count:
-        found[column.is_null().to_numpy(zero_copy_only=False)] = _NULL
+        found[column.is_null().to_numpy(zero_copy_only=False)] = _NULL_HASH
     return found
 
 
-def _of_lists(column: Any) -> Hashes:
+def _hash_lists(column: Any) -> Hashes:
     """Sums of the hashes of values and their places; lengths count too."""
     import numpy as np  # noqa: PLC0415 - as above
 
@@ -154,17 +158,17 @@ def _of_lists(column: Any) -> Hashes:
     places = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(
         ends - lengths, lengths
     )
-    values = _mixed(_of_column(column.flatten()) ^ _mixed(places.astype(np.uint64)))
+    values = _mix_hashes(_hash_column(column.flatten()) ^ _mix_hashes(places.astype(np.uint64)))
     with np.errstate(over="ignore"):
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
-        return _mixed(sums[ends] - sums[ends - lengths] + lengths.astype(np.uint64))
+        return _mix_hashes(sums[ends] - sums[ends - lengths] + lengths.astype(np.uint64))
 
 
-def _of_text(text: str) -> int:
+def _hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _texts(column: Any) -> tuple[list[str | None], Hashes]:
+def _column_texts(column: Any) -> tuple[list[str | None], Hashes]:
     """Returns the values of a column as texts, and which of them each row has."""
     import numpy as np  # noqa: PLC0415 - as above
     import pyarrow as pa  # noqa: PLC0415
@@ -176,39 +180,40 @@ def _texts(column: Any) -> tuple[list[str | None], Hashes]:
 
 
 @dataclass
-class _Classes:
+class _ClassHashes:
     """Rows of each class, and the least of their hashes."""
 
-    split: Split
+    split: ValidationSplit
     counts: dict[str | None, int] = field(default_factory=dict)
     least: dict[str | None, Any] = field(default_factory=dict)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch."""
-        values, places = _texts(batch.column(self.split.column))
-        found = hashes(batch, self.split.hashed, self.split.seed)
+        values, places = _column_texts(batch.column(self.split.column))
+        found = row_hashes(batch, self.split.hashed, self.split.seed)
         for place, value in enumerate(values):
             own = found[places == place]
             if len(own):
-                self._count(value, len(own), own)
+                self._add_class(value, len(own), own)
 
-    def merge(self, other: _Classes) -> None:
+    def merge(self, other: _ClassHashes) -> None:
         """Adds the counts of another task."""
         for value, count in other.counts.items():
-            self._count(value, count, other.least[value])
+            self._add_class(value, count, other.least[value])
 
-    def _count(self, value: str | None, count: int, own: Hashes) -> None:
+    def _add_class(self, value: str | None, count: int, own: Hashes) -> None:
         import numpy as np  # noqa: PLC0415 - as above
 
         self.counts[value] = self.counts.get(value, 0) + count
         whole = np.sort(np.concatenate([self.least[value], own]) if value in self.least else own)
-        self.least[value] = whole[:_KEPT]
-        if len(self.counts) > _CLASSES:
+        self.least[value] = whole[:_MAX_KEPT_HASHES]
+        if len(self.counts) > _MAX_CLASSES:
             raise ValueError(
-                f"column {self.split.column!r} has more than {_CLASSES} classes to hold rows out of"
+                f"column {self.split.column!r} has more than {_MAX_CLASSES} classes to hold rows "
+                f"out of"
             )
 
-    def sides(self) -> Sides:
+    def make_rule(self) -> HeldOutRule:
         """Returns the rule for each row's side. If a class has two rows or more, both sides get at
         least one.
 
@@ -221,37 +226,41 @@ class _Classes:
             least = self.least[value]
             exact = wanted < len(least)
             bounds[value] = (
-                int(least[wanted]) if exact else int(self.split.share * _SPACE) if wanted else 0
+                int(least[wanted])
+                if exact
+                else int(self.split.share * _HASH_SPACE)
+                if wanted
+                else 0
             )
         if not any(bounds[value] > int(self.least[value][0]) for value in bounds):
             raise ValueError(
                 f"column {self.split.column!r} has no class with two rows, so none can be held out"
             )
-        return Sides(self.split, bounds=bounds)
+        return HeldOutRule(self.split, bounds=bounds)
 
 
 @dataclass
-class _Groups:
+class _GroupHashes:
     """The hashes of groups."""
 
-    split: Split
-    least: int = _SPACE
+    split: ValidationSplit
+    least: int = _HASH_SPACE
     largest: int = -1
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch."""
         if batch.num_rows:
-            found = hashes(batch, [self.split.column], self.split.seed)
+            found = row_hashes(batch, [self.split.column], self.split.seed)
             self.least, self.largest = (
                 min(self.least, int(found.min())),
                 max(self.largest, int(found.max())),
             )
 
-    def merge(self, other: _Groups) -> None:
+    def merge(self, other: _GroupHashes) -> None:
         """Adds the counts of another task."""
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
 
-    def sides(self) -> Sides:
+    def make_rule(self) -> HeldOutRule:
         """Returns the rule for each group's side.
 
         Raises:
@@ -259,16 +268,16 @@ class _Groups:
         """
         if self.least >= self.largest:
             raise ValueError(f"column {self.split.column!r} has one group, so none can be held out")
-        bound = min(max(int(self.split.share * _SPACE), self.least + 1), self.largest)
-        return Sides(self.split, bound=bound)
+        bound = min(max(int(self.split.share * _HASH_SPACE), self.least + 1), self.largest)
+        return HeldOutRule(self.split, bound=bound)
 
 
 @dataclass
-class _Times:
+class _TimeQuantiles:
     """The split of rows by their time."""
 
-    split: Split
-    quantile: Quantile = field(default_factory=Quantile)
+    split: ValidationSplit
+    quantile: QuantileSketch = field(default_factory=QuantileSketch)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch.
@@ -276,27 +285,27 @@ class _Times:
         Raises:
             ValueError: rows without a time.
         """
-        self.quantile.add(_checked(batch.column(self.split.column), self.split.column))
+        self.quantile.add(_require_values(batch.column(self.split.column), self.split.column))
 
-    def merge(self, other: _Times) -> None:
+    def merge(self, other: _TimeQuantiles) -> None:
         """Adds the counts of another task."""
         self.quantile.merge(other.quantile)
 
-    def sides(self) -> Sides:
+    def make_rule(self) -> HeldOutRule:
         """Returns the rule that holds out the latest rows.
 
         Raises:
             ValueError: all rows are of one time.
         """
-        cut = self.quantile.below_last(1.0 - self.split.share)
+        cut = self.quantile.split_point(1.0 - self.split.share)
         if cut is None:
             raise ValueError(
                 f"column {self.split.column!r} has one time, so no rows are later than others"
             )
-        return Sides(self.split, cut=cut)
+        return HeldOutRule(self.split, cut=cut)
 
 
-def _checked(column: Any, name: str) -> Any:
+def _require_values(column: Any, name: str) -> Any:
     if column.null_count:
         raise ValueError(
             f"column {name!r} has nulls in {column.null_count} rows, so these rows cannot be "
@@ -306,15 +315,15 @@ def _checked(column: Any, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Sides:
+class HeldOutRule:
     """The rule that holds out rows, made by a pass over all rows."""
 
-    split: Split
+    split: ValidationSplit
     bounds: Mapping[str | None, int] = field(default_factory=dict)
     bound: int = 0
     cut: float = 0.0
 
-    def held_out(self, batch: pa.RecordBatch) -> pa.Array:
+    def validation_mask(self, batch: pa.RecordBatch) -> pa.Array:
         """Returns for each row whether it is for validation.
 
         Args:
@@ -325,9 +334,11 @@ class Sides:
 
         split = self.split
         if split.by == "time":
-            return pa.array(numbers(_checked(batch.column(split.column), split.column)) > self.cut)
+            return pa.array(
+                finite_numbers(_require_values(batch.column(split.column), split.column)) > self.cut
+            )
         if split.by == "group":
-            return pa.array(hashes(batch, [split.column], split.seed) < np.uint64(self.bound))
-        values, places = _texts(batch.column(split.column))
+            return pa.array(row_hashes(batch, [split.column], split.seed) < np.uint64(self.bound))
+        values, places = _column_texts(batch.column(split.column))
         bounds = np.array([self.bounds.get(value, 0) for value in values], np.uint64)[places]
-        return pa.array(hashes(batch, split.hashed, split.seed) < bounds)
+        return pa.array(row_hashes(batch, split.hashed, split.seed) < bounds)

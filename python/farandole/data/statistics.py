@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any, Self
 import cloudpickle
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.inputs.frames import is_spark
-from farandole.data.inputs.sources import Source, open_source
-from farandole.data.tallies import Mean, Quantile, numbers
+from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
+from farandole.data.inputs.frames import is_spark_dataframe
+from farandole.data.inputs.sources import RowSource, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
-    from farandole.data.inputs.sources import Unit
+    from farandole.data.inputs.sources import SourceUnit
 
-_FILE = "_statistics.json"
-_BINS = 10
-_CELLS = 4096
+_STATISTICS_FILE = "_statistics.json"
+_DECILE_BINS = 10
+_MAX_SKETCH_CELLS = 4096
 """Number of distinct buckets of a column: about three digits."""
-_MOST_VALUES = 65536
-_SHOWN = 100
+_MAX_DISTINCT_VALUES = 65536
+_MAX_KEPT_VALUES = 100
 """Values of a column of strings that are kept, the most frequent ones."""
-_LEAST = 1e-4
+_MIN_BIN_SHARE = 1e-4
 """A share that is taken for 0."""
 
 
@@ -48,8 +48,8 @@ class ColumnStatistics:
     """The statistics of a column. For lists, the numbers are their lengths."""
 
     kind: str
-    """`number`, `value` (strings and booleans), `list`, or `other`, of which only missing rows
-    are counted.
+    """`number`, `value` (strings and booleans), `list`, or `other`; for `other`, only rows and
+    missing rows are counted.
     """
     rows: int
     missing: int
@@ -68,7 +68,7 @@ class ColumnStatistics:
 
 
 @dataclass(frozen=True)
-class Drift:
+class ColumnDrift:
     """The difference of a column from the statistics."""
 
     index: float
@@ -93,7 +93,7 @@ class Statistics:
 
     def drift(
         self, source: Any, *, optional: Iterable[str] = (), **reading: Any
-    ) -> dict[str, Drift]:
+    ) -> dict[str, ColumnDrift]:
         """Returns the drift of the columns of another source, the largest first, then columns
         without an index.
 
@@ -105,11 +105,11 @@ class Statistics:
         Raises:
             ValueError: A column is missing, or has another kind of values.
         """
-        opened = _opened(source, reading)
-        allowed = set(optional) - set(_names(opened))
+        opened = _open_rows(source, reading)
+        allowed = set(optional) - set(_column_names(opened))
         before = {name: one for name, one in self.columns.items() if name not in allowed}
-        found = _counted_anywhere(opened, list(before), 2, before)
-        drifts = {name: _drift(name, one, found[name]) for name, one in before.items()}
+        found = _collect_statistics(opened, list(before), 2, before)
+        drifts = {name: _column_drift(name, one, found[name]) for name, one in before.items()}
         return dict(
             sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index))
         )
@@ -120,7 +120,7 @@ class Statistics:
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> Self:
-        """From plain values.
+        """Builds the statistics from plain values.
 
         Args:
             values: Of `to_values`.
@@ -133,7 +133,7 @@ class Statistics:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> Self:
-        """From text.
+        """Builds the statistics from JSON text.
 
         Args:
             text: Of `to_json`.
@@ -155,22 +155,26 @@ def statistics_of(
     Raises:
         ValueError: A column is missing.
     """
-    opened = _opened(source, reading)
-    found = _counted_anywhere(opened, None if columns is None else list(columns), threads)
-    return Statistics({name: tally.statistics() for name, tally in found.items()})
+    opened = _open_rows(source, reading)
+    found = _collect_statistics(opened, None if columns is None else list(columns), threads)
+    return Statistics({name: tally.to_statistics() for name, tally in found.items()})
 
 
-def statistics_at(url: str) -> Statistics | None:
+def read_statistics(url: str) -> Statistics | None:
     """Returns the statistics that are kept with prepared data.
 
     Args:
         url: Of the training data.
     """
     store = NativeStore(url)
-    return Statistics.of_json(store.read(_FILE)) if store.exists(_FILE) else None
+    return (
+        Statistics.of_json(store.read(_STATISTICS_FILE)) if store.exists(_STATISTICS_FILE) else None
+    )
 
 
-def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int) -> Statistics:
+def load_or_compute_statistics(
+    url: str, source: Any, columns: Sequence[str], threads: int
+) -> Statistics:
     """Returns the statistics that are stored with prepared data, or computes them if there are
     none.
 
@@ -180,24 +184,24 @@ def kept_statistics(url: str, source: Any, columns: Sequence[str], threads: int)
         columns: Of the source.
         threads: Files read at the same time.
     """
-    kept = statistics_at(url)
+    kept = read_statistics(url)
     if kept is not None and set(columns) <= set(kept.columns):
         return kept
-    counted = _counted_anywhere(source, list(columns), threads)
-    made = Statistics({name: tally.statistics() for name, tally in counted.items()})
-    NativeStore(url).write(_FILE, made.to_json().encode())
+    counted = _collect_statistics(source, list(columns), threads)
+    made = Statistics({name: tally.to_statistics() for name, tally in counted.items()})
+    NativeStore(url).write(_STATISTICS_FILE, made.to_json().encode())
     return made
 
 
-class _Tally:
-    """Counts the rows of a column; for a drift, those of each bin of the statistics alone."""
+class _StatisticsCollector:
+    """Counts the rows of a column; for a drift, only the rows of each bin of the statistics."""
 
     def __init__(self, kind: str, before: ColumnStatistics | None = None) -> None:
         self.kind, self.rows, self.missing = kind, 0, 0
         self.edges = None if before is None else before.edges
         self.known = None if before is None else before.values
         self.bins: list[int] = [0] * (len(self.edges or ()) + 1)
-        self.mean, self.cells = Mean(), Quantile(most=_CELLS)
+        self.mean, self.cells = ExactMean(), QuantileSketch(most=_MAX_SKETCH_CELLS)
         self.least, self.most = math.inf, -math.inf
         self.values: dict[str, int] | None = {}
 
@@ -211,13 +215,13 @@ class _Tally:
             self.missing += column.null_count
             column = column.drop_null().value_lengths()
         if self.kind in ("number", "list"):
-            values = numbers(column)
+            values = finite_numbers(column)
             if self.kind == "number":
                 self.missing += len(column) - len(values)
             if self.edges is not None:
                 self.bins = [
                     one + more
-                    for one, more in zip(self.bins, _binned(values, self.edges), strict=True)
+                    for one, more in zip(self.bins, _bin_counts(values, self.edges), strict=True)
                 ]
                 return
             self.mean.add(column)
@@ -231,7 +235,7 @@ class _Tally:
         self.missing += column.null_count
         if self.kind == "value":
             counted = column.drop_null().cast(pa.string()).value_counts()
-            self._count(
+            self._add_value_counts(
                 zip(
                     counted.field("values").to_pylist(),
                     counted.field("counts").to_pylist(),
@@ -239,17 +243,17 @@ class _Tally:
                 )
             )
 
-    def _count(self, pairs: Any) -> None:
+    def _add_value_counts(self, pairs: Any) -> None:
         if self.values is None:
             return
         for value, count in pairs:
             if self.known is not None and value not in self.known:
                 continue
             self.values[value] = self.values.get(value, 0) + count
-        if len(self.values) > _MOST_VALUES:
+        if len(self.values) > _MAX_DISTINCT_VALUES:
             self.values = None
 
-    def merge(self, other: _Tally) -> None:
+    def merge(self, other: _StatisticsCollector) -> None:
         self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
         self.mean.merge(other.mean)
         self.cells.merge(other.cells)
@@ -258,16 +262,18 @@ class _Tally:
         if other.values is None:
             self.values = None
         else:
-            self._count(other.values.items())
+            self._add_value_counts(other.values.items())
 
-    def statistics(self) -> ColumnStatistics:
+    def to_statistics(self) -> ColumnStatistics:
         if self.kind in ("number", "list") and self.mean.count:
             # The largest number of its cell: the rows in the cell are then below the edge in any
             # other count, too.
-            deciles = [self.cells.up_to(bin_ / _BINS) for bin_ in range(1, _BINS)]
+            deciles = [
+                self.cells.cell_end_at(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
+            ]
             edges = sorted({one for one in deciles if one is not None})
-            cells, rows = self.cells.numbers()
-            counts = _binned(cells, edges, rows)
+            cells, rows = self.cells.sorted_numbers()
+            counts = _bin_counts(cells, edges, rows)
             return ColumnStatistics(
                 self.kind,
                 self.rows,
@@ -279,7 +285,9 @@ class _Tally:
                 counts,
             )
         values = self.values if self.kind == "value" else None
-        shown = sorted(values or {}, key=lambda value: (-(values or {})[value], value))[:_SHOWN]
+        shown = sorted(values or {}, key=lambda value: (-(values or {})[value], value))[
+            :_MAX_KEPT_VALUES
+        ]
         return ColumnStatistics(
             self.kind, self.rows, self.missing,
             values={value: (values or {})[value] for value in shown},
@@ -287,9 +295,9 @@ class _Tally:
         )  # fmt: skip
 
 
-def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
-    """Returns the rows up to each edge, and above the last one; of each value one, or as many as
-    `rows` says.
+def _bin_counts(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
+    """Returns the number of rows up to each edge and above the last edge; each value counts for one
+    row, or for its entry in `rows`.
     """
     import numpy as np  # noqa: PLC0415 - optional
 
@@ -297,37 +305,39 @@ def _binned(values: Any, edges: Sequence[float], rows: Any = None) -> list[int]:
     return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
 
 
-def _counted_anywhere(
+def _collect_statistics(
     source: Any,
     columns: list[str] | None,
     threads: int,
     before: Mapping[str, ColumnStatistics] | None = None,
-) -> dict[str, _Tally]:
+) -> dict[str, _StatisticsCollector]:
     """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a
     drift.
     """
-    if not isinstance(source, Source):
-        return _counted_by_spark(source, columns, before or {})
-    return _counted(
+    if not isinstance(source, RowSource):
+        return _collect_on_spark(source, columns, before or {})
+    return _collect_locally(
         source, source.schema.names if columns is None else columns, threads, before or {}
     )
 
 
-def _opened(source: Any, reading: dict[str, Any]) -> Any:
+def _open_rows(source: Any, reading: dict[str, Any]) -> Any:
     """Returns a source that was opened, or a Spark DataFrame."""
     return (
-        source if is_spark(source) or isinstance(source, Source) else open_source(source, **reading)
+        source
+        if is_spark_dataframe(source) or isinstance(source, RowSource)
+        else open_source(source, **reading)
     )
 
 
-def _names(source: Any) -> list[str]:
-    return source.schema.names if isinstance(source, Source) else source.columns
+def _column_names(source: Any) -> list[str]:
+    return source.schema.names if isinstance(source, RowSource) else source.columns
 
 
-def _counted_by_spark(
+def _collect_on_spark(
     frame: Any, columns: list[str] | None, before: Mapping[str, ColumnStatistics]
-) -> dict[str, _Tally]:
-    names = _present(columns, frame.columns)
+) -> dict[str, _StatisticsCollector]:
+    names = _check_present_columns(columns, frame.columns)
     # Spark would read a dot in a name as the field of a struct, so the columns have numbers until
     # they are counted.
     quoted = [frame["`" + name.replace("`", "``") + "`"] for name in names]
@@ -339,12 +349,12 @@ def _counted_by_spark(
     ]
     kinds = dict(zip(names, of_spark, strict=True))
 
-    def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def count_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - in a task
 
         import pyarrow as pa  # noqa: PLC0415 - as pickle
 
-        found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
+        found = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in batches:
             for column, tally in zip(batch.columns, found.values(), strict=True):
                 tally.add(column)
@@ -352,42 +362,42 @@ def _counted_by_spark(
             [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
         )
 
-    whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
-    for row in chosen.mapInArrow(count, "part binary").collect():
+    whole = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
+    for row in chosen.mapInArrow(count_batches, "part binary").collect():
         for name, tally in cloudpickle.loads(bytes(row.part)).items():
             whole[name].merge(tally)
     return whole
 
 
-def _present(columns: list[str] | None, present: list[str]) -> list[str]:
+def _check_present_columns(columns: list[str] | None, present: list[str]) -> list[str]:
     lacking = [name for name in columns or () if name not in present]
     if lacking:
         raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(present)}")
     return present if columns is None else columns
 
 
-def _counted(
-    source: Source, columns: list[str], threads: int, before: Mapping[str, ColumnStatistics]
-) -> dict[str, _Tally]:
-    columns = _present(columns, source.schema.names)
-    kinds = {name: _kind(source.schema.field(name).type) for name in columns}
+def _collect_locally(
+    source: RowSource, columns: list[str], threads: int, before: Mapping[str, ColumnStatistics]
+) -> dict[str, _StatisticsCollector]:
+    columns = _check_present_columns(columns, source.schema.names)
+    kinds = {name: _statistics_kind(source.schema.field(name).type) for name in columns}
 
-    def count(unit: Unit) -> dict[str, _Tally]:
-        found = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
+    def count_unit(unit: SourceUnit) -> dict[str, _StatisticsCollector]:
+        found = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in unit.batches():
             for column, tally in zip(batch.columns, found.values(), strict=True):
                 tally.add(column)
         return found
 
-    whole = {name: _Tally(kind, before.get(name)) for name, kind in kinds.items()}
+    whole = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
     with ThreadPoolExecutor(threads, "farandole-statistics") as pool:
-        for part in pool.map(count, source.units(columns)):
+        for part in pool.map(count_unit, source.units(columns)):
             for name, tally in part.items():
                 whole[name].merge(tally)
     return whole
 
 
-def _kind(kind: pa.DataType) -> str:
+def _statistics_kind(kind: pa.DataType) -> str:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     types: Any = pa.types
@@ -410,31 +420,33 @@ def _kind(kind: pa.DataType) -> str:
     return "list" if is_list else "other"
 
 
-def _drift(name: str, before: ColumnStatistics, now: _Tally) -> Drift:
+def _column_drift(name: str, before: ColumnStatistics, now: _StatisticsCollector) -> ColumnDrift:
     if before.kind != now.kind:
         raise ValueError(
             f"column {name!r} is a {now.kind} now, in the statistics it is a {before.kind}"
         )
     missing = now.missing / max(now.rows, 1) - before.missing / max(before.rows, 1)
     if before.kind in ("number", "list"):
-        return Drift(_index(before.counts, now.bins), missing)
+        return ColumnDrift(_stability_index(before.counts, now.bins), missing)
     if before.kind == "value" and before.distinct is not None:
         known = [(now.values or {}).get(value, 0) for value in before.values]
         others = before.rows - before.missing - sum(before.values.values())
         new = now.rows - now.missing - sum(known)
-        share = new / max(now.rows - now.missing, 1) if before.distinct <= _SHOWN else 0.0
-        return Drift(_index([*before.values.values(), others], [*known, new]), missing, share)
-    return Drift(math.nan, missing)
+        share = new / max(now.rows - now.missing, 1) if before.distinct <= _MAX_KEPT_VALUES else 0.0
+        return ColumnDrift(
+            _stability_index([*before.values.values(), others], [*known, new]), missing, share
+        )
+    return ColumnDrift(math.nan, missing)
 
 
-def _index(before: Sequence[int], now: Sequence[int]) -> float:
+def _stability_index(before: Sequence[int], now: Sequence[int]) -> float:
     """Returns the population stability index of two counts of the same bins; NaN if one has no
     rows.
     """
     if not sum(before) or not sum(now):
         return math.nan
     shares = [
-        (max(one / sum(before), _LEAST), max(other / sum(now), _LEAST))
+        (max(one / sum(before), _MIN_BIN_SHARE), max(other / sum(now), _MIN_BIN_SHARE))
         for one, other in zip(before, now, strict=True)
     ]
     return sum((other - one) * math.log(other / one) for one, other in shares)

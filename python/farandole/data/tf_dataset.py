@@ -31,24 +31,26 @@ def tf_dataset(loader: ParquetLoader) -> Any:
         ) from error
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
-    signature, lists = loader.signature(), loader._nested()  # noqa: SLF001 - of one house
+    signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - of one house
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def iterate_batches() -> Iterator[dict[str, Any]]:
         for batch in loader:
-            yield {name: ragged(one) if name in lists else one for name, one in batch.items()}
+            yield {
+                name: to_ragged_tensor(one) if name in lists else one for name, one in batch.items()
+            }
 
-    def ragged(rows: Jagged) -> Any:
+    def to_ragged_tensor(rows: Jagged) -> Any:
         made: Any = tf.RaggedTensor  # whose stubs lack its constructors
         return made.from_row_splits(rows.values, rows.offsets, validate=False)
 
-    def kind(dtype: str) -> Any:
+    def to_tf_dtype(dtype: str) -> Any:
         return tf.string if dtype == "object" else tf.dtypes.as_dtype(dtype)
 
     specs = {
-        name: tf.RaggedTensorSpec((rows, *shape), kind(dtype), row_splits_dtype=tf.int64)
+        name: tf.RaggedTensorSpec((rows, *shape), to_tf_dtype(dtype), row_splits_dtype=tf.int64)
         if name in lists
-        else tf.TensorSpec((rows, *shape), kind(dtype))
+        else tf.TensorSpec((rows, *shape), to_tf_dtype(dtype))
         for name, (dtype, shape) in signature.items()
     }
-    return tf.data.Dataset.from_generator(batches, output_signature=specs).prefetch(1)
+    return tf.data.Dataset.from_generator(iterate_batches, output_signature=specs).prefetch(1)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from farandole.data.loader import ParquetLoader
-    from farandole.data.turns import Turns
+    from farandole.data.row_assignment import RowAssignment
 
-MOST_WORKERS = 1024
+MAX_LOADER_WORKERS = 1024
 """Worker processes that a `DataLoader` may have."""
 
 
@@ -30,21 +30,21 @@ class TorchDataset(IterableDataset):
     """
 
     def __init__(self, loader: ParquetLoader) -> None:
-        """Takes over where the loader stands.
+        """Continues at the loader's position.
 
         Args:
-            loader: What to read; with `framework="numpy"` batches hold arrays.
+            loader: The loader to read from; with `framework="numpy"` batches hold arrays.
         """
         self._loader = loader
         self._resumed: dict[str, Any] | None = None
         self._skip = 0
         self._done = 0
         # For each worker, the epochs started since `_base` (an epoch and a row) was set.
-        self._started = torch.zeros(MOST_WORKERS, dtype=torch.int64).share_memory_()
-        self._base = torch.tensor(loader._next, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
+        self._started = torch.zeros(MAX_LOADER_WORKERS, dtype=torch.int64).share_memory_()
+        self._base = torch.tensor(loader._next_position, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
 
     def __len__(self) -> int:
-        """Batches of one epoch, with workers as without."""
+        """Returns the number of batches of an epoch, which does not depend on workers."""
         return len(self._loader)
 
     def set_epoch(self, epoch: int) -> None:
@@ -52,10 +52,10 @@ class TorchDataset(IterableDataset):
         `DataLoader`.
         """
         self._loader.set_epoch(epoch)
-        self._restart()
+        self._restart_epochs()
 
-    def _restart(self) -> None:
-        self._base.copy_(torch.tensor(self._loader._next, dtype=torch.int64))  # noqa: SLF001
+    def _restart_epochs(self) -> None:
+        self._base.copy_(torch.tensor(self._loader._next_position, dtype=torch.int64))  # noqa: SLF001
         self._started.zero_()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -64,11 +64,11 @@ class TorchDataset(IterableDataset):
         if info is None:
             yield from self._loader
             return
-        if info.num_workers > MOST_WORKERS:
+        if info.num_workers > MAX_LOADER_WORKERS:
             raise ValueError(
-                f"a DataLoader may have up to {MOST_WORKERS} workers here: {info.num_workers}"
+                f"a DataLoader may have up to {MAX_LOADER_WORKERS} workers here: {info.num_workers}"
             )
-        if lists := self._loader._nested():  # noqa: SLF001 - of one house
+        if lists := self._loader._nested_columns():  # noqa: SLF001 - of one house
             raise ValueError(
                 "worker processes cannot send nested tensors: use num_workers=0 for "
                 f"{', '.join(lists)}; the loader "
@@ -84,18 +84,20 @@ class TorchDataset(IterableDataset):
             self._started[info.id] = epoch - int(self._base[0]) + 1
             self._resumed = None
         self._done, self._place = self._skip, (epoch, start, info.num_workers)
-        for batch in self._loader._share(info.id, info.num_workers, epoch, start, self._skip):  # noqa: SLF001
+        for batch in self._loader._worker_batches(  # noqa: SLF001
+            info.id, info.num_workers, epoch, start, self._skip
+        ):
             self._done += 1
             yield batch
 
-    def take_turns(self, books: Turns | None = None) -> Turns:
+    def take_turns(self, books: RowAssignment | None = None) -> RowAssignment:
         """Like `ParquetLoader.take_turns`; of a `DataLoader` without worker processes."""
         return self._loader.take_turns(books)
 
     def follow_world(self) -> None:
         """Like `ParquetLoader.follow_world`; of a `DataLoader` without worker processes."""
         self._loader.follow_world()
-        self._restart()
+        self._restart_epochs()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the consumer's position; in a worker process, this worker's, for torchdata's
@@ -121,7 +123,7 @@ class TorchDataset(IterableDataset):
         info = get_worker_info()
         if info is None:
             self._loader.load_state_dict(state)
-            self._restart()
+            self._restart_epochs()
         elif state["workers"] != info.num_workers:
             raise ValueError(
                 f"the state is of {state['workers']} workers, here are {info.num_workers}"

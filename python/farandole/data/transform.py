@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from farandole.common import pickling
-from farandole.data.arrays import TEXTS
+from farandole.data.arrays import VARIABLE_WIDTH_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from farandole._native.reader import Batch, Field, Reader
+    from farandole._native.reader import Batch, DatasetField, Reader
 
-POOLS = ("thread", "process", "dummy")
+TRANSFORM_POOLS = ("thread", "process", "dummy")
 """Places where a function may run; `dummy` is the thread that iterates."""
 
 
-class Shapes:
+class ResultShapes:
     """The types and shapes of a function's results, for those results that have no rows.
 
     Such a result does not have them itself: an empty list column has no length.
@@ -43,7 +43,7 @@ class Shapes:
         """Knows nothing yet."""
         self._known: dict[str, Any] | None = None
 
-    def given(
+    def with_known_shapes(
         self, result: dict[str, Any], others: Callable[[], Generator[dict[str, Any]]]
     ) -> dict[str, Any]:
         """Returns the result; where it has no rows, with the types and shapes of another one that
@@ -63,7 +63,7 @@ class Shapes:
         return result | self._known
 
 
-class Transform:
+class BatchTransform:
     """A function with the workers that run it."""
 
     def __init__(self, function: Callable[[Any], Any], workers: int, pool: str) -> None:
@@ -77,26 +77,26 @@ class Transform:
         Raises:
             ValueError: Another pool, or no workers.
         """
-        if pool not in POOLS:
-            raise ValueError(f"transform_pool must be one of {', '.join(POOLS)}: {pool}")
+        if pool not in TRANSFORM_POOLS:
+            raise ValueError(f"transform_pool must be one of {', '.join(TRANSFORM_POOLS)}: {pool}")
         if workers < 1:
             raise ValueError(f"transform_workers must be at least 1: {workers}")
         self.function, self.workers, self.pool = function, workers, pool
         self._processes: ProcessPoolExecutor | None = None
-        self._shapes = Shapes()
+        self._shapes = ResultShapes()
 
     def __getstate__(self) -> tuple[bytes, int, str]:
-        """Without its workers; the function by value."""
-        return pickling.dumps(self.function), self.workers, self.pool
+        """Returns the state without workers; the function is pickled by value."""
+        return pickling.pickle_by_value(self.function), self.workers, self.pool
 
     def __setstate__(self, state: tuple[bytes, int, str]) -> None:
         """Starts nothing yet."""
         function, self.workers, self.pool = state
         self.function = cloudpickle.loads(function)
-        self._processes, self._shapes = None, Shapes()
+        self._processes, self._shapes = None, ResultShapes()
 
-    def run(
-        self, batches: Iterator[Batch], fields: Sequence[Field], reader: Callable[[], Reader]
+    def transform_batches(
+        self, batches: Iterator[Batch], fields: Sequence[DatasetField], reader: Callable[[], Reader]
     ) -> Iterator[tuple[Batch, dict[str, Any]]]:
         """Transforms batches, up to two a worker ahead of the consumer.
 
@@ -109,48 +109,48 @@ class Transform:
             reader: Makes a reader of the whole data set.
         """
 
-        def others() -> Generator[dict[str, Any]]:
-            with closing(reader().epoch(0, 0)) as found:
+        def transform_all_batches() -> Generator[dict[str, Any]]:
+            with closing(reader().read_epoch(0, 0)) as found:
                 for batch in found:
-                    yield _checked(self.function(to_arrow(batch, fields)))
+                    yield _result_arrays(self.function(batch_to_arrow(batch, fields)))
 
-        with closing(self._results(batches, fields)) as results:
+        with closing(self._ordered_results(batches, fields)) as results:
             for batch, result in results:
-                yield batch, self._shapes.given(result, others)
+                yield batch, self._shapes.with_known_shapes(result, transform_all_batches)
 
-    def _results(
-        self, batches: Iterator[Batch], fields: Sequence[Field]
+    def _ordered_results(
+        self, batches: Iterator[Batch], fields: Sequence[DatasetField]
     ) -> Generator[tuple[Batch, dict[str, Any]]]:
         if self.pool == "dummy":
             for batch in batches:
-                yield batch, _checked(self.function(to_arrow(batch, fields)))
+                yield batch, _result_arrays(self.function(batch_to_arrow(batch, fields)))
             return
         waiting: deque[tuple[Batch, Any]] = deque()
-        executor = self._executor()
-        call = _call_here if self.pool == "process" else self.function
+        executor = self._worker_executor()
+        call = _call_in_worker if self.pool == "process" else self.function
         try:
             for batch in batches:
-                waiting.append((batch, executor.submit(call, to_arrow(batch, fields))))
+                waiting.append((batch, executor.submit(call, batch_to_arrow(batch, fields))))
                 if len(waiting) > 2 * self.workers:
                     first, result = waiting.popleft()
-                    yield first, _checked(result.result())
+                    yield first, _result_arrays(result.result())
             while waiting:
                 first, result = waiting.popleft()
-                yield first, _checked(result.result())
+                yield first, _result_arrays(result.result())
         finally:
             for _, result in waiting:
                 result.cancel()
             if executor is not self._processes:
                 executor.shutdown(wait=True)
 
-    def _executor(self) -> Executor:
+    def _worker_executor(self) -> Executor:
         if self.pool == "thread":
             return ThreadPoolExecutor(self.workers, thread_name_prefix="fd-transform")
         if self._processes is None:
             # A fork of this process would have its locks but not its threads.
             context = multiprocessing.get_context("forkserver")
-            function = pickling.dumps(self.function)
-            self._processes = ProcessPoolExecutor(self.workers, context, _start, (function,))
+            function = pickling.pickle_by_value(self.function)
+            self._processes = ProcessPoolExecutor(self.workers, context, _start_worker, (function,))
         return self._processes
 
     def close(self) -> None:
@@ -160,13 +160,13 @@ class Transform:
             processes.shutdown(wait=True, cancel_futures=True)
 
 
-_function: Callable[[Any], Any] | None = None
+_worker_function: Callable[[Any], Any] | None = None
 
 
-def _start(function: bytes) -> None:
-    """In a worker process: takes the function and watches the process it works for."""
-    global _function  # noqa: PLW0603 - a worker has one function
-    _function = cloudpickle.loads(function)
+def _start_worker(function: bytes) -> None:
+    """Initializes a worker process: loads the function and watches the parent process."""
+    global _worker_function  # noqa: PLW0603 - a worker has one function
+    _worker_function = cloudpickle.loads(function)
     threading.Thread(target=_die_with_parent, name="fd-watch-parent", daemon=True).start()
 
 
@@ -177,13 +177,13 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _call_here(batch: Any) -> Any:
-    if _function is None:
+def _call_in_worker(batch: Any) -> Any:
+    if _worker_function is None:
         raise RuntimeError("this worker process has no function")
-    return _checked(_function(batch))
+    return _result_arrays(_worker_function(batch))
 
 
-def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
+def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
     """Returns a batch as a `pyarrow.RecordBatch` that shares its memory; only booleans are copied.
 
     Args:
@@ -196,9 +196,9 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
         raise ImportError("transformation_fn needs pyarrow: pip install pyarrow") from error
     arrays = []
     for field in fields:
-        if field.dtype in TEXTS:
+        if field.dtype in VARIABLE_WIDTH_DTYPES:
             kind = pa.large_string() if field.dtype == "utf8" else pa.large_binary()
-            ends, values = (pa.py_buffer(part) for part in batch.texts(field.name))
+            ends, values = (pa.py_buffer(part) for part in batch.text_buffers(field.name))
             arrays.append(pa.Array.from_buffers(kind, batch.rows, [None, ends, values]))
             continue
         count = batch.rows * math.prod(field.shape)
@@ -206,7 +206,7 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
         if field.dtype == "bool":
             values = pa.Array.from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
         else:
-            kind = pa.type_for_alias(_ALIASES.get(field.dtype, field.dtype))
+            kind = pa.type_for_alias(_ARROW_TYPE_ALIASES.get(field.dtype, field.dtype))
             values = pa.Array.from_buffers(kind, count, [None, buffer])
         arrays.append(
             pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape))
@@ -216,7 +216,7 @@ def to_arrow(batch: Batch, fields: Sequence[Field]) -> Any:
     return pa.RecordBatch.from_arrays(arrays, [field.name for field in fields])
 
 
-_ALIASES = {"float32": "float", "float64": "double"}
+_ARROW_TYPE_ALIASES = {"float32": "float", "float64": "double"}
 
 
 def _has_rows(result: dict[str, Any]) -> bool:
@@ -224,8 +224,8 @@ def _has_rows(result: dict[str, Any]) -> bool:
 
 
 def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
-    """Copies of arrays or tensors that have none of their rows, without those that cannot be
-    sliced by rows.
+    """Returns copies of the arrays or tensors with zero rows; arrays that cannot be sliced by rows
+    are left out.
     """
     import numpy as np  # noqa: PLC0415 - optional
 
@@ -239,7 +239,7 @@ def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
     return none
 
 
-def _checked(result: Any) -> dict[str, Any]:
+def _result_arrays(result: Any) -> dict[str, Any]:
     """Returns the result of a function, as arrays by name."""
     if isinstance(result, dict):
         return result
@@ -252,10 +252,10 @@ def _checked(result: Any) -> dict[str, Any]:
             "transformation_fn must return a RecordBatch, a Table or a dict of arrays, it "
             f"returned {kind}"
         )
-    return {name: from_arrow(name, result.column(index)) for index, name in enumerate(names)}
+    return {name: column_from_arrow(name, result.column(index)) for index, name in enumerate(names)}
 
 
-def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
+def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
     """Returns a column as a NumPy array of shape `(rows,)` or, for lists of one length, `(rows,
     length)`.
 
@@ -283,7 +283,7 @@ def from_arrow(name: str, column: Any, who: str = "transformation_fn") -> Any:
         lengths = column.value_lengths().unique()
         if len(lengths) > 1:
             raise ValueError(f"{who} made lists of different lengths in column {name}")
-        values = from_arrow(name, column.flatten(), who)
+        values = column_from_arrow(name, column.flatten(), who)
         return (
             values.reshape(len(column), -1)
             if len(column)

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 
-def _reset() -> None:
+def _reset_numbers() -> None:
     global _numbers  # noqa: PLW0603 - as the world, there is one per process
     _numbers = itertools.count()
 
 
-basics.on_init(_reset)
+basics.on_init(_reset_numbers)
 
 
 def is_traced(values: Sequence[Any]) -> bool:
@@ -40,7 +40,7 @@ def is_traced(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tracer) for value in values)
 
 
-def call(
+def call_on_arrays(
     operation: Callable[[list[Any], str | None], Sequence[Any]],
     values: Sequence[Any],
     results: Callable[[], Sequence[jax.ShapeDtypeStruct]],
@@ -50,8 +50,8 @@ def call(
 
     Args:
         operation: Takes NumPy arrays and the operation's name, returns NumPy arrays.
-        values: What the operation takes.
-        results: Makes shapes and dtypes of what it returns; only asked under jit.
+        values: Arguments of the operation.
+        results: Returns the shapes and dtypes of the results; only called under jit.
         name: The operation's name, if it has one.
     """
     if not is_traced(values):
@@ -61,13 +61,13 @@ def call(
         ]
     expected = list(results())
 
-    def callback(*arrays: Any) -> list[np.ndarray[Any, Any]]:
+    def run_on_host(*arrays: Any) -> list[np.ndarray[Any, Any]]:
         numbered = name if name is not None else f"jit.{next(_numbers)}"
         return list(operation([np.asarray(array) for array in arrays], numbered))
 
-    return list(io_callback(callback, expected, *values, ordered=True))
+    return list(io_callback(run_on_host, expected, *values, ordered=True))
 
 
-def like(value: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a value."""
+def shape_dtype_of(value: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a value."""
     return jax.ShapeDtypeStruct(np.shape(value), jax.dtypes.result_type(value))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Collectives on JAX arrays, with gradients: those of the sum of all ranks' losses."""
+"""Collectives on JAX arrays, with gradients of the sum of all ranks' losses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 import farandole.numpy as plain
 from farandole.common import basics
-from farandole.common.handles import members_of, own_rows
+from farandole.common.handles import member_ranks, rows_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, choose_op
-from farandole.jax._call import call, is_traced, like
-from farandole.numpy.move import gather_with_rows
+from farandole.jax._call import call_on_arrays, is_traced, shape_dtype_of
+from farandole.numpy.move import allgather_with_row_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 
-def _differentiable(
+def _make_differentiable(
     forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns a function with a gradient of its own: `forward` of arrays, `backward` of the
-    results' gradients.
+    """Returns `forward`, a function of arrays, with the custom gradient `backward`, a function of
+    the results' gradients.
     """
     function = jax.custom_vjp(forward)
     function.defvjp(lambda *values: (forward(*values), None), lambda _, grads: backward(grads))
@@ -52,13 +52,15 @@ def grouped_allreduce(
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def run_grouped_allreduce(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return plain.grouped_allreduce(arrays, None, name, op, *factors, process_set)
 
-    def forward(*values: Any) -> list[jax.Array]:
-        return call(run, values, lambda: [like(value) for value in values], name)
+    def grouped_allreduce_forward(*values: Any) -> list[jax.Array]:
+        return call_on_arrays(
+            run_grouped_allreduce, values, lambda: [shape_dtype_of(value) for value in values], name
+        )
 
-    def backward(grads: list[Any]) -> tuple[jax.Array, ...]:
+    def grouped_allreduce_backward(grads: list[Any]) -> tuple[jax.Array, ...]:
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
         return tuple(
@@ -67,7 +69,9 @@ def grouped_allreduce(
 
     if not tensors:
         raise ValueError("a group must have at least one array")
-    return _differentiable(forward, backward)(*[jnp.asarray(tensor) for tensor in tensors])
+    return _make_differentiable(grouped_allreduce_forward, grouped_allreduce_backward)(
+        *[jnp.asarray(tensor) for tensor in tensors]
+    )
 
 
 def allreduce(
@@ -103,18 +107,18 @@ def allreduce(
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def run_allreduce(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return [plain.allreduce(arrays[0], None, name, op, *factors, process_set)]
 
-    def forward(value: Any) -> jax.Array:
-        return call(run, [value], lambda: [like(value)], name)[0]
+    def allreduce_forward(value: Any) -> jax.Array:
+        return call_on_arrays(run_allreduce, [value], lambda: [shape_dtype_of(value)], name)[0]
 
-    def backward(grad: Any) -> tuple[jax.Array]:
+    def allreduce_backward(grad: Any) -> tuple[jax.Array]:
         if op not in (Average, Sum):
             raise ValueError("only Average and Sum have a gradient")
         return (allreduce(grad, None, _backward_name(name), op, *factors, process_set),)
 
-    return _differentiable(forward, backward)(jnp.asarray(tensor))
+    return _make_differentiable(allreduce_forward, allreduce_backward)(jnp.asarray(tensor))
 
 
 def _require_rows(value: Any, operation: str) -> Any:
@@ -144,35 +148,37 @@ def allgather(
         ValueError: As for `allreduce`.
         FarandoleInternalError: As for `allreduce`.
     """
-    members = members_of(process_set)
+    members = member_ranks(process_set)
     value = _require_rows(tensor, "allgather")
     counts = [value.shape[0]] * len(members)
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
-        whole, counts[:] = gather_with_rows(arrays[0], name, process_set)
+    def run_allgather(arrays: list[Any], name: str | None) -> Sequence[Any]:
+        whole, counts[:] = allgather_with_row_counts(arrays[0], name, process_set)
         return [whole]
 
-    def run_evenly(arrays: list[Any], name: str | None) -> Sequence[Any]:
-        whole, rows = gather_with_rows(arrays[0], name, process_set)
+    def run_equal_rows_allgather(arrays: list[Any], name: str | None) -> Sequence[Any]:
+        whole, rows = allgather_with_row_counts(arrays[0], name, process_set)
         if len(set(rows)) > 1:
             raise ValueError(
                 f"ranks have different numbers of rows, which is possible only outside jit: {rows}"
             )
         return [whole]
 
-    def forward(value: Any) -> jax.Array:
-        operation = run_evenly if is_traced([value]) else run
+    def allgather_forward(value: Any) -> jax.Array:
+        operation = run_equal_rows_allgather if is_traced([value]) else run_allgather
         shape = (value.shape[0] * len(members), *value.shape[1:])
-        return call(operation, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name)[0]
+        return call_on_arrays(
+            operation, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name
+        )[0]
 
-    def backward(grad: Any) -> tuple[jax.Array]:
+    def allgather_backward(grad: Any) -> tuple[jax.Array]:
         total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
         place = members.index(basics.rank())
         # Under jit all counts are equal, or the operation fails.
         start = sum(counts[:place])
         return (total[start : start + value.shape[0]],)
 
-    return _differentiable(forward, backward)(value)
+    return _make_differentiable(allgather_forward, allgather_backward)(value)
 
 
 def broadcast(
@@ -199,17 +205,17 @@ def broadcast(
         FarandoleInternalError: As for `allreduce`.
     """
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def run_broadcast(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return [plain.broadcast(arrays[0], root_rank, name, process_set)]
 
-    def forward(value: Any) -> jax.Array:
-        return call(run, [value], lambda: [like(value)], name)[0]
+    def broadcast_forward(value: Any) -> jax.Array:
+        return call_on_arrays(run_broadcast, [value], lambda: [shape_dtype_of(value)], name)[0]
 
-    def backward(grad: Any) -> tuple[jax.Array]:
+    def broadcast_backward(grad: Any) -> tuple[jax.Array]:
         total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
         return (total if basics.rank() == root_rank else jnp.zeros_like(total),)
 
-    return _differentiable(forward, backward)(jnp.asarray(tensor))
+    return _make_differentiable(broadcast_forward, broadcast_backward)(jnp.asarray(tensor))
 
 
 def alltoall(
@@ -238,33 +244,33 @@ def alltoall(
         FarandoleInternalError: As for `allreduce`.
     """
     value = _require_rows(tensor, "alltoall")
-    if splits is not None and is_traced([value]) and not _is_even(splits, value.shape[0]):
+    if splits is not None and is_traced([value]) and not _has_equal_splits(splits, value.shape[0]):
         raise ValueError(
             "alltoall under jit needs equal splits, because the shape of the result must be known"
         )
     received: list[Any] = [None]
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def run_alltoall(arrays: list[Any], name: str | None) -> Sequence[Any]:
         handle = plain.alltoall_async(arrays[0], splits, name, process_set)
         rows, received[0] = plain.synchronize(handle)
         return [rows]
 
-    def forward(value: Any) -> jax.Array:
-        return call(run, [value], lambda: [like(value)], name)[0]
+    def alltoall_forward(value: Any) -> jax.Array:
+        return call_on_arrays(run_alltoall, [value], lambda: [shape_dtype_of(value)], name)[0]
 
-    def backward(grad: Any) -> tuple[jax.Array]:
+    def alltoall_backward(grad: Any) -> tuple[jax.Array]:
         back = None if is_traced([grad]) or received[0] is None else received[0].tolist()
         result = alltoall(grad, back, _backward_name(name), process_set)
         return (result if back is None else result[0],)
 
-    rows = _differentiable(forward, backward)(value)
+    rows = _make_differentiable(alltoall_forward, alltoall_backward)(value)
     if splits is None:
         return rows
     counts = received[0] if received[0] is not None else np.asarray(splits, dtype=np.int32)
     return rows, jnp.asarray(counts)
 
 
-def _is_even(splits: Sequence[int], rows: int) -> bool:
+def _has_equal_splits(splits: Sequence[int], rows: int) -> bool:
     counts = np.asarray(splits).tolist()
     return len(set(counts)) <= 1 and sum(counts) == rows
 
@@ -297,24 +303,26 @@ def reducescatter(
         FarandoleInternalError: As for `allreduce`.
     """
     value = _require_rows(tensor, "reducescatter")
-    rows = own_rows(value.shape[0], process_set)
-    size = len(members_of(process_set))
+    rows = rows_of_this_rank(value.shape[0], process_set)
+    size = len(member_ranks(process_set))
 
-    def run(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def run_reducescatter(arrays: list[Any], name: str | None) -> Sequence[Any]:
         return [
             plain.reducescatter(arrays[0], name, op, process_set, prescale_factor, postscale_factor)
         ]
 
-    def forward(value: Any) -> jax.Array:
+    def reducescatter_forward(value: Any) -> jax.Array:
         shape = (rows, *value.shape[1:])
-        return call(run, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name)[0]
+        return call_on_arrays(
+            run_reducescatter, [value], lambda: [jax.ShapeDtypeStruct(shape, value.dtype)], name
+        )[0]
 
-    def backward(grad: Any) -> tuple[jax.Array]:
-        def gather(arrays: list[Any], name: str | None) -> Sequence[Any]:
+    def reducescatter_backward(grad: Any) -> tuple[jax.Array]:
+        def run_allgather(arrays: list[Any], name: str | None) -> Sequence[Any]:
             return [plain.allgather(arrays[0], name, process_set)]
 
-        whole = call(
-            gather,
+        whole = call_on_arrays(
+            run_allgather,
             [grad],
             lambda: [jax.ShapeDtypeStruct(value.shape, grad.dtype)],
             _backward_name(name),
@@ -322,4 +330,4 @@ def reducescatter(
         factor = prescale_factor * postscale_factor / (size if op == Average else 1)
         return ((whole * factor).astype(grad.dtype),)
 
-    return _differentiable(forward, backward)(value)
+    return _make_differentiable(reducescatter_forward, reducescatter_backward)(value)

@@ -84,8 +84,8 @@ def distributed_value_and_grad(
     op: int = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Like `jax.value_and_grad`, with gradients combined over all ranks; the value is that of this
-    rank.
+    """Like `jax.value_and_grad`, with gradients combined over all ranks; the value is
+    this rank's.
 
     Args:
         fun: The loss.
@@ -128,9 +128,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         A pair of the same kind; its state is the wrapped optimizer's.
     """
 
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update_with_reduced_gradients(
+        grads: Any, state: Any, params: Any = None, **extra: Any
+    ) -> tuple[Any, Any]:
         return optimizer.update(
             allreduce_gradients(grads, op, process_set=process_set), state, params, **extra
         )
 
-    return GradientTransformation(optimizer.init, update)
+    return GradientTransformation(optimizer.init, update_with_reduced_gradients)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole._keras import Settings, distribute
+from farandole._keras import Settings, distribute_optimizer
 from farandole._keras import values as _values
 from farandole._keras.surface import (
     allgather,
@@ -182,7 +182,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
     )
-    return distribute(optimizer, settings)
+    return distribute_optimizer(optimizer, settings)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -288,4 +288,6 @@ def allreduce(
         ValueError: When both `average` and `op` are given.
     """
     chosen = choose_op(op, None if average is True else average)
-    return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
+    return _values.allreduce_value(
+        value, name, chosen, prescale_factor, postscale_factor, compression
+    )

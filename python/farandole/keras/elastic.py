@@ -52,18 +52,18 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
 
         return elastic.run(func)
     if keras.backend.backend() == "jax":
-        func = _as_told_by_jax(func)
+        func = _translate_jax_errors(func)
     return run_fn(func, leave_and_join)
 
 
-def _as_told_by_jax(func: Callable[..., _Result]) -> Callable[..., _Result]:
+def _translate_jax_errors(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """Raises failures in compiled steps with their own types, which JAX replaces by its own
     errors.
     """
     import jax  # noqa: PLC0415 - the backend
 
     @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> _Result:
+    def run_translating_errors(*args: Any, **kwargs: Any) -> _Result:
         try:
             return func(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
@@ -72,4 +72,4 @@ def _as_told_by_jax(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 raise
             raise FarandoleInternalError(told.splitlines()[0]) from error
 
-    return translated
+    return run_translating_errors

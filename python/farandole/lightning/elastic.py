@@ -28,7 +28,7 @@ import torch.distributed as dist
 from farandole.common import basics, scratch
 from farandole.common.elastic import leave, run_fn
 from farandole.common.exceptions import FarandoleInternalError
-from farandole.torch.elastic.copies import copied
+from farandole.torch.elastic.copies import copy_state
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.elastic.state import TorchState
 from farandole.torch.functions import broadcast_object
@@ -54,7 +54,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """
 
     @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> _Result:
+    def run_translating_errors(*args: Any, **kwargs: Any) -> _Result:
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -65,10 +65,10 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 raise
             raise FarandoleInternalError(str(error)) from error
 
-    return run_fn(translated, _change_worlds)
+    return run_fn(run_translating_errors, _restart_session)
 
 
-def _change_worlds() -> None:
+def _restart_session() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     basics.shutdown()
@@ -76,11 +76,11 @@ def _change_worlds() -> None:
 
 
 class LightningState(TorchState):
-    """State of a fit: all that Lightning's checkpoint has, and each keyword as an attribute.
+    """State of a fit: the content of Lightning's checkpoint, and each keyword as an attribute.
 
     Args:
-        every: Steps from one commit to the next. A commit copies what a checkpoint has and asks all
-            ranks.
+        every: Steps from one commit to the next. A commit copies the content of a checkpoint and
+            communicates with all ranks.
         **kwargs: Further attributes and their first values. An `ElasticSampler`, or a loader of
             `farandole.data`, is kept with the model, so that the samples of an epoch count as
             there.
@@ -94,7 +94,7 @@ class LightningState(TorchState):
     def __init__(self, every: int = 10, **kwargs: Any) -> None:
         if every < 1:
             raise ValueError(f"every must be at least 1: {every}")
-        # Past __setattr__, which wants to know first what is handled.
+        # Bypasses __setattr__, which needs the handled attributes to be set first.
         vars(self).update(every=every, _trainer=None, _checkpoint=None, _spare=None)
         super().__init__(**kwargs)
 
@@ -102,10 +102,11 @@ class LightningState(TorchState):
         """Lets a trainer continue from the last commit, and commits while it trains.
 
         Args:
-            trainer: Of this world, with the strategy `"farandole"`; made in the training function.
-            module: That is trained.
+            trainer: A trainer of this world, with the strategy `"farandole"`; made in the training
+                function.
+            module: The module to train.
             *args: As for `Trainer.fit`.
-            **kwargs: As for `Trainer.fit`; a `ckpt_path` is what the first world begins with.
+            **kwargs: As for `Trainer.fit`; the first world starts from a given `ckpt_path`.
 
         Raises:
             ValueError: The trainer has `max_steps`, by which Lightning counts otherwise.
@@ -114,11 +115,13 @@ class LightningState(TorchState):
             raise ValueError(
                 f"an elastic fit must end by max_epochs, not by max_steps: {trainer.max_steps}"
             )
-        trainer.callbacks.append(_commits(type(trainer).__module__.partition(".trainer")[0], self))
+        trainer.callbacks.append(
+            _make_commit_callback(type(trainer).__module__.partition(".trainer")[0], self)
+        )
         # The rest of an epoch has fewer batches than the next epoch, and Lightning counts them when
         # it loads.
         trainer.reload_dataloaders_every_n_epochs = 1
-        with scratch.directory() as folder:
+        with scratch.temporary_directory() as folder:
             if self._checkpoint is not None:
                 path = folder / "state.ckpt"
                 torch.save(self._checkpoint, path)
@@ -134,7 +137,7 @@ class LightningState(TorchState):
     def save(self) -> None:
         """Saves the state while a trainer trains; otherwise the last saved state stays."""
         if self._trainer is not None:
-            taken = copied(_at_the_start(_dumped(self._trainer)), self._spare)
+            taken = copy_state(_rewind_epoch_progress(_dump_checkpoint(self._trainer)), self._spare)
             self._checkpoint, self._spare = taken, self._checkpoint
         super().save()
 
@@ -186,12 +189,12 @@ class LightningState(TorchState):
             sampler.set_epoch(trainer.current_epoch + 1)
 
 
-def _dumped(trainer: Any) -> dict[str, Any]:
+def _dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """Returns the content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
 
 
-def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def _rewind_epoch_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Returns a checkpoint as if the epoch in progress were to begin: its data begins where the
     state says.
     """
@@ -202,12 +205,12 @@ def _at_the_start(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-class _Moments:
+class _CommitCallback:
     """The points of a fit at which the state is committed."""
 
     def __init__(self, state: LightningState) -> None:
         self._state = state
-        self._places: list[dict[str, Any]] | None = [
+        self._sampler_states: list[dict[str, Any]] | None = [
             sampler.state_dict() for sampler in state.samplers()
         ]
 
@@ -219,11 +222,11 @@ class _Moments:
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         """Commits: the epoch before is over with all that follows it."""
         del trainer, module
-        if self._places is not None:
+        if self._sampler_states is not None:
             # Lightning has just had them begin the epoch that they were in the middle of.
-            for sampler, place in zip(self._state.samplers(), self._places, strict=True):
+            for sampler, place in zip(self._state.samplers(), self._sampler_states, strict=True):
                 sampler.load_state_dict(place)
-            self._places = None
+            self._sampler_states = None
         self._state.commit()
 
     def on_train_batch_end(
@@ -242,7 +245,7 @@ class _Moments:
         self._state.has_ended(trainer)
 
 
-def _commits(package: str, state: LightningState) -> Any:
+def _make_commit_callback(package: str, state: LightningState) -> Any:
     """Returns the callback, for one of Lightning's packages."""
     base = import_module(package).Callback
-    return type("FarandoleCommits", (_Moments, base), {"__module__": __name__})(state)
+    return type("FarandoleCommits", (_CommitCallback, base), {"__module__": __name__})(state)

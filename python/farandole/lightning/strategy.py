@@ -26,13 +26,16 @@ from farandole.torch.functions import broadcast_value
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
 
-NAMES = ("farandole", "horovod")
+STRATEGY_NAMES = ("farandole", "horovod")
 """Values for `Trainer(strategy=...)` that the registration adds."""
 
-_PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_FABRIC_PACKAGES = {
+    "lightning.pytorch": "lightning.fabric",
+    "pytorch_lightning": "lightning_fabric",
+}
 
 
-class _World:
+class _SessionEnvironment:
     """Ranks and sizes of the session, which starts with the first question."""
 
     @property
@@ -56,33 +59,33 @@ class _World:
         return hvd.is_initialized()
 
     def world_size(self) -> int:
-        """All ranks."""
-        _begin()
+        """Returns the number of ranks."""
+        _ensure_initialized()
         return hvd.size()
 
     def set_world_size(self, size: int) -> None:
-        """Says nothing new."""
+        """Does nothing: the job sets the value."""
 
     def global_rank(self) -> int:
-        """This rank."""
-        _begin()
+        """Returns this rank."""
+        _ensure_initialized()
         return hvd.rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """Says nothing new."""
+        """Does nothing: the job sets the value."""
 
     def local_rank(self) -> int:
-        """This rank among those of its host."""
-        _begin()
+        """Returns this rank's number on its host."""
+        _ensure_initialized()
         return hvd.local_rank()
 
     def node_rank(self) -> int:
-        """This host among all."""
-        _begin()
+        """Returns the number of this rank's host."""
+        _ensure_initialized()
         return hvd.cross_rank()
 
 
-class _Broadcasting:
+class _PlainValueBroadcast:
     """Sends plain values without pickle. Lightning broadcasts paths and decisions, and pickles
     all objects.
     """
@@ -99,14 +102,16 @@ class _Broadcasting:
 
 @cache
 def environment_class(package: str) -> type[Any]:
-    """Lightning's view of Farandole's world, for one of its packages.
+    """Returns the class of Lightning's view of Farandole's world, for one of its packages.
 
     Args:
         package: `lightning.pytorch` or `pytorch_lightning`.
     """
-    base = import_module(f"{_PACKAGES[package]}.plugins").ClusterEnvironment
+    base = import_module(f"{_FABRIC_PACKAGES[package]}.plugins").ClusterEnvironment
     return type(
-        "FarandoleEnvironment", (_World, base), {"__doc__": _World.__doc__, "__module__": __name__}
+        "FarandoleEnvironment",
+        (_SessionEnvironment, base),
+        {"__doc__": _SessionEnvironment.__doc__, "__module__": __name__},
     )
 
 
@@ -120,7 +125,7 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(_Broadcasting, base):
+    class FarandoleStrategy(_PlainValueBroadcast, base):
         """Trains one model on all ranks of Farandole's world.
 
         Args:
@@ -143,7 +148,7 @@ def strategy_class(package: str) -> type[Any]:
         @property
         def num_processes(self) -> int:
             """Ranks of this host."""
-            _begin()
+            _ensure_initialized()
             return hvd.local_size()
 
         @property
@@ -152,10 +157,10 @@ def strategy_class(package: str) -> type[Any]:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
 
         def set_world_ranks(self) -> None:
-            """Tells Lightning's helpers which rank this is."""
+            """Sets this rank in Lightning's helpers."""
             rank_zero.rank = self.global_rank
             import_module(
-                f"{_PACKAGES[package]}.utilities.rank_zero"
+                f"{_FABRIC_PACKAGES[package]}.utilities.rank_zero"
             ).rank_zero_only.rank = self.global_rank
 
         def _register_ddp_hooks(self) -> None:
@@ -173,7 +178,7 @@ def strategy_class(package: str) -> type[Any]:
 
             import farandole.torch.distributed  # noqa: F401 - registers the backend
 
-            _begin()
+            _ensure_initialized()
             self.set_world_ranks()
             if not dist.is_initialized():
                 dist.init_process_group("farandole", init_method="farandole://")
@@ -188,17 +193,17 @@ def _register_hook(model: Any, state: Any, hook: Any, wrapper: Any) -> None:
 
 
 def register() -> None:
-    """Registers the strategy under its names with those of Lightning's packages that are imported,
-    or else installed.
+    """Registers the strategy under its names with each imported package of Lightning, or else with
+    each installed package.
 
-    To import the second of two takes seconds, and few use both.
+    The import of the second package takes seconds, and few programs use both.
     """
-    imported = [package for package in _PACKAGES if package in sys.modules]
+    imported = [package for package in _FABRIC_PACKAGES if package in sys.modules]
     for package in imported or [
-        one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None
+        one for one in _FABRIC_PACKAGES if find_spec(one.partition(".")[0]) is not None
     ]:
         registry = import_module(f"{package}.strategies").StrategyRegistry
-        for name in NAMES:
+        for name in STRATEGY_NAMES:
             registry.register(
                 name,
                 strategy_class(package),
@@ -207,19 +212,21 @@ def register() -> None:
             )
 
 
-def _begin() -> None:
+def _ensure_initialized() -> None:
     if not hvd.is_initialized():
         hvd.init(process_sets="dynamic")
 
 
-_FIRST = next(
-    (package for package in _PACKAGES if package in sys.modules),
-    next(package for package in _PACKAGES if find_spec(package.partition(".")[0]) is not None),
+_DEFAULT_PACKAGE = next(
+    (package for package in _FABRIC_PACKAGES if package in sys.modules),
+    next(
+        package for package in _FABRIC_PACKAGES if find_spec(package.partition(".")[0]) is not None
+    ),
 )
 
-FarandoleEnvironment = environment_class(_FIRST)
+FarandoleEnvironment = environment_class(_DEFAULT_PACKAGE)
 """The cluster environment of Lightning in a world of Farandole: its ranks and its size."""
-FarandoleStrategy = strategy_class(_FIRST)
+FarandoleStrategy = strategy_class(_DEFAULT_PACKAGE)
 """Lightning's strategy: `DistributedDataParallel` over Farandole's engine. Its names are
 `farandole` and `horovod`.
 """

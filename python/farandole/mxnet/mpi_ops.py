@@ -89,13 +89,13 @@ _also = (handle_average_backwards_compatibility, start_timeline, stop_timeline)
 """Names that Horovod has here and not in `horovod.mxnet`."""
 
 
-def _like(tensor: Any, value: Any) -> Any:
+def _to_mxnet_array(tensor: Any, value: Any) -> Any:
     """Returns an array of MXNet's where `tensor` is, of the same kind."""
     make = mx.np.array if isinstance(tensor, mx.np.ndarray) else mx.nd.array
     return make(value, ctx=tensor.context, dtype=value.dtype)
 
 
-def _chosen(op: int | None, average: bool | None) -> int:
+def _choose_supported_op(op: int | None, average: bool | None) -> int:
     chosen = choose_op(op, average)
     if chosen == Adasum:
         raise ValueError("Adasum is not offered for MXNet")
@@ -132,7 +132,7 @@ def grouped_allreduce(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del priority
-    op = _chosen(op, average)
+    op = _choose_supported_op(op, average)
     if not tensors:
         return []
     reduced = arrays.grouped_allreduce(
@@ -143,7 +143,7 @@ def grouped_allreduce(
         postscale_factor=postscale_factor,
         process_set=process_set,
     )
-    return [_like(tensor, value) for tensor, value in zip(tensors, reduced, strict=True)]
+    return [_to_mxnet_array(tensor, value) for tensor, value in zip(tensors, reduced, strict=True)]
 
 
 def grouped_allreduce_(
@@ -208,7 +208,7 @@ def grouped_allgather(
     if not tensors:
         return []
     gathered = arrays.grouped_allgather([tensor.asnumpy() for tensor in tensors], name, process_set)
-    return [_like(tensor, value) for tensor, value in zip(tensors, gathered, strict=True)]
+    return [_to_mxnet_array(tensor, value) for tensor, value in zip(tensors, gathered, strict=True)]
 
 
 def allgather(
@@ -229,7 +229,7 @@ def allgather(
         The ranks' arrays in rank order.
     """
     del priority
-    return _like(tensor, arrays.allgather(tensor.asnumpy(), name, process_set))
+    return _to_mxnet_array(tensor, arrays.allgather(tensor.asnumpy(), name, process_set))
 
 
 def broadcast(
@@ -252,7 +252,7 @@ def broadcast(
         The root's values.
     """
     del priority
-    return _like(tensor, arrays.broadcast(tensor.asnumpy(), root_rank, name, process_set))
+    return _to_mxnet_array(tensor, arrays.broadcast(tensor.asnumpy(), root_rank, name, process_set))
 
 
 def broadcast_(
@@ -288,10 +288,10 @@ def alltoall(
     """
     del priority
     if splits is None:
-        return _like(tensor, arrays.alltoall(tensor.asnumpy(), None, name, process_set))
+        return _to_mxnet_array(tensor, arrays.alltoall(tensor.asnumpy(), None, name, process_set))
     rows = splits.asnumpy().astype("int32") if hasattr(splits, "asnumpy") else splits
     output, received = arrays.alltoall(tensor.asnumpy(), rows, name, process_set)
-    return _like(tensor, output), mx.nd.array(received, dtype="int32")
+    return _to_mxnet_array(tensor, output), mx.nd.array(received, dtype="int32")
 
 
 def grouped_reducescatter(
@@ -315,7 +315,9 @@ def grouped_reducescatter(
         postscale_factor=postscale_factor,
         process_set=process_set,
     )
-    return [_like(tensor, value) for tensor, value in zip(tensors, scattered, strict=True)]
+    return [
+        _to_mxnet_array(tensor, value) for tensor, value in zip(tensors, scattered, strict=True)
+    ]
 
 
 def reducescatter(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import mxnet
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import check_predivide
+from farandole.common.reduction import predivide_factors
 from farandole.common.util import Average, split_list
 from farandole.mxnet.compression import Compression, Compressor
 from farandole.mxnet.mpi_ops import broadcast_, grouped_allreduce, size
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class _Gradients:
+class _GradientAverager:
     """Reduces gradients in place, by name.
 
     Args:
@@ -38,10 +38,10 @@ class _Gradients:
         process_set: ProcessSet,
     ) -> None:
         self.compression = compression
-        self.factors = check_predivide(gradient_predivide_factor, Average)
+        self.factors = predivide_factors(gradient_predivide_factor, Average)
         self.process_set = process_set
 
-    def reduce(self, grads: list[Any], name: str) -> None:
+    def average_in_place(self, grads: list[Any], name: str) -> None:
         """Averages several as one unit."""
         if not self.process_set.included() or self.process_set.size() == 1 or not grads:
             return
@@ -77,7 +77,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     ) -> None:
         # The state stays the wrapped one's: attributes not found here are looked up there.
         self._optimizer = optimizer
-        self._gradients = _Gradients(Compression.none, gradient_predivide_factor, process_set)
+        self._gradients = _GradientAverager(
+            Compression.none, gradient_predivide_factor, process_set
+        )
         self._num_groups = num_groups
 
     def __getattr__(self, item: str) -> Any:
@@ -92,9 +94,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         """Calls the method of the wrapped optimizer."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
-    def _reduce(self, index: Any, grad: Any) -> None:
+    def _reduce_gradients(self, index: Any, grad: Any) -> None:
         if not isinstance(index, tuple | list):
-            self._gradients.reduce([grad], str(index))
+            self._gradients.average_in_place([grad], str(index))
             return
         parts = split_list(list(range(len(index))), self._num_groups or len(index))
         for part in parts:
@@ -104,16 +106,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
                     if self._num_groups
                     else str(index[part[0]])
                 )
-                self._gradients.reduce([grad[place] for place in part], name)
+                self._gradients.average_in_place([grad[place] for place in part], name)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Reduces and updates."""
-        self._reduce(index, grad)
+        self._reduce_gradients(index, grad)
         self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Reduces and updates."""
-        self._reduce(index, grad)
+        self._reduce_gradients(index, grad)
         self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -130,7 +132,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
 
 class DistributedTrainer(mx.gluon.Trainer):
-    """A Gluon trainer whose gradients are those of all ranks, averaged.
+    """A Gluon trainer that averages gradients over all ranks.
 
     Args:
         params: A dictionary of parameters, or a list, which is sorted by name.
@@ -163,7 +165,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             optimizer = optimizer._optimizer  # noqa: SLF001 - ours
         if isinstance(params, list):
             params = sorted(params, key=lambda param: param.name)
-        self._gradients = _Gradients(compression, gradient_predivide_factor, process_set)
+        self._gradients = _GradientAverager(compression, gradient_predivide_factor, process_set)
         self._farandole_prefix = prefix or ""
         self._num_groups = num_groups
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
@@ -171,12 +173,12 @@ class DistributedTrainer(mx.gluon.Trainer):
     def _allreduce_grads(self) -> None:
         """Reduces the gradients. `step` calls it before the update."""
         places = [place for place, param in enumerate(self._params) if param.grad_req != "null"]
-        for part in self._parts(places):
+        for part in self._split_into_groups(places):
             grads = [self._params[place].list_grad()[0] for place in part]
             ends = f"{part[0]}:{part[-1]}" if self._num_groups else str(part[0])
-            self._gradients.reduce(grads, self._farandole_prefix + ends)
+            self._gradients.average_in_place(grads, self._farandole_prefix + ends)
 
-    def _parts(self, places: list[int]) -> list[list[int]]:
+    def _split_into_groups(self, places: list[int]) -> list[list[int]]:
         if not self._num_groups:
             return [[place] for place in places]
         parts = []
@@ -189,14 +191,14 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
-    """Overwrites parameters with those of one rank, and deferred parameters when MXNet initializes
+    """Overwrites parameters with one rank's values, and deferred parameters when MXNet initializes
     them.
 
     Args:
         params: A dictionary of arrays or parameters, as `Module.get_params` and
             `Block.collect_params` give it.
         root_rank: The rank whose values count.
-        prefix: Tells several calls apart that run at the same time.
+        prefix: Prefix of the names, which differs between calls that run at the same time.
 
     Raises:
         ValueError: When it is no dictionary.
@@ -214,18 +216,18 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
             data = value.data()
         except mx.gluon.parameter.DeferredInitializationError:
             value._init_impl = types.MethodType(  # noqa: SLF001
-                _then_broadcast(value._init_impl, root_rank, name),  # noqa: SLF001
+                _broadcast_after_init(value._init_impl, root_rank, name),  # noqa: SLF001
                 value,
             )
             continue
         broadcast_(data, root_rank, name)
 
 
-def _then_broadcast(
+def _broadcast_after_init(
     initialize: Callable[..., None], root_rank: int, name: str
 ) -> Callable[..., None]:
-    def initialized(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_and_broadcast(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
         broadcast_(self.data(), root_rank, name)
 
-    return initialized
+    return initialize_and_broadcast

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Collectives on NumPy arrays, without any framework.
 
-Names and signatures are those of `farandole.torch`. Arrays that are contiguous, aligned and in
-native byte order are used without a copy. Others are copied, and in-place operations write the
+Names and signatures are the same as in `farandole.torch`. Arrays that are contiguous, aligned and
+in native byte order are used without a copy. Others are copied, and in-place operations write the
 result back. Results are contiguous and in native byte order. Read-only arrays may be sent but not
 overwritten. `bfloat16`, `float8_e4m3fn` and `float8_e5m2` of ml_dtypes are supported; masked
 arrays, objects, strings and dates are refused.

@@ -7,16 +7,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import engine
-from farandole.common.handles import set_number
+from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import choose_op
 from farandole.numpy._arrays import (
     Array,
-    address_of,
     as_input,
     as_input_and_output,
     copy_back,
-    number_of,
+    data_address,
+    dtype_number,
     require_in_place,
     synchronize,
     table,
@@ -31,21 +31,21 @@ Factors = tuple[float, float]
 """Factors of the inputs and of the result."""
 
 
-def _start(
+def _start_allreduce(
     value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
 ) -> int:
     """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
-    number = set_number(process_set)
+    number = process_set_number(process_set)
     source, target = as_input_and_output(value)
-    return table.submit(
+    return table.submit_operation(
         (source, target),
         lambda _: target,
         engine.allreduce,
-        table.name("allreduce", name, process_set),
-        number_of(source.dtype),
+        table.operation_name("allreduce", name, process_set),
+        dtype_number(source.dtype),
         source.shape,
-        address_of(source),
-        address_of(target),
+        data_address(source),
+        data_address(target),
         op,
         *factors,
         number,
@@ -53,22 +53,22 @@ def _start(
     )
 
 
-def _start_in_place(
+def _start_allreduce_in_place(
     value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
 ) -> int:
     """Starts an allreduce that overwrites the array; `attended` when `synchronize` follows at
     once.
     """
-    number = set_number(process_set)
+    number = process_set_number(process_set)
     array = require_in_place(value)
     work = as_input(array)
-    address = address_of(work)
-    return table.submit(
+    address = data_address(work)
+    return table.submit_operation(
         work,
         lambda _: copy_back(array, work),
         engine.allreduce,
-        table.name("allreduce", name, process_set),
-        number_of(work.dtype),
+        table.operation_name("allreduce", name, process_set),
+        dtype_number(work.dtype),
         work.shape,
         address,
         address,
@@ -110,7 +110,7 @@ def allreduce_async(
         FarandoleInternalError: When the world is broken already.
     """
     op = choose_op(op, average)
-    return _start(
+    return _start_allreduce(
         tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
     )
 
@@ -130,7 +130,7 @@ def allreduce_async_(
     synchronized.
     """
     op = choose_op(op, average)
-    return _start_in_place(
+    return _start_allreduce_in_place(
         tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
     )
 
@@ -164,7 +164,9 @@ def allreduce(
     """
     op = choose_op(op, average)
     return synchronize(
-        _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True)
+        _start_allreduce(
+            tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True
+        )
     )
 
 
@@ -180,10 +182,12 @@ def allreduce_(
     """Like `allreduce`, but overwrites `tensor`, any writable array, and returns it."""
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
-    return synchronize(_start_in_place(tensor, name, op, factors, process_set, attended=True))
+    return synchronize(
+        _start_allreduce_in_place(tensor, name, op, factors, process_set, attended=True)
+    )
 
 
-def _submit(
+def _start_grouped_allreduce(
     values: Sequence[Any],
     in_place: bool,
     name: str | None,
@@ -192,23 +196,25 @@ def _submit(
     process_set: ProcessSet,
 ) -> int:
     """Starts the allreduces of a group."""
-    number = set_number(process_set)
+    number = process_set_number(process_set)
     if in_place:
         for value in values:
             require_in_place(value)
     pairs = [(as_input(value),) * 2 if in_place else as_input_and_output(value) for value in values]
-    names = table.names("grouped_allreduce", name, len(pairs), process_set)
+    names = table.group_names("grouped_allreduce", name, len(pairs), process_set)
     members = [
-        (own, number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        (own, dtype_number(source.dtype), source.shape, data_address(source), data_address(target))
         for own, (source, target) in zip(names, pairs, strict=True)
     ]
 
-    def finish(_: Any) -> list[Array]:
+    def collect_results(_: Any) -> list[Array]:
         if not in_place:
             return [target for _, target in pairs]
         return [copy_back(value, target) for value, (_, target) in zip(values, pairs, strict=True)]
 
-    return table.submit(pairs, finish, engine.grouped_allreduce, members, op, *factors, number)
+    return table.submit_operation(
+        pairs, collect_results, engine.grouped_allreduce, members, op, *factors, number
+    )
 
 
 def grouped_allreduce_async(
@@ -222,11 +228,13 @@ def grouped_allreduce_async(
 ) -> int:
     """Starts an allreduce of several arrays as one unit; `synchronize` returns the list of results.
 
-    Arguments and errors are those of `allreduce_async`; the first member is named `<name>`, member
-    `i` of `n` after it `<name>_<i>of<n>`.
+    Arguments and errors are the same as in `allreduce_async`. The first member is named `<name>`,
+    and the following member `i` of `n` is named `<name>_<i>of<n>`.
     """
     op = choose_op(op, average)
-    return _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)
+    return _start_grouped_allreduce(
+        tensors, False, name, op, (prescale_factor, postscale_factor), process_set
+    )
 
 
 def grouped_allreduce_async_(
@@ -242,7 +250,9 @@ def grouped_allreduce_async_(
     `grouped_allreduce_async`.
     """
     op = choose_op(op, average)
-    return _submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set)
+    return _start_grouped_allreduce(
+        tensors, True, name, op, (prescale_factor, postscale_factor), process_set
+    )
 
 
 def grouped_allreduce(
@@ -257,7 +267,9 @@ def grouped_allreduce(
     """Combines several arrays over all ranks as one unit into new ones; else as `allreduce`."""
     op = choose_op(op, average)
     return synchronize(
-        _submit(tensors, False, name, op, (prescale_factor, postscale_factor), process_set)
+        _start_grouped_allreduce(
+            tensors, False, name, op, (prescale_factor, postscale_factor), process_set
+        )
     )
 
 
@@ -273,5 +285,7 @@ def grouped_allreduce_(
     """Like `grouped_allreduce`, but overwrites the writable arrays and returns them."""
     op = choose_op(op, average)
     return synchronize(
-        _submit(tensors, True, name, op, (prescale_factor, postscale_factor), process_set)
+        _start_grouped_allreduce(
+            tensors, True, name, op, (prescale_factor, postscale_factor), process_set
+        )
     )

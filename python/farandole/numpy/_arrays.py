@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-DTYPES: dict[str, int] = {
+DTYPE_NUMBERS: dict[str, int] = {
     "uint8": 0,
     "int8": 1,
     "uint16": 2,
@@ -44,58 +44,58 @@ table = HandleTable("numpy")
 """The operations of this module under way."""
 
 
-def number_of(dtype: np.dtype[Any]) -> int:
+def dtype_number(dtype: np.dtype[Any]) -> int:
     """Returns the engine's number of a dtype.
 
     Raises:
         ValueError: When it has none.
     """
-    number = DTYPES.get(dtype.name)
+    number = DTYPE_NUMBERS.get(dtype.name)
     if number is None:
         raise ValueError(f"dtype is not supported: {dtype}")
     return number
 
 
-def address_of(array: Array) -> int:
+def data_address(array: Array) -> int:
     """Returns the address of the first element."""
     return array.__array_interface__["data"][0]
 
 
 def as_input(value: ArrayLike) -> Array:
-    """`value` as memory the engine can read: itself if it is contiguous, aligned and in native byte
-    order, else a copy.
+    """Returns `value` as memory that the engine can read: the array itself if it is contiguous,
+    aligned and in native byte order, else a copy.
 
     Raises:
         ValueError: When the engine has no dtype for it, or it is masked.
     """
-    array = _checked(value)
-    return array if is_plain(array) else _plain(array)
+    array = _check_array(value)
+    return array if has_native_layout(array) else _copy_to_native_layout(array)
 
 
 def as_input_and_output(value: ArrayLike) -> tuple[Array, Array]:
     """Like `as_input`, with memory for a result of the same shape and dtype, which may be the
     private copy.
     """
-    array = _checked(value)
-    if is_plain(array):
+    array = _check_array(value)
+    if has_native_layout(array):
         return array, np.empty_like(array)
-    copy = _plain(array)
+    copy = _copy_to_native_layout(array)
     return copy, copy
 
 
-def _checked(value: ArrayLike) -> Array:
+def _check_array(value: ArrayLike) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError("masked arrays are not supported: fill the masked elements first")
     array = np.asarray(value)
-    number_of(array.dtype)
+    dtype_number(array.dtype)
     return array
 
 
-def _plain(array: Array) -> Array:
+def _copy_to_native_layout(array: Array) -> Array:
     return np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
 
 
-def is_plain(array: Array) -> bool:
+def has_native_layout(array: Array) -> bool:
     """Returns whether the engine can work on the array's own memory."""
     flags = array.flags
     return flags.c_contiguous and flags.aligned and array.dtype.isnative
@@ -118,12 +118,14 @@ def copy_back(target: Array, source: Array) -> Array:
     """Moves a result to where it belongs, if the engine has not written it there; returns
     `target`.
     """
-    if address_of(target) != address_of(source):
+    if data_address(target) != data_address(source):
         np.copyto(target, source, casting="equiv")
     return target
 
 
-def adopt(outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]) -> tuple[Array, list[int]]:
+def wrap_engine_output(
+    outcome: Any, dtype: np.dtype[Any], tail: tuple[int, ...]
+) -> tuple[Array, list[int]]:
     """Returns the array in memory the engine has filled, without a copy, and the rows every
     member gave.
     """

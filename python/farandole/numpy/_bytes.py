@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from farandole.numpy.move import broadcast_, gather_with_rows
+from farandole.numpy.move import allgather_with_row_counts, broadcast_
 
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
     from farandole.numpy._arrays import Array
 
-_SHAPE = (-1, 1, 1, 1)
+_BYTES_SHAPE = (-1, 1, 1, 1)
 """A shape of their own: an unnamed array of another rank does not match it."""
 
 
@@ -34,11 +34,11 @@ def broadcast_bytes(
         FarandoleInternalError: A peer failed or the session was shut down.
     """
     size_name, data_name = (None, None) if name is None else (f"{name}.size", f"{name}.data")
-    array = None if data is None else _array(data)
-    size = np.array([0 if array is None else array.size], dtype=np.int64).reshape(_SHAPE)
+    array = None if data is None else _as_byte_array(data)
+    size = np.array([0 if array is None else array.size], dtype=np.int64).reshape(_BYTES_SHAPE)
     broadcast_(size, root_rank, size_name, process_set)
     if array is None:
-        array = np.empty(size.item(), dtype=np.uint8).reshape(_SHAPE)
+        array = np.empty(size.item(), dtype=np.uint8).reshape(_BYTES_SHAPE)
     broadcast_(array, root_rank, data_name, process_set)
     return array.reshape(-1).data
 
@@ -55,13 +55,13 @@ def allgather_bytes(data: bytes, name: str | None, process_set: ProcessSet) -> l
         ValueError: Another rank sent something else.
         FarandoleInternalError: A peer failed or the session was shut down.
     """
-    whole, rows = gather_with_rows(_array(data), name, process_set)
+    whole, rows = allgather_with_row_counts(_as_byte_array(data), name, process_set)
     ends = np.cumsum(rows)
     return [
         whole[end - count : end].reshape(-1).data for end, count in zip(ends, rows, strict=True)
     ]
 
 
-def _array(data: bytes) -> Array:
+def _as_byte_array(data: bytes) -> Array:
     # A bytearray, since a view of bytes could not be written to.
-    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(_SHAPE)
+    return np.frombuffer(bytearray(data), dtype=np.uint8).reshape(_BYTES_SHAPE)

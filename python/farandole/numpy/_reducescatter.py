@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native import engine
-from farandole.common.handles import own_rows, set_number
+from farandole.common.handles import process_set_number, rows_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
-from farandole.numpy._arrays import Array, address_of, as_input, number_of, synchronize, table
+from farandole.numpy._arrays import Array, as_input, data_address, dtype_number, synchronize, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 
-def _check(op: int) -> None:
-    """Refuses what the engine would refuse, before the operation has taken a number.
+def _check_op(op: int) -> None:
+    """Refuses an op that the engine would refuse, before the operation uses up a number.
 
     Raises:
         ValueError: When `op` is neither `Average` nor `Sum`.
@@ -30,17 +30,17 @@ def _check(op: int) -> None:
         raise ValueError(f"op must be Average or Sum in a reducescatter: {op!r}")
 
 
-def _prepare(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
+def _prepare_buffers(value: Any, process_set: ProcessSet) -> tuple[Array, Array]:
     """Returns the input and memory for the own rows."""
     source = as_input(value)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
     return source, np.empty(
-        (own_rows(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype
+        (rows_of_this_rank(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype
     )
 
 
-def _start(
+def _start_reducescatter(
     value: Any,
     name: str | None,
     op: int,
@@ -48,18 +48,18 @@ def _start(
     process_set: ProcessSet,
     attended: bool,
 ) -> int:
-    number = set_number(process_set)
-    _check(op)
-    source, target = _prepare(value, process_set)
-    return table.submit(
+    number = process_set_number(process_set)
+    _check_op(op)
+    source, target = _prepare_buffers(value, process_set)
+    return table.submit_operation(
         (source, target),
         lambda _: target,
         engine.reducescatter,
-        table.name("reducescatter", name, process_set),
-        number_of(source.dtype),
+        table.operation_name("reducescatter", name, process_set),
+        dtype_number(source.dtype),
         source.shape,
-        address_of(source),
-        address_of(target),
+        data_address(source),
+        data_address(target),
         op,
         *factors,
         number,
@@ -94,7 +94,7 @@ def reducescatter_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start(
+    return _start_reducescatter(
         tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
     )
 
@@ -127,7 +127,9 @@ def reducescatter(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     return synchronize(
-        _start(tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True)
+        _start_reducescatter(
+            tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True
+        )
     )
 
 
@@ -142,20 +144,20 @@ def grouped_reducescatter_async(
     """Starts a reduce-scatter of several arrays as one unit; `synchronize` returns the list of
     results.
     """
-    number = set_number(process_set)
-    _check(op)
-    pairs = [_prepare(tensor, process_set) for tensor in tensors]
-    names = table.names("grouped_reducescatter", name, len(pairs), process_set)
+    number = process_set_number(process_set)
+    _check_op(op)
+    pairs = [_prepare_buffers(tensor, process_set) for tensor in tensors]
+    names = table.group_names("grouped_reducescatter", name, len(pairs), process_set)
     members = [
-        (own, number_of(source.dtype), source.shape, address_of(source), address_of(target))
+        (own, dtype_number(source.dtype), source.shape, data_address(source), data_address(target))
         for own, (source, target) in zip(names, pairs, strict=True)
     ]
 
-    def finish(_: object) -> list[Array]:
+    def collect_results(_: object) -> list[Array]:
         return [target for _, target in pairs]
 
     arguments = (members, op, prescale_factor, postscale_factor, number)
-    return table.submit(pairs, finish, engine.grouped_reducescatter, *arguments)
+    return table.submit_operation(pairs, collect_results, engine.grouped_reducescatter, *arguments)
 
 
 def grouped_reducescatter(

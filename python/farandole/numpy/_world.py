@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from farandole._native import engine
-from farandole.common.handles import joined, set_number
+from farandole.common.handles import process_set_number, record_join
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._arrays import synchronize, table
 
@@ -20,10 +20,14 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: When the set is not registered, or this rank is not a member.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    number = set_number(process_set)
+    number = process_set_number(process_set)
     synchronize(
-        table.submit(
-            None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number
+        table.submit_operation(
+            None,
+            lambda _: None,
+            engine.barrier,
+            table.operation_name("barrier", None, process_set),
+            number,
         )
     )
 
@@ -44,6 +48,8 @@ def join(allow_gather: bool = False) -> int:
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return joined(
-        synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather))
+    return record_join(
+        synchronize(
+            table.submit_operation(None, lambda outcomes: outcomes[0], engine.join, allow_gather)
+        )
     )

@@ -37,7 +37,10 @@ def broadcast_object(
     """
     is_root = basics.rank() == root_rank
     data = broadcast_bytes(
-        pickling.dumps(obj) if is_root else None, root_rank, _named(name), process_set
+        pickling.pickle_by_value(obj) if is_root else None,
+        root_rank,
+        _object_operation_name(name),
+        process_set,
     )
     return obj if is_root else cloudpickle.loads(data)
 
@@ -61,9 +64,11 @@ def allgather_object(
     """
     return [
         cloudpickle.loads(data)
-        for data in allgather_bytes(pickling.dumps(obj), _named(name), process_set)
+        for data in allgather_bytes(
+            pickling.pickle_by_value(obj), _object_operation_name(name), process_set
+        )
     ]
 
 
-def _named(name: str | None) -> str | None:
+def _object_operation_name(name: str | None) -> str | None:
     return None if name is None else f"object.{name}"

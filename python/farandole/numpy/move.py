@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native import engine
-from farandole.common.handles import members_of, set_number
+from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.numpy._arrays import (
     Array,
-    address_of,
-    adopt,
     as_input,
     as_input_and_output,
     copy_back,
-    number_of,
+    data_address,
+    dtype_number,
     require_in_place,
     synchronize,
     table,
+    wrap_engine_output,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 
-def _rows_of(value: Any, operation: str) -> Array:
+def _as_row_array(value: Any, operation: str) -> Array:
     source = as_input(value)
     if source.ndim == 0:
         raise ValueError(f"{operation} needs an array of at least one dimension: shape ()")
@@ -46,22 +46,22 @@ def _start_allgather(
     attended: bool,
 ) -> int:
     """Starts an allgather; `finish` gets the result and the rows every member gave."""
-    number = set_number(process_set)
-    source = _rows_of(value, "allgather")
-    return table.submit(
+    number = process_set_number(process_set)
+    source = _as_row_array(value, "allgather")
+    return table.submit_operation(
         source,
-        lambda outcomes: finish(*adopt(outcomes[0], source.dtype, source.shape[1:])),
+        lambda outcomes: finish(*wrap_engine_output(outcomes[0], source.dtype, source.shape[1:])),
         engine.allgather,
-        table.name("allgather", name, process_set),
-        number_of(source.dtype),
+        table.operation_name("allgather", name, process_set),
+        dtype_number(source.dtype),
         source.shape,
-        address_of(source),
+        data_address(source),
         number,
         attended,
     )
 
 
-def gather_with_rows(
+def allgather_with_row_counts(
     value: ArrayLike, name: str | None, process_set: ProcessSet
 ) -> tuple[Array, list[int]]:
     """Like `allgather`; returns also the number of rows every member gave."""
@@ -110,7 +110,7 @@ def allgather(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return gather_with_rows(tensor, name, process_set)[0]
+    return allgather_with_row_counts(tensor, name, process_set)[0]
 
 
 def grouped_allgather_async(
@@ -121,19 +121,24 @@ def grouped_allgather_async(
     """Starts an allgather of several arrays as one unit; `synchronize` returns the list of
     results.
     """
-    number = set_number(process_set)
-    sources = [_rows_of(tensor, "allgather") for tensor in tensors]
-    names = table.names("grouped_allgather", name, len(sources), process_set)
+    number = process_set_number(process_set)
+    sources = [_as_row_array(tensor, "allgather") for tensor in tensors]
+    names = table.group_names("grouped_allgather", name, len(sources), process_set)
     members = [
-        (own, number_of(source.dtype), source.shape, address_of(source))
+        (own, dtype_number(source.dtype), source.shape, data_address(source))
         for own, source in zip(names, sources, strict=True)
     ]
 
-    def finish(outcomes: list[Any]) -> list[Array]:
+    def collect_results(outcomes: list[Any]) -> list[Array]:
         pairs = zip(outcomes, sources, strict=True)
-        return [adopt(outcome, source.dtype, source.shape[1:])[0] for outcome, source in pairs]
+        return [
+            wrap_engine_output(outcome, source.dtype, source.shape[1:])[0]
+            for outcome, source in pairs
+        ]
 
-    return table.submit(sources, finish, engine.grouped_allgather, members, number)
+    return table.submit_operation(
+        sources, collect_results, engine.grouped_allgather, members, number
+    )
 
 
 def grouped_allgather(
@@ -145,8 +150,8 @@ def grouped_allgather(
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
 
-def _require_root(root_rank: int, process_set: ProcessSet) -> None:
-    members = members_of(process_set)
+def _require_root_member(root_rank: int, process_set: ProcessSet) -> None:
+    members = member_ranks(process_set)
     if root_rank not in members:
         raise ValueError(
             f"root_rank must be a global rank of the process set {members}: {root_rank!r}"
@@ -157,18 +162,18 @@ def _start_broadcast(
     value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
 ) -> int:
     """Starts a broadcast into a new array; `attended` when `synchronize` follows at once."""
-    number = set_number(process_set)
-    _require_root(root_rank, process_set)
+    number = process_set_number(process_set)
+    _require_root_member(root_rank, process_set)
     source, target = as_input_and_output(value)
-    return table.submit(
+    return table.submit_operation(
         (source, target),
         lambda _: target,
         engine.broadcast,
-        table.name("broadcast", name, process_set),
-        number_of(source.dtype),
+        table.operation_name("broadcast", name, process_set),
+        dtype_number(source.dtype),
         source.shape,
-        address_of(source),
-        address_of(target),
+        data_address(source),
+        data_address(target),
         root_rank,
         number,
         attended,
@@ -181,17 +186,17 @@ def _start_broadcast_in_place(
     """Starts a broadcast that overwrites the array; `attended` when `synchronize` follows at
     once.
     """
-    number = set_number(process_set)
-    _require_root(root_rank, process_set)
+    number = process_set_number(process_set)
+    _require_root_member(root_rank, process_set)
     array = require_in_place(value)
     work = as_input(array)
-    address = address_of(work)
-    return table.submit(
+    address = data_address(work)
+    return table.submit_operation(
         work,
         lambda _: copy_back(array, work),
         engine.broadcast,
-        table.name("broadcast", name, process_set),
-        number_of(work.dtype),
+        table.operation_name("broadcast", name, process_set),
+        dtype_number(work.dtype),
         work.shape,
         address,
         address,
@@ -278,29 +283,29 @@ def broadcast_(
 def _start_alltoall(
     value: Any, splits: ArrayLike | None, name: str | None, process_set: ProcessSet, attended: bool
 ) -> int:
-    number = set_number(process_set)
-    source = _rows_of(value, "alltoall")
-    rows = _row_counts(source.shape[0], splits, len(members_of(process_set)))
+    number = process_set_number(process_set)
+    source = _as_row_array(value, "alltoall")
+    rows = _rows_per_member(source.shape[0], splits, len(member_ranks(process_set)))
 
-    def finish(outcomes: list[Any]) -> tuple[Array, Array]:
-        received, rows = adopt(outcomes[0], source.dtype, source.shape[1:])
+    def collect_rows(outcomes: list[Any]) -> tuple[Array, Array]:
+        received, rows = wrap_engine_output(outcomes[0], source.dtype, source.shape[1:])
         return received, np.asarray(rows, dtype=np.int32)
 
-    return table.submit(
+    return table.submit_operation(
         source,
-        finish,
+        collect_rows,
         engine.alltoall,
-        table.name("alltoall", name, process_set),
-        number_of(source.dtype),
+        table.operation_name("alltoall", name, process_set),
+        dtype_number(source.dtype),
         source.shape,
-        address_of(source),
+        data_address(source),
         rows,
         number,
         attended,
     )
 
 
-def _row_counts(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
+def _rows_per_member(rows: int, splits: ArrayLike | None, members: int) -> list[int]:
     """Returns the number of rows for each member.
 
     Raises:

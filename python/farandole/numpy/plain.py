@@ -23,15 +23,15 @@ from farandole.numpy._bytes import allgather_bytes, broadcast_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_NUMBERS = "biufc"
+_NUMERIC_KINDS = "biufc"
 """Kinds of NumPy's types that arrays may have."""
-_DTYPE = re.compile(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}")
+_DTYPE_PATTERN = re.compile(rf"[<>|=][{_NUMERIC_KINDS}][0-9]{{1,2}}")
 """Their names. NumPy also parses lists of types and Python literals."""
-_SIDES = 1 << 63
+_MAX_DIMENSION_SIZE = 1 << 63
 """NumPy has no array with a longer side."""
 
 
-def _no_other(value: Any) -> Any:
+def _reject_other(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not a plain value")
 
 
@@ -53,9 +53,12 @@ def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
     """
     is_root = basics.rank() == root_rank
     data = broadcast_bytes(
-        pack(value) if is_root else None, root_rank, _named(name), global_process_set
+        pack_plain(value) if is_root else None,
+        root_rank,
+        _plain_operation_name(name),
+        global_process_set,
     )
-    return value if is_root else unpack(data)
+    return value if is_root else unpack_plain(data)
 
 
 def allgather_plain(value: Any, name: str | None = None) -> list[Any]:
@@ -73,14 +76,19 @@ def allgather_plain(value: Any, name: str | None = None) -> list[Any]:
         ValueError: When another rank sent something else.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return [unpack(data) for data in allgather_bytes(pack(value), _named(name), global_process_set)]
+    return [
+        unpack_plain(data)
+        for data in allgather_bytes(
+            pack_plain(value), _plain_operation_name(name), global_process_set
+        )
+    ]
 
 
-def _named(name: str | None) -> str | None:
+def _plain_operation_name(name: str | None) -> str | None:
     return None if name is None else f"plain.{name}"
 
 
-def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
+def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_other) -> bytes:
     """Writes a plain value.
 
     Args:
@@ -92,11 +100,13 @@ def pack(value: Any, other: Callable[[Any], Any] = _no_other) -> bytes:
         TypeError: It holds something else; the message says what and where.
     """
     parts: list[bytes] = []
-    text = json.dumps(_written(value, parts, "value", other), separators=(",", ":")).encode()
+    text = json.dumps(_encode_value(value, parts, "value", other), separators=(",", ":")).encode()
     return b"".join([text, b"\0", *parts])
 
 
-def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _no_other) -> Any:
+def unpack_plain(
+    data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _reject_other
+) -> Any:
     """Inverts `pack`. Runs no code, whatever the bytes are.
 
     Args:
@@ -111,7 +121,7 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
         raise ValueError("the message of a peer is not a plain value")
     taken = 0
 
-    def take(count: int) -> bytes:
+    def take_bytes(count: int) -> bytes:
         nonlocal taken
         if not 0 <= count <= len(rest) - taken:
             raise ValueError("the message of a peer is truncated")
@@ -119,77 +129,85 @@ def unpack(data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _
         return rest[taken - count : taken]
 
     try:
-        return _read(json.loads(text), take, other)
+        return _decode_value(json.loads(text), take_bytes, other)
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"the message of a peer is not a plain value: {error}") from error
 
 
-def _written(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
+def _encode_value(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
     """Returns the value as JSON. Types that JSON does not have become an object with one key,
     their kind.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [_written(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
+        return [_encode_value(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
     if isinstance(value, tuple):
         return {
-            "tuple": [_written(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
+            "tuple": [
+                _encode_value(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)
+            ]
         }
     if isinstance(value, dict):
         pairs = ((key, one, f"{place}[{key!r}]") for key, one in value.items())
         return {
             "dict": [
-                [_written(key, parts, at, other), _written(one, parts, at, other)]
+                [_encode_value(key, parts, at, other), _encode_value(one, parts, at, other)]
                 for key, one, at in pairs
             ]
         }
     if (
         isinstance(value, bytes | np.generic | np.ndarray)
-        and (told := _moved(value, parts)) is not None
+        and (told := _encode_binary(value, parts)) is not None
     ):
         return told
     try:
-        return {"other": _written(other(value), parts, place, _no_other)}
+        return {"other": _encode_value(other(value), parts, place, _reject_other)}
     except TypeError as error:
         raise TypeError(
             f"{place} is a {type(value).__name__}, which is not a plain value"
         ) from error
 
 
-def _moved(value: Any, parts: list[bytes]) -> Any:
-    """Bytes and numbers go after the text, which tells how many they are."""
+def _encode_binary(value: Any, parts: list[bytes]) -> Any:
+    """Appends bytes and numbers to the parts after the text; the text contains their length."""
     if isinstance(value, bytes):
         parts.append(value)
         return {"bytes": len(value)}
-    if value.dtype.kind not in _NUMBERS:
+    if value.dtype.kind not in _NUMERIC_KINDS:
         return None
     array = np.ascontiguousarray(value)
     parts.append(array.tobytes())
     return {"array": [array.dtype.str, list(np.shape(value)), isinstance(value, np.generic)]}
 
 
-def _read(told: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
+def _decode_value(told: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
     if isinstance(told, list):
-        return [_read(one, take, other) for one in told]
+        return [_decode_value(one, take, other) for one in told]
     if not isinstance(told, dict):
         return told
     ((kind, inner),) = told.items()
     if kind == "tuple":
-        return tuple(_read(one, take, other) for one in inner)
+        return tuple(_decode_value(one, take, other) for one in inner)
     if kind == "dict":
-        return {_read(key, take, other): _read(one, take, other) for key, one in inner}
-    return other(_read(inner, take, _no_other)) if kind == "other" else _taken(kind, inner, take)
+        return {
+            _decode_value(key, take, other): _decode_value(one, take, other) for key, one in inner
+        }
+    return (
+        other(_decode_value(inner, take, _reject_other))
+        if kind == "other"
+        else _decode_binary(kind, inner, take)
+    )
 
 
-def _taken(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
+def _decode_binary(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
     if kind == "bytes":
         return take(told)
     if kind != "array":
         raise ValueError(f"the message of a peer is not a plain value: {kind!r}")
     name, shape, is_scalar = told
-    if not _DTYPE.fullmatch(name) or not all(
-        type(side) is int and 0 <= side < _SIDES for side in shape
+    if not _DTYPE_PATTERN.fullmatch(name) or not all(
+        type(side) is int and 0 <= side < _MAX_DIMENSION_SIZE for side in shape
     ):
         raise ValueError(f"the message of a peer holds an array of {name} and shape {shape}")
     dtype = np.dtype(name)

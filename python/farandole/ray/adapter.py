@@ -32,16 +32,18 @@ class BaseParams:
 
     def __post_init__(self) -> None:
         """Refuses numbers that contradict each other, before anything starts."""
-        self.gpus_per_worker = gpus(self.gpus_per_worker, self.use_gpu, "gpus_per_worker")
+        self.gpus_per_worker = resolve_gpu_count(
+            self.gpus_per_worker, self.use_gpu, "gpus_per_worker"
+        )
 
 
-def gpus(number: int | None, use_gpu: bool, name: str) -> int:
-    """GPUs of a worker.
+def resolve_gpu_count(number: int | None, use_gpu: bool, name: str) -> int:
+    """Returns the number of GPUs of a worker.
 
     Args:
-        number: What the user asks for.
+        number: Number that the user gave.
         use_gpu: Whether a worker gets GPUs.
-        name: Of the argument, for messages.
+        name: Name of the argument, for messages.
 
     Raises:
         ValueError: The two contradict each other.
@@ -53,14 +55,14 @@ def gpus(number: int | None, use_gpu: bool, name: str) -> int:
     return (number or 1) if use_gpu else 0
 
 
-def renamed(name: str, value: Any, current: str, default: Any) -> Any:
-    """Returns the value of an argument that has an older name too.
+def resolve_deprecated_argument(name: str, value: Any, current: str, default: Any) -> Any:
+    """Returns the value of an argument that also has an older name.
 
     Args:
         name: The older name.
         value: Its argument; `None` for nothing.
-        current: The name by which it goes now.
-        default: The argument of the other name.
+        current: The current name.
+        default: The argument under the current name.
     """
     if value is None:
         return default

@@ -8,28 +8,33 @@ import contextlib
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
-from farandole.common.check import at_least
-from farandole.ray.adapter import gpus
-from farandole.ray.crew import NOT_FOR_WORKERS, AgentHolder, Needs, RayCrew, room
-from farandole.ray.drains import Drains
-from farandole.ray.results import headline
-from farandole.ray.strategy import current_placement_group, reserved
-from farandole.ray.utils import is_client, needed
-from farandole.runner import environment, outcome, timelines
-from farandole.runner import warm as warm_workers
-from farandole.runner.agent import Work
-from farandole.runner.backend import Backend, elastic_bounds, elastic_registrar
-from farandole.runner.elastic.conduct import conduct as conduct_elastic
-from farandole.runner.gang import Agents, conduct, payload
-from farandole.runner.limits import start_limit
-from farandole.runner.outcome import Ending
+from farandole.common.check import integer_at_least
+from farandole.ray.adapter import resolve_gpu_count
+from farandole.ray.agent_pool import (
+    DRIVER_ONLY_VARIABLES,
+    ActorResources,
+    AgentActor,
+    RayAgentPool,
+    hold_minimum_resources,
+)
+from farandole.ray.drains import NodeDrains
+from farandole.ray.results import death_summary
+from farandole.ray.strategy import current_placement_group, hold_placement_group
+from farandole.ray.utils import import_ray, is_ray_client
+from farandole.runner import environment, outcome, timelines, warm_workers
+from farandole.runner.agent import WorkerSpec
+from farandole.runner.backend import Backend, elastic_bounds, make_elastic_registrar
+from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
+from farandole.runner.gang import GangAgents, pickle_payload, run_gang
+from farandole.runner.limits import start_timeout_seconds
+from farandole.runner.outcome import TaskOutcome
 from farandole.runner.show import training
-from farandole.runner.streams import Streams
+from farandole.runner.streams import OutputStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.runner.gang import Output
+    from farandole.runner.gang import JobOutput
 
 
 class RayBackend(Backend):
@@ -39,26 +44,26 @@ class RayBackend(Backend):
     to be one that all nodes reach. `ray.init` has been called, or is called with its defaults.
 
     With `min_num_proc` or `max_num_proc` the job is elastic: when a worker is lost, the others
-    continue, and another one replaces it when Ray has the resources. The fewest workers that train
-    have their resources at once. Further ones wait in Ray's queue where there is no room, which
-    makes an autoscaler add nodes.
+    continue, and another one replaces it when Ray has the resources. The resources of the
+    smallest number of workers are reserved at once. If the cluster has no room for further workers,
+    they wait in Ray's queue, which makes an autoscaler add nodes.
 
     Args:
-        num_workers: Number of ranks, or of those that an elastic job begins with.
-        use_gpu: Whether each gets GPUs.
+        num_workers: Number of ranks; of an elastic job, the number at its beginning.
+        use_gpu: Whether each rank gets GPUs.
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         env: Variables to set in the workers; `None` as a value removes one.
         pass_env: Names of further variables of the driver that are forwarded, or patterns such as
             `"WANDB_*"`.
         placement_group_timeout: Seconds within which Ray must reserve the resources; in an elastic
-            job, those of `min_num_proc` workers.
+            job, the resources of `min_num_proc` workers.
         start_timeout: Seconds within which all workers must then start; default as in
             `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
-            rank runs.
+        verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
+            host of each rank.
         warm: Whether workers start warm, from a fork server of their node that has imported torch;
             by default they do where this process has imported it, unless `FARANDOLE_WARM_WORKERS`
             says `off`.
@@ -96,8 +101,8 @@ class RayBackend(Backend):
         elastic_timeout: float | None = None,
         reset_limit: int | None = None,
     ) -> None:
-        needed()
-        self._num_workers = at_least(1)("num_workers", num_workers)
+        import_ray()
+        self._num_workers = integer_at_least(1)("num_workers", num_workers)
         self._bounds = elastic_bounds(num_workers, min_num_proc, max_num_proc)
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
@@ -106,13 +111,13 @@ class RayBackend(Backend):
                 f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}"
             )
         self._use_gpu = use_gpu
-        self._gpus = gpus(gpus_per_worker, use_gpu, "gpus_per_worker")
+        self._gpus = resolve_gpu_count(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
         self._env = dict(env or {})
         self._pass_env = tuple(pass_env)
         self._placed_within = placement_group_timeout
         self._start_timeout = start_timeout
-        self._streams = Streams(stdout, stderr, verbose=verbose)
+        self._streams = OutputStreams(stdout, stderr, verbose=verbose)
         self._warm = warm
         self._spare: SpareActors | None = None
 
@@ -143,42 +148,53 @@ class RayBackend(Backend):
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
 
-        size, limit = self._num_workers, start_limit(self._start_timeout)
-        packed = payload(fn, args, kwargs)
-        output = self._streams.output(size)
-        taken, _ = environment.chosen(os.environ, self._pass_env, NOT_FOR_WORKERS)
-        under_way = training.current()
+        size, limit = self._num_workers, start_timeout_seconds(self._start_timeout)
+        packed = pickle_payload(fn, args, kwargs)
+        output = self._streams.open_output(size)
+        taken, _ = environment.select_variables(os.environ, self._pass_env, DRIVER_ONLY_VARIABLES)
+        under_way = training.current_run()
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
-        changes |= under_way.variables() | timelines.variables()
-        ray = needed()
+        changes |= under_way.worker_variables() | timelines.worker_variables()
+        ray = import_ray()
         self.check()
         if not ray.is_initialized():
             ray.init()
-        logs.start()
-        warmth = warm_workers.wanted(self._warm, by_default=True)
+        logs.start_logging()
+        warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
         if self._bounds:
-            needs, least = Needs(self._cpus, self._gpus), self._bounds.get("min_num_proc", size)
-            with room(needs, least, self._placed_within, output.say):
-                registrar, most = elastic_registrar(size, self._bounds, self._limits, limit)
-                work = Work(
+            needs, least = (
+                ActorResources(self._cpus, self._gpus),
+                self._bounds.get("min_num_proc", size),
+            )
+            with hold_minimum_resources(needs, least, self._placed_within, output.print_message):
+                registrar, most = make_elastic_registrar(size, self._bounds, self._limits, limit)
+                work = WorkerSpec(
                     registrar.ticket,
                     packed,
                     changes,
                     None,
-                    output.streaming,
+                    output.is_streaming,
                     limit,
                     warmth,
                     elastic=True,
                 )
-                crew = RayCrew(registrar, work, most, needs, output)
+                crew = RayAgentPool(registrar, work, most, needs, output)
                 return conduct_elastic(
-                    registrar, crew, output, on_progress, Drains(), under_way, ends_on_error=True
+                    registrar,
+                    crew,
+                    output,
+                    on_progress,
+                    NodeDrains(),
+                    under_way,
+                    ends_on_error=True,
                 )
-        with self._reserved(output) as group:
+        with self._hold_placement_group(output) as group:
             registrar = Registrar(size, start_timeout=limit)
-            work = Work(registrar.ticket, packed, changes, None, output.streaming, limit, warmth)
+            work = WorkerSpec(
+                registrar.ticket, packed, changes, None, output.is_streaming, limit, warmth
+            )
             agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
-            endings = conduct(
+            endings = run_gang(
                 registrar,
                 agents,
                 size,
@@ -188,16 +204,16 @@ class RayBackend(Backend):
                 "Ray actors to start",
                 under_way,
             )
-        return outcome.results(endings, size)
+        return outcome.results_by_rank(endings, size)
 
-    def _reserved(self, output: Output) -> contextlib.AbstractContextManager[Any]:
-        """Returns the placement group of a job of fixed size: the current one, or one of its
-        own.
-        """
+    def _hold_placement_group(self, output: JobOutput) -> contextlib.AbstractContextManager[Any]:
+        """Returns the placement group of a job of fixed size: the current one, or a new one."""
         group = current_placement_group()
         if group is not None:
             return contextlib.nullcontext(group)
-        return reserved(self._cpus, self._gpus, self._num_workers, self._placed_within, output.say)
+        return hold_placement_group(
+            self._cpus, self._gpus, self._num_workers, self._placed_within, output.print_message
+        )
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments that make a backend of the same kind and numbers: no
@@ -217,7 +233,7 @@ class RayBackend(Backend):
         }
 
     def num_processes(self) -> int:
-        """Returns the number of ranks, or of those that the job begins with."""
+        """Returns the number of ranks; of an elastic job, the number at its beginning."""
         return self._num_workers
 
     def check(self) -> None:
@@ -226,7 +242,7 @@ class RayBackend(Backend):
         Raises:
             RuntimeError: This process is a client of Ray Client.
         """
-        if is_client():
+        if is_ray_client():
             raise RuntimeError(
                 "RayBackend does not work with Ray Client, because workers connect to this "
                 "process: run the script in the cluster, for example by `ray job submit`"
@@ -238,55 +254,55 @@ class SpareActors:
     and a job takes less.
     """
 
-    _of_process: ClassVar[SpareActors | None] = None
+    _process_instance: ClassVar[SpareActors | None] = None
 
     def __init__(self) -> None:
-        self._for: Any = None
+        self._reuse_key: Any = None
         self._actors: list[Any] = []
 
     @classmethod
-    def of_process(cls) -> SpareActors:
+    def for_process(cls) -> SpareActors:
         """Returns the spare actors of this process, in which Ray Tune runs several trials with
         `reuse_actors=True`.
         """
-        if cls._of_process is None:
-            cls._of_process = cls()
-        return cls._of_process
+        if cls._process_instance is None:
+            cls._process_instance = cls()
+        return cls._process_instance
 
-    def take(self, purpose: Any) -> list[Any]:
-        """Returns the actors that wait, if they are for the same purpose; others are killed.
+    def take_actors(self, purpose: Any) -> list[Any]:
+        """Returns the waiting actors if they are for the same purpose; other actors are killed.
 
         Args:
             purpose: Placement group, number and resources.
         """
         actors, self._actors = self._actors, []
-        if purpose == self._for:
+        if purpose == self._reuse_key:
             return actors
         for actor in actors:
-            needed().kill(actor)
+            import_ray().kill(actor)
         return []
 
-    def keep(self, purpose: Any, actors: list[Any]) -> None:
+    def keep_actors(self, purpose: Any, actors: list[Any]) -> None:
         """Keeps actors that have ended their job."""
-        self._for, self._actors = purpose, actors
+        self._reuse_key, self._actors = purpose, actors
 
 
-class RayAgents(Agents):
+class RayAgents(GangAgents):
     """One actor for each worker, which holds its agent.
 
     Args:
-        work: What the workers run.
+        work: The work of the workers.
         size: Number of workers.
         cpus: CPUs of each.
         gpus: GPUs of each.
         group: The placement group.
-        spare: Where actors come from, and go to after a job that they have survived; `None` uses
-            each once.
+        spare: Provides the actors, and gets them back if they survive the job; `None` uses each
+            actor once.
     """
 
     def __init__(
         self,
-        work: Work,
+        work: WorkerSpec,
         size: int,
         cpus: float,
         gpus: float,
@@ -299,21 +315,21 @@ class RayAgents(Agents):
         self._group = group
         self._spare = spare
         self._actors: list[Any] = []
-        self._served: list[Any] = []
+        self._agent_results: list[Any] = []
 
-    def start(self) -> None:
+    def start_agents(self) -> None:
         """Asks Ray for the actors."""
         self._actors = (
-            self._spare.take(self._purpose()) if self._spare is not None else []
-        ) or self._placed()
-        self._served = [
-            actor.serve.remote(self._work, task) for task, actor in enumerate(self._actors)
+            self._spare.take_actors(self._reuse_key()) if self._spare is not None else []
+        ) or self._create_actors()
+        self._agent_results = [
+            actor.run_worker.remote(self._work, task) for task, actor in enumerate(self._actors)
         ]
 
-    def _placed(self) -> list[Any]:
+    def _create_actors(self) -> list[Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
 
-        remote = needed().remote(AgentHolder)
+        remote = import_ray().remote(AgentActor)
         placed = PlacementGroupSchedulingStrategy(
             self._group, placement_group_capture_child_tasks=False
         )
@@ -322,39 +338,41 @@ class RayAgents(Agents):
             for _ in range(self._size)
         ]
 
-    def _purpose(self) -> Any:
+    def _reuse_key(self) -> Any:
         return self._group.id, self._size, self._needs
 
-    def done(self) -> bool:
+    def all_ended(self) -> bool:
         """Returns whether all agents have returned, or died."""
-        return not self._served or len(self._ready()) == self._size
+        return not self._agent_results or len(self._finished_agents()) == self._size
 
-    def gave_up(self) -> bool:
+    def ended_before_registering(self) -> bool:
         """Returns whether an agent has ended; called while the gang forms."""
-        return bool(self._ready())
+        return bool(self._finished_agents())
 
-    def cancel(self) -> None:
+    def cancel_agents(self) -> None:
         """Kills the actors."""
         actors, self._actors = self._actors, []
         for actor in actors:
-            needed().kill(actor)
+            import_ray().kill(actor)
 
-    def endings(self) -> list[Ending]:
+    def task_outcomes(self) -> list[TaskOutcome]:
         """Returns how each task ended. The death of an actor counts as an end."""
         found = []
         survived = True
-        for task, reference in enumerate(self._served):
+        for task, reference in enumerate(self._agent_results):
             try:
-                found.append(needed().get(reference))
+                found.append(import_ray().get(reference))
             except Exception as error:  # noqa: BLE001 - Ray's, for an actor or a node that died
-                found.append(Ending(task, "", refused=f"its Ray actor died: {headline(error)}"))
+                found.append(
+                    TaskOutcome(task, "", refused=f"its Ray actor died: {death_summary(error)}")
+                )
                 survived = False
         if survived and self._spare is not None and self._actors:
-            self._spare.keep(self._purpose(), self._actors)
+            self._spare.keep_actors(self._reuse_key(), self._actors)
             self._actors = []
-        self.cancel()
+        self.cancel_agents()
         return found
 
-    def _ready(self) -> list[Any]:
-        ready, _ = needed().wait(self._served, num_returns=self._size, timeout=0)
+    def _finished_agents(self) -> list[Any]:
+        ready, _ = import_ray().wait(self._agent_results, num_returns=self._size, timeout=0)
         return ready

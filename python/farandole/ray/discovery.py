@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from farandole.ray.utils import needed
+from farandole.ray.utils import import_ray
 from farandole.runner.elastic.discovery import HostDiscovery
 
 if TYPE_CHECKING:
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_asking = threading.local()
-"""`workers`: workers of the job that asks, by the address of their node."""
+_asking_job = threading.local()
+"""Its attribute `workers` has the workers of the job that asks, by the address of their node."""
 
 
 @contextlib.contextmanager
-def asked_by(workers: Mapping[str, int]) -> Iterator[None]:
-    """While a job asks a discovery: the room that its own workers take counts as available.
+def count_workers_as_free(workers: Mapping[str, int]) -> Iterator[None]:
+    """Counts the resources of a job's workers as available while the job asks a discovery.
 
     Args:
         workers: Workers of the job by the address of their node.
     """
-    _asking.workers = workers
+    _asking_job.workers = workers
     try:
         yield
     finally:
-        _asking.workers = {}
+        _asking_job.workers = {}
 
 
 class RayHostDiscovery(HostDiscovery):
     """The nodes of the cluster with room for workers, according to their free resources.
 
-    While an elastic job asks, the room of its own workers counts as free.
+    While an elastic job asks, the resources of its workers count as free.
 
     Args:
         use_gpu: Whether a worker needs GPUs.
@@ -56,21 +56,21 @@ class RayHostDiscovery(HostDiscovery):
         self.gpus_per_worker = gpus_per_worker
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Workers that fit on each node, by the node's address; nodes without room are left out."""
-        free, own = self._slots(_free()), getattr(_asking, "workers", {})
-        # A worker that Ray has not placed yet takes nothing yet, so the sum may be more than the
-        # node has.
+        """Returns the number of workers that fit on each node, by address; omits full nodes."""
+        free, own = self._slots_by_address(_free_resources()), getattr(_asking_job, "workers", {})
+        # A worker that Ray has not placed yet uses no resources yet, so the sum may exceed the
+        # resources of the node.
         return {
             host: min(slots, free.get(host, 0) + own.get(host, 0))
-            for host, slots in self._slots(_of_nodes()).items()
+            for host, slots in self._slots_by_address(_node_resources()).items()
             if free.get(host, 0) + own.get(host, 0)
         }
 
     def of_cluster(self) -> int:
-        """Workers that would fit if nothing else ran."""
-        return sum(self._slots(_of_nodes()).values())
+        """Returns the number of workers that would fit in an idle cluster."""
+        return sum(self._slots_by_address(_node_resources()).values())
 
-    def _slots(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+    def _slots_by_address(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
         found = {}
         for address, there in resources.items():
             slots = (
@@ -85,29 +85,31 @@ class RayHostDiscovery(HostDiscovery):
         return found
 
 
-def _free() -> dict[str, dict[str, float]]:
+def _free_resources() -> dict[str, dict[str, float]]:
     """Returns the free resources of each live node, by address."""
     from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
 
     addresses = {
-        node["NodeID"]: node["NodeManagerAddress"] for node in needed().nodes() if node["Alive"]
+        node["NodeID"]: node["NodeManagerAddress"] for node in import_ray().nodes() if node["Alive"]
     }
     found = available_resources_per_node().items()
-    return _by_address(
+    return _sum_by_address(
         (addresses[node], resources) for node, resources in found if node in addresses
     )
 
 
-def _of_nodes() -> dict[str, dict[str, float]]:
+def _node_resources() -> dict[str, dict[str, float]]:
     """Returns the resources of each live node, by address."""
-    return _by_address(
+    return _sum_by_address(
         (node["NodeManagerAddress"], node["Resources"])
-        for node in needed().nodes()
+        for node in import_ray().nodes()
         if node["Alive"]
     )
 
 
-def _by_address(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+def _sum_by_address(
+    nodes: Iterable[tuple[str, Mapping[str, float]]],
+) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for address, resources in nodes:
         # Several nodes of one address are a test's.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Nodes that Ray drains: their workers leave first."""
+"""Nodes that Ray drains: their workers leave before the node is gone."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-_EVERY = 1.0
+_DRAIN_POLL_INTERVAL = 1.0
 
 
-class Drains:
+class NodeDrains:
     """Workers whose nodes Ray drains, such as for a spot instance that its cloud takes back."""
 
     def __init__(self) -> None:
@@ -18,36 +18,38 @@ class Drains:
         self._nodes: dict[int, str] = {}
         self._next = 0.0
 
-    def worker(self, task: int, where: str) -> None:
-        """Takes note of where a worker is.
+    def record_location(self, task: int, where: str) -> None:
+        """Takes note of the node of a worker.
 
         Args:
-            task: Its number.
-            where: The id of its node.
+            task: Task number of the worker.
+            where: Id of the node.
         """
         with self._lock:
             self._nodes[task] = where
 
-    def ended(self, task: int) -> None:
+    def forget_worker(self, task: int) -> None:
         """Forgets a worker."""
         with self._lock:
             self._nodes.pop(task, None)
 
-    def news(self) -> list[tuple[int, str]]:
-        """Workers that have to leave since the last call, and why; Ray is asked once a second."""
+    def poll_departures(self) -> list[tuple[int, str]]:
+        """Returns the workers that must leave since the last call, with reasons. Asks Ray once a
+        second.
+        """
         with self._lock:
             now = time.monotonic()
             if not self._nodes or now < self._next:
                 return []
-            self._next = now + _EVERY
-            nodes = _draining()
+            self._next = now + _DRAIN_POLL_INTERVAL
+            nodes = _draining_nodes()
             leaving = [(task, node) for task, node in self._nodes.items() if node in nodes]
             for task, _ in leaving:
                 del self._nodes[task]
         return [(task, f"Ray drains its node {node}") for task, node in leaving]
 
 
-def _draining() -> set[str]:
+def _draining_nodes() -> set[str]:
     """Returns the ids of nodes that Ray is about to lose."""
     from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
 

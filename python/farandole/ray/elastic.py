@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import elastic_v2
-from farandole.ray.adapter import gpus, renamed
+from farandole.ray.adapter import resolve_deprecated_argument, resolve_gpu_count
 from farandole.ray.runner import RayExecutor
-from farandole.ray.utils import needed
+from farandole.ray.utils import import_ray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ class ElasticSettings:
     Attributes:
         min_num_proc: Fewest ranks with which the job continues.
         max_num_proc: Most ranks; default: as `max_workers` of `RayExecutor`.
-        reset_limit: How often the world may change.
+        reset_limit: Largest number of changes of the world.
         elastic_timeout: Seconds for which there may be too few ranks.
         timeout_s: Accepted for compatibility with Horovod.
         ssh_identity_file: Accepted for compatibility with Horovod; no ssh is used.
@@ -129,7 +129,7 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **kwargs: Any,
     ) -> ElasticSettings:
-        """Settings of an executor.
+        """Returns the settings of an executor.
 
         Args:
             min_num_proc: As `ElasticSettings`.
@@ -144,8 +144,8 @@ class ElasticRayExecutor:
             **kwargs: Further settings of Horovod's launcher.
         """
         return ElasticSettings(
-            renamed("min_np", min_np, "min_num_proc", min_num_proc),
-            renamed("max_np", max_np, "max_num_proc", max_num_proc),
+            resolve_deprecated_argument("min_np", min_np, "min_num_proc", min_num_proc),
+            resolve_deprecated_argument("max_np", max_np, "max_num_proc", max_num_proc),
             reset_limit,
             elastic_timeout,
             timeout_s,
@@ -164,14 +164,14 @@ class ElasticRayExecutor:
         env_vars: Mapping[str, str] | None = None,
         override_discovery: bool = True,
     ) -> None:
-        needed()
+        import_ray()
         self.settings = settings
         self.env_vars = dict(env_vars or {})
         self._executor = RayExecutor(
             settings,
             cpus_per_worker=cpus_per_slot,
             use_gpu=use_gpu,
-            gpus_per_worker=gpus(gpus_per_slot, use_gpu, "gpus_per_slot") or None,
+            gpus_per_worker=resolve_gpu_count(gpus_per_slot, use_gpu, "gpus_per_slot") or None,
             min_workers=settings.min_num_proc,
             max_workers=settings.max_num_proc,
             reset_limit=settings.reset_limit,
@@ -180,8 +180,8 @@ class ElasticRayExecutor:
         )
 
     def start(self) -> None:
-        """Gets ready; the workers start with each `run`. With Ray Client, `run` is led by an
-        actor in the cluster.
+        """Prepares the executor; the workers start with each `run`. With Ray Client, an actor in
+        the cluster runs the driver of `run`.
         """
         self._executor.shutdown()
         self._executor.start(extra_env_vars=self.env_vars)

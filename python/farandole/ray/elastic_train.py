@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """An elastic job under Ray Train, in the process of Ray's controller.
 
-Ray starts the workers and replaces those that fail. The registrar decides which workers are in the
+Ray starts the workers and replaces failed ones. The registrar decides which workers are in the
 world. This module gives each worker its ticket, makes workers leave nodes that Ray drains, and
 releases workers that wait in `ray.train.report` for a worker that waits for them, or that has left.
 """
@@ -16,20 +16,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray import membership
-from farandole.ray.drains import Drains
-from farandole.ray.utils import needed
+from farandole.ray.drains import NodeDrains
+from farandole.ray.utils import import_ray
 
 if TYPE_CHECKING:
     from farandole._native.registrar import Event
 
 logger = logging.getLogger(__name__)
 
-_WAIT = 0.25
-_LOOK_EVERY = 1.0
-_END_WITHIN = 5.0
+_EVENT_WAIT_SECONDS = 0.25
+_DRAIN_CHECK_INTERVAL = 1.0
+_SHUTDOWN_TIMEOUT = 5.0
 
 
-class Roll:
+class WorkerRoster:
     """The workers in the job, the workers that must leave, and the ranks in Ray without a worker.
 
     Args:
@@ -45,23 +45,23 @@ class Roll:
         self._vacant: set[int] = set()
         self._worlds = 0
 
-    def joined(self, task: int, rank: int) -> None:
-        """Takes in a worker.
+    def add_worker(self, task: int, rank: int) -> None:
+        """Adds a worker.
 
         Args:
-            task: Its number, which no other has had.
-            rank: Its rank in Ray, which its successor gets.
+            task: Task number of the worker, never used before.
+            rank: Rank of the worker in Ray; its replacement gets the same rank.
         """
         self._ranks[task] = rank
         self._waiting.add(task)
         self._vacant.discard(rank)
 
-    def placed(self, tasks: set[int]) -> None:
+    def mark_placed(self, tasks: set[int]) -> None:
         """Takes note of the workers of a new world."""
         self._worlds += 1
         self._waiting -= tasks
 
-    def ended(self, task: int) -> None:
+    def remove_worker(self, task: int) -> None:
         """Forgets a worker. If it was dismissed, Ray replaces it only when its node is gone."""
         rank = self._ranks.pop(task, None)
         self._waiting.discard(task)
@@ -70,14 +70,14 @@ class Roll:
             self._vacant.add(rank)
         self._dismissed.discard(task)
 
-    def has_to_leave(self, task: int, reason: str) -> None:
+    def mark_leaving(self, task: int, reason: str) -> None:
         """Lets a worker leave as soon as enough others are there."""
         if task in self._ranks:
             self._leaving[task] = reason
 
-    def dismissals(self) -> list[tuple[int, str]]:
-        """Workers that leave now, and why. A worker without which too few would train stays, and
-        may leave later.
+    def take_dismissals(self) -> list[tuple[int, str]]:
+        """Returns the workers that leave now, with reasons. If too few workers would train without
+        a worker, it stays and may leave later.
         """
         members = self._ranks.keys() - self._waiting - self._dismissed
         spare = len(members) - self._least
@@ -87,10 +87,8 @@ class Roll:
             del self._leaving[task]
         return found
 
-    def stays(self, task: int) -> bool:
-        """Returns whether a worker has to leave, but stays because too few would train without
-        it.
-        """
+    def must_stay(self, task: int) -> bool:
+        """Returns whether a worker must leave but stays, because too few would train without it."""
         return task in self._leaving
 
     def blocks_reports(self) -> bool:
@@ -100,14 +98,14 @@ class Roll:
         return self._worlds > 0 and bool(self._waiting or self._vacant)
 
 
-class Regime:
+class ElasticTrainController:
     """One attempt of a trainer.
 
     Args:
-        worker_group: Ray's.
+        worker_group: The worker group of Ray.
         least: Fewest ranks that train; `None` for all.
-        timeout: Seconds for which there may be fewer.
-        reset_limit: How often the world may change.
+        timeout: Seconds for which there may be fewer ranks.
+        reset_limit: Largest number of changes of the world.
 
     Raises:
         ValueError: The numbers contradict each other.
@@ -125,67 +123,71 @@ class Regime:
             )
         self._barrier = worker_group.get_worker_group_state().sync_actor
         least = least or size
-        self._registrar = Registrar.elastic(
+        self._registrar = Registrar.start_elastic(
             size, least, size, timeout=timeout, reset_limit=reset_limit
         )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._drains = Drains()
-        self._roll = Roll(least)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="farandole-ray-train", daemon=True)
+        self._drains = NodeDrains()
+        self._roster = WorkerRoster(least)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch_events, name="farandole-ray-train", daemon=True
+        )
         self._thread.start()
 
-    def take_in(self, group: Any) -> None:
+    def add_workers(self, group: Any) -> None:
         """Adds workers that Ray has started to the job; raises Ray's error if one has died."""
         asked = []
         for worker in group.get_workers():
             with self._lock:
                 task = next(self._numbers)
-                self._roll.joined(task, worker.distributed_context.world_rank)
-            self._drains.worker(task, worker.metadata.node_id)
-            asked.append(worker.execute_async(membership.enlist, self._registrar.ticket, task))
-        needed().get(asked)
+                self._roster.add_worker(task, worker.distributed_context.world_rank)
+            self._drains.record_location(task, worker.metadata.node_id)
+            asked.append(
+                worker.execute_async(membership.join_elastic_job, self._registrar.ticket, task)
+            )
+        import_ray().get(asked)
 
     def close(self) -> None:
         """Ends the job."""
-        self._over.set()
+        self._stopped.set()
         self._registrar.close()
-        self._thread.join(_END_WITHIN)
+        self._thread.join(_SHUTDOWN_TIMEOUT)
 
-    def _watch(self) -> None:
+    def _watch_events(self) -> None:
         look_at = time.monotonic()
-        while not self._over.is_set():
-            for event in self._registrar.events(_WAIT):
-                self._take(event)
+        while not self._stopped.is_set():
+            for event in self._registrar.events(_EVENT_WAIT_SECONDS):
+                self._handle_event(event)
             if time.monotonic() >= look_at:
-                look_at = time.monotonic() + _LOOK_EVERY
-                self._free()
-                self._dismiss()
+                look_at = time.monotonic() + _DRAIN_CHECK_INTERVAL
+                self._release_reports()
+                self._dismiss_drained()
 
-    def _take(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         with self._lock:
             if event.kind == "assigned":
-                seats = self._registrar.assignment() or []
-                self._roll.placed({seat["task"] for seat in seats})
+                seats = self._registrar.rank_assignment() or []
+                self._roster.mark_placed({seat["task"] for seat in seats})
                 logger.info("a world of %d ranks has formed", len(seats))
             elif event.kind in ("exit", "lost", "dismissed") and event.task is not None:
-                self._roll.ended(event.task)
-                self._drains.ended(event.task)
+                self._roster.remove_worker(event.task)
+                self._drains.forget_worker(event.task)
                 logger.info("worker %d: %s", event.task, event.text or event.kind)
             elif event.kind == "aborted":
                 logger.warning("the job has ended: %s", event.text)
 
-    def _dismiss(self) -> None:
+    def _dismiss_drained(self) -> None:
         """Lets workers leave nodes that Ray drains, as long as enough others train."""
-        news = self._drains.news()
+        news = self._drains.poll_departures()
         with self._lock:
             for task, reason in news:
-                self._roll.has_to_leave(task, reason)
-            leaving = self._roll.dismissals()
-            staying = [(task, reason) for task, reason in news if self._roll.stays(task)]
+                self._roster.mark_leaving(task, reason)
+            leaving = self._roster.take_dismissals()
+            staying = [(task, reason) for task, reason in news if self._roster.must_stay(task)]
         for task, reason in leaving:
-            self._registrar.dismiss(task, reason)
+            self._registrar.dismiss_task(task, reason)
         for task, reason in staying:
             logger.warning(
                 "worker %d stays on its node for now, because too few would train without it: %s",
@@ -193,9 +195,9 @@ class Regime:
                 reason,
             )
 
-    def _free(self) -> None:
-        """Releases workers that wait in a report for a rank that does not come."""
+    def _release_reports(self) -> None:
+        """Releases workers that wait in a report for a rank that will not report."""
         with self._lock:
-            waits = self._roll.blocks_reports()
+            waits = self._roster.blocks_reports()
         if waits:
             self._barrier.reset.remote()

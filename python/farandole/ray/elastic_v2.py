@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.ray.adapter import Adapter, BaseParams
-from farandole.ray.crew import NOT_FOR_WORKERS, PAUSES, Needs, RayCrew, room
+from farandole.ray.agent_pool import (
+    ACTOR_RESTART_DELAYS,
+    DRIVER_ONLY_VARIABLES,
+    ActorResources,
+    RayAgentPool,
+    hold_minimum_resources,
+)
 from farandole.ray.discovery import RayHostDiscovery, TestDiscovery
-from farandole.ray.drains import Drains
+from farandole.ray.drains import NodeDrains
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +29,8 @@ __all__ = ["ElasticAdapter", "ElasticParams", "RayHostDiscovery", "TestDiscovery
 
 logger = logging.getLogger(__name__)
 
-_START_WITHIN = 600.0
-_NO_LIMIT = 2**32 - 1
+_START_TIMEOUT = 600.0
+_UNLIMITED_WORKERS = 2**32 - 1
 
 
 @dataclass
@@ -32,10 +38,10 @@ class ElasticParams(BaseParams):
     """The parameters of an elastic job.
 
     Attributes:
-        min_workers: Fewest ranks with which it continues.
-        max_workers: Most ranks; default: as many as `settings.discovery` finds, where it is asked,
-            or as the whole cluster has slots for when a `run` begins.
-        reset_limit: How often its world may change.
+        min_workers: Smallest number of ranks with which the job continues.
+        max_workers: Largest number of ranks; default: the number that `settings.discovery` finds,
+            if it is used, else the number of slots of the cluster when a `run` begins.
+        reset_limit: Largest number of changes of the world.
         cooldown_range: Seconds, at first and at most, without a new worker where one failed.
         elastic_timeout: Seconds for which there may be too few ranks.
         override_discovery: Whether Ray finds the free resources, instead of `settings.discovery`.
@@ -61,22 +67,22 @@ class ElasticParams(BaseParams):
 
     @property
     def elastic(self) -> bool:
-        """True."""
+        """Whether the job is elastic: always."""
         return True
 
     @property
     def adapter(self) -> type[ElasticAdapter]:
-        """The runner of such a job."""
+        """The adapter class of an elastic job."""
         return ElasticAdapter
 
 
-def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function whose worker joins the world even if the function does not: results are
-    those of members.
+def _with_world_join(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose worker joins the world even if the function does not: only members
+    of the world return results.
     """
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_and_join(*args: Any, **kwargs: Any) -> Any:
         from farandole.common import basics  # noqa: PLC0415 - in the worker
 
         worlds: list[bool] = []
@@ -86,16 +92,16 @@ def _member(fn: Callable[..., Any]) -> Callable[..., Any]:
             basics.init()
         return result
 
-    return call
+    return call_and_join
 
 
 class ElasticAdapter(Adapter):
-    """A job whose ranks come and go. Each `run` is a job of its own.
+    """A job whose ranks come and go. Each `run` is a separate job.
 
     Args:
         settings: `RayExecutor.create_settings`; its `discovery` finds nodes where
             `override_discovery` is off.
-        params: What the job needs.
+        params: Parameters of the job.
 
     Raises:
         ValueError: `override_discovery` is off, and `settings` has no discovery.
@@ -143,54 +149,56 @@ class ElasticAdapter(Adapter):
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415 - as above
         from farandole.runner import environment  # noqa: PLC0415 - as above
-        from farandole.runner.agent import Work  # noqa: PLC0415 - as above
-        from farandole.runner.elastic.conduct import conduct  # noqa: PLC0415 - as above
-        from farandole.runner.gang import Output, payload  # noqa: PLC0415 - as above
+        from farandole.runner.agent import WorkerSpec  # noqa: PLC0415 - as above
+        from farandole.runner.elastic.driver_loop import run_elastic_job  # noqa: PLC0415 - as above
+        from farandole.runner.gang import JobOutput, pickle_payload  # noqa: PLC0415 - as above
 
-        logs.start()
-        output = Output(sys.stdout, sys.stderr)
-        packed = payload(_member(fn) if callable(fn) else fn, args or (), kwargs)
-        most = self._most()
+        logs.start_logging()
+        output = JobOutput(sys.stdout, sys.stderr)
+        packed = pickle_payload(_with_world_join(fn) if callable(fn) else fn, args or (), kwargs)
+        most = self._max_workers()
         params = self.params
-        taken, _ = environment.chosen(os.environ, (), NOT_FOR_WORKERS)
-        needs = Needs(
-            params.cpus_per_worker, params.gpus_per_worker or 0, params.cooldown_range or PAUSES
+        taken, _ = environment.select_variables(os.environ, (), DRIVER_ONLY_VARIABLES)
+        needs = ActorResources(
+            params.cpus_per_worker,
+            params.gpus_per_worker or 0,
+            params.cooldown_range or ACTOR_RESTART_DELAYS,
         )
         hosts = (
             self._discovery.find_available_hosts_and_slots if self._discovery is not None else None
         )
 
-        def hand_over(_: int, record: dict[str, Any]) -> None:
+        def pass_to_callbacks(_: int, record: dict[str, Any]) -> None:
             for callback in callbacks or ():
                 callback(record)
 
         least = params.min_workers if hosts is None else 0
-        with room(needs, least, params.elastic_timeout, output.say):
-            registrar = Registrar.elastic(
+        with hold_minimum_resources(needs, least, params.elastic_timeout, output.print_message):
+            registrar = Registrar.start_elastic(
                 params.min_workers,
                 params.min_workers,
                 most,
                 timeout=params.elastic_timeout,
                 reset_limit=params.reset_limit,
             )
-            work = Work(
+            work = WorkerSpec(
                 registrar.ticket,
                 packed,
                 {**taken, **self._env},
                 None,
                 True,
-                _START_WITHIN,
+                _START_TIMEOUT,
                 elastic=True,
             )
-            crew = RayCrew(registrar, work, most, needs, output, hosts)
-            return conduct(registrar, crew, output, hand_over, Drains())
+            crew = RayAgentPool(registrar, work, most, needs, output, hosts)
+            return run_elastic_job(registrar, crew, output, pass_to_callbacks, NodeDrains())
 
-    def _most(self) -> int:
+    def _max_workers(self) -> int:
         params = self.params
         if params.max_workers is not None:
             return params.max_workers
         if self._discovery is not None:
-            return _NO_LIMIT
+            return _UNLIMITED_WORKERS
         there = RayHostDiscovery(
             params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1
         ).of_cluster()
@@ -214,10 +222,10 @@ class ElasticAdapter(Adapter):
         """Like `Adapter.execute`; each worker makes its executable when it starts."""
         made, given, named = self._executable
 
-        def call() -> Any:
+        def call_with_executable() -> Any:
             return fn(made(*given, **named) if made is not None else None)
 
-        return self.run(call, callbacks=callbacks)
+        return self.run(call_with_executable, callbacks=callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Raises an error, because an elastic job has no fixed ranks."""

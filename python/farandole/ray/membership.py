@@ -19,38 +19,38 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_STAND_IN: Final = ("/bin/sh", "-c", 'read status < "$0"; exit "${status:-1}"')
-_READY_WITHIN = 30.0
-_END_WITHIN = 10.0
-_RANKS: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-_enlisted: _Enlisted | None = None
+_STAND_IN_COMMAND: Final = ("/bin/sh", "-c", 'read status < "$0"; exit "${status:-1}"')
+_JOIN_TIMEOUT = 30.0
+_EXIT_TIMEOUT = 10.0
+_RANK_VARIABLES: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_elastic_agent: _ElasticAgent | None = None
 
 
-def where() -> str:
+def host_identity() -> str:
     """Returns the identity of a host."""
     from farandole._native import engine  # noqa: PLC0415 - loaded in the worker's process only
 
-    return engine.here()
+    return engine.memory_identity()
 
 
-def host(size: int, one_host: bool) -> str:
+def host_registrar(size: int, one_host: bool) -> str:
     """Holds the registrar of a world; returns the ticket that lets ranks in."""
     from farandole._native import engine  # noqa: PLC0415 - as above
 
-    return engine.host(size, one_host)
+    return engine.host_registrar(size, one_host)
 
 
-def take_place(ticket: str, rank: int, variables: Mapping[str, str]) -> None:
+def assign_world_ticket(ticket: str, rank: int, variables: Mapping[str, str]) -> None:
     """Lets `init` in this process join the world of a ticket."""
     from farandole.common import basics  # noqa: PLC0415 - as above
 
     os.environ.update(variables)
-    basics.take_place(ticket, rank)
+    basics.set_world_ticket(ticket, rank)
 
 
 @contextlib.contextmanager
-def session() -> Iterator[None]:
-    """Around a training function: leaves the world after it, so that no rank waits for this one."""
+def hold_membership() -> Iterator[None]:
+    """Leaves the world after the training function inside, so that no rank waits for this one."""
     from farandole.common import basics  # noqa: PLC0415 - as above
 
     try:
@@ -59,28 +59,29 @@ def session() -> Iterator[None]:
         basics.shutdown()
 
 
-def enlist(ticket: str, task: int) -> None:
+def join_elastic_job(ticket: str, task: int) -> None:
     """Makes this process a worker of an elastic job.
 
     Args:
-        ticket: The registrar's.
-        task: The worker's number, which no other has had.
+        ticket: Ticket of the registrar.
+        task: Task number of the worker, never used before.
 
     Raises:
-        RuntimeError: The registrar did not take it in time, or refused it; the message says why.
+        RuntimeError: The registrar did not accept the worker in time, or refused it; the message
+            has the reason.
     """
-    global _enlisted  # noqa: PLW0603 - one rank a process
-    for name in _RANKS:
+    global _elastic_agent  # noqa: PLW0603 - one rank a process
+    for name in _RANK_VARIABLES:
         os.environ.pop(f"HOROVOD_{name}", None)
     os.environ.update(
         FARANDOLE_JOB=ticket, FARANDOLE_TASK=str(task), FARANDOLE_ELASTIC="1", HOROVOD_ELASTIC="1"
     )
-    _enlisted = _Enlisted(ticket, task)
+    _elastic_agent = _ElasticAgent(ticket, task)
 
 
 @contextlib.contextmanager
-def member() -> Iterator[None]:
-    """Around a training function of an elastic job: tells the registrar how it ended.
+def hold_elastic_membership() -> Iterator[None]:
+    """Reports the end of the training function inside, in an elastic job, to the registrar.
 
     A worker that was asked to leave has not failed: its function ends without a result.
     """
@@ -95,52 +96,52 @@ def member() -> Iterator[None]:
         status = 0
     finally:
         basics.shutdown()
-        if _enlisted is not None:
-            _enlisted.end(status)
+        if _elastic_agent is not None:
+            _elastic_agent.report_exit(status)
 
 
-class _Enlisted:
+class _ElasticAgent:
     """The agent of this process, in a thread."""
 
     def __init__(self, ticket: str, task: int) -> None:
         self._ended = threading.Event()
         self._refused: str | None = None
         self._pipe: int | None = None
-        self._told = threading.Lock()
+        self._pipe_lock = threading.Lock()
         self._thread = threading.Thread(
-            target=self._serve, args=(ticket, task), name="farandole-agent", daemon=True
+            target=self._run_agent, args=(ticket, task), name="farandole-agent", daemon=True
         )
         self._begun = threading.Event()
         self._thread.start()
-        if not self._begun.wait(_READY_WITHIN) or self._refused is not None:
+        if not self._begun.wait(_JOIN_TIMEOUT) or self._refused is not None:
             raise RuntimeError(
                 f"worker {task} could not join: "
-                f"{self._refused or f'no answer for {_READY_WITHIN:g} s'}"
+                f"{self._refused or f'no answer for {_JOIN_TIMEOUT:g} s'}"
             )
 
-    def end(self, status: int) -> None:
-        """Ends the stand-in with a status, and waits until the registrar knows."""
-        with self._told:
+    def report_exit(self, status: int) -> None:
+        """Ends the stand-in process with a status, and waits until the registrar has noticed."""
+        with self._pipe_lock:
             if self._pipe is not None:
                 os.write(self._pipe, f"{status}\n".encode())
                 os.close(self._pipe)
                 self._pipe = None
-        self._thread.join(_END_WITHIN)
+        self._thread.join(_EXIT_TIMEOUT)
 
-    def _serve(self, ticket: str, task: int) -> None:
+    def _run_agent(self, ticket: str, task: int) -> None:
         from farandole._native import launcher  # noqa: PLC0415 - starts its threads here
         from farandole.common import scratch  # noqa: PLC0415 - as above
 
-        with scratch.directory() as folder:
+        with scratch.temporary_directory() as folder:
             path = str(folder / "status")
             os.mkfifo(path, 0o600)
             watch = threading.Thread(
-                target=self._open, args=(path,), name="farandole-agent-pipe", daemon=True
+                target=self._open_pipe, args=(path,), name="farandole-agent-pipe", daemon=True
             )
             watch.start()
             try:
                 launcher.run_agent(
-                    ticket, task, [*_STAND_IN, path], elastic=True, stream_output=False
+                    ticket, task, [*_STAND_IN_COMMAND, path], elastic=True, stream_output=False
                 )
             except Exception as error:  # noqa: BLE001 - raised where the beginning is awaited
                 self._refused = f"{type(error).__name__}: {error}"
@@ -149,9 +150,9 @@ class _Enlisted:
                 self._begun.set()
                 watch.join()
 
-    def _open(self, path: str) -> None:
-        """Opens the pipe as soon as the stand-in has: the registrar knows this worker then."""
-        deadline = time.monotonic() + _READY_WITHIN
+    def _open_pipe(self, path: str) -> None:
+        """Opens the pipe after the stand-in process has: the registrar knows this worker then."""
+        deadline = time.monotonic() + _JOIN_TIMEOUT
         while not self._ended.is_set() and time.monotonic() < deadline:
             try:
                 self._pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)

@@ -20,7 +20,7 @@ def configure(queue: Any) -> None:
     """Lets `log` send records to a queue.
 
     Args:
-        queue: A `ray.util.queue.Queue`, or `None` to send nothing any more.
+        queue: A `ray.util.queue.Queue`, or `None` to stop sending.
     """
     global _queue  # noqa: PLW0603 - one queue a process, as there is one rank a process
     with _lock:
@@ -31,7 +31,7 @@ def log(info_dict: dict[str, Any]) -> None:
     """Sends a record to every callback of the `run` in progress, usually on rank 0.
 
     Args:
-        info_dict: The record; in an elastic job it holds what JSON knows, else what pickles.
+        info_dict: The record; in an elastic job its values must be valid in JSON, else picklable.
     """
     global warning_raised  # noqa: PLW0603 - as above
     with _lock:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The driver waits for a function that runs on all workers."""
+"""Waits, in the driver, for the results of a function that runs on all workers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.common.exceptions import FarandoleInternalError
-from farandole.ray.utils import needed
+from farandole.ray.utils import import_ray
 from farandole.runner.errors import FarandoleJobError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-_POLL = 0.1
-_OTHERS_WITHIN = 5.0
-"""Seconds after the first failure in which another one, which may be its cause, is waited for."""
-_RECORDS_WITHIN = 60.0
-_LEAVE_WITHIN = 10.0
+_RESULT_POLL_INTERVAL = 0.1
+_CAUSE_WAIT_SECONDS = 5.0
+"""Seconds to wait after the first failure for another failure that may be its cause."""
+_RECORD_DRAIN_TIMEOUT = 60.0
+_LEAVE_TIMEOUT = 10.0
 
 
-class Waiting:
-    """Hands records of workers to callbacks while it waits for results.
+class ResultWaiter:
+    """Passes records of workers to callbacks while it waits for results.
 
     Args:
         workers: The actors, by rank.
-        nodes: Where each runs, for messages.
+        nodes: The node of each actor, for messages.
         callbacks: Called with each record.
     """
 
@@ -49,7 +49,7 @@ class Waiting:
             from ray.util.queue import Queue  # noqa: PLC0415 - Ray may be absent
 
             self._queue = Queue(actor_options={"num_cpus": 0})
-            needed().get([worker.set_queue.remote(self._queue) for worker in self._workers])
+            import_ray().get([worker.set_queue.remote(self._queue) for worker in self._workers])
         return self
 
     def __exit__(
@@ -64,52 +64,52 @@ class Waiting:
                 worker.set_queue.remote(None)
             self._queue.shutdown()
 
-    def results(self, references: Sequence[Any]) -> list[Any]:
+    def wait_for_results(self, references: Sequence[Any]) -> list[Any]:
         """Returns the results of the workers, by rank.
 
         Raises:
             FarandoleJobError: A worker died.
-            RayTaskError: The function raised on a worker; the failure that is a cause and no
-                consequence.
+            RayTaskError: The function raised an exception on a worker: a failure that is no
+                consequence of another one.
         """
-        ray = needed()
+        ray = import_ray()
         left, failures = list(references), {}
         limit = float("inf")
         while left and time.monotonic() < limit:
-            ready, left = ray.wait(left, timeout=_POLL)
-            self._hand_over()
+            ready, left = ray.wait(left, timeout=_RESULT_POLL_INTERVAL)
+            self._drain_records()
             for reference in ready:
                 try:
                     ray.get(reference)
                 except Exception as error:  # noqa: BLE001 - which one is raised is chosen below
                     failures[references.index(reference)] = error
-                    limit = min(limit, time.monotonic() + _OTHERS_WITHIN)
+                    limit = min(limit, time.monotonic() + _CAUSE_WAIT_SECONDS)
                     if _is_cause(error):
                         limit = 0.0
-        self._hand_over()
+        self._drain_records()
         if failures:
-            self._leave(left)
-            raise self._failure(failures)
+            self._leave_world(left)
+            raise self._select_failure(failures)
         return ray.get(list(references))
 
-    def _hand_over(self) -> None:
+    def _drain_records(self) -> None:
         if self._queue is not None:
-            hand_over(self._queue, self._callbacks)
+            drain_records(self._queue, self._callbacks)
 
-    def _leave(self, left: Sequence[Any]) -> None:
-        """Lets the living workers leave the broken world, so that the next function forms another
-        one.
+    def _leave_world(self, left: Sequence[Any]) -> None:
+        """Makes the living workers leave the broken world, so that the next function forms a new
+        world.
 
-        The failures of `left` are consequences: they are read, because Ray prints unread ones.
+        The failures of `left` are consequences. They are read, because Ray prints unread failures.
         """
-        ray = needed()
+        ray = import_ray()
         asked = [*(worker.leave.remote() for worker in self._workers), *left]
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_WITHIN)
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_TIMEOUT)
         for reference in ready:
             with contextlib.suppress(Exception):
                 ray.get(reference)
 
-    def _failure(self, failures: dict[int, Exception]) -> Exception:
+    def _select_failure(self, failures: dict[int, Exception]) -> Exception:
         rank, error = min(
             failures.items(), key=lambda one: (not _is_death(one[1]), not _is_cause(one[1]), one[0])
         )
@@ -117,28 +117,28 @@ class Waiting:
             return error
         where = self._nodes[rank] if rank < len(self._nodes) else "an unknown node"
         failure = FarandoleJobError(
-            f"the process of rank {rank} on {where} died: {headline(error)}", rank=rank
+            f"the process of rank {rank} on {where} died: {death_summary(error)}", rank=rank
         )
         failure.__cause__ = error
         return failure
 
 
-def hand_over(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
-    """Hands the records that wait in a queue to callbacks.
+def drain_records(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
+    """Passes the records that wait in a queue to callbacks.
 
     Args:
         queue: A `ray.util.queue.Queue`.
         callbacks: Called with each record.
     """
-    deadline = time.monotonic() + _RECORDS_WITHIN
+    deadline = time.monotonic() + _RECORD_DRAIN_TIMEOUT
     while not queue.empty() and time.monotonic() < deadline:
         record = queue.get()
         for callback in callbacks:
             callback(record)
 
 
-def headline(error: BaseException) -> str:
-    """Ray's message about a death, without its advice."""
+def death_summary(error: BaseException) -> str:
+    """Returns Ray's message about a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[:1]
     return told[0].partition(" Some common causes")[0] if told else type(error).__name__

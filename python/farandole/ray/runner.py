@@ -9,11 +9,11 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from farandole.ray.adapter import Adapter, BaseParams, renamed
+from farandole.ray.adapter import Adapter, BaseParams, resolve_deprecated_argument
 from farandole.ray.elastic_v2 import ElasticParams
-from farandole.ray.results import Waiting, hand_over
+from farandole.ray.results import ResultWaiter, drain_records
 from farandole.ray.strategy import ColocatedStrategy, PGStrategy, current_placement_group
-from farandole.ray.utils import is_client, map_blocking, needed
+from farandole.ray.utils import import_ray, is_ray_client, map_blocking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PLACED_WITHIN = 100.0
-_LEAVE_WITHIN = 10.0
-_POLL = 0.1
+_PLACEMENT_TIMEOUT = 100.0
+_LEAVE_TIMEOUT = 10.0
+_CALL_POLL_INTERVAL = 0.1
 
 
 @dataclass
@@ -34,7 +34,7 @@ class MiniSettings:
     Attributes:
         nics: Accepted for compatibility with Horovod; addresses are found without them.
         verbose: Accepted for compatibility with Horovod.
-        key: Accepted for compatibility with Horovod; each world has a token of its own.
+        key: Accepted for compatibility with Horovod; each world has its own token.
         ssh_port: Accepted for compatibility with Horovod; no ssh is used.
         ssh_identity_file: As `ssh_port`.
         timeout_s: Seconds within which the workers must start after their resources were reserved.
@@ -49,7 +49,7 @@ class MiniSettings:
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     timeout_s: float = 300
-    placement_group_timeout_s: float = _PLACED_WITHIN
+    placement_group_timeout_s: float = _PLACEMENT_TIMEOUT
     elastic: bool = False
     discovery: Any = None
 
@@ -90,12 +90,12 @@ class StaticParams(BaseParams):
 
     @property
     def elastic(self) -> bool:
-        """False."""
+        """Whether the job is elastic: never."""
         return False
 
     @property
     def adapter(self) -> type[StaticAdapter]:
-        """The runner of such a job."""
+        """The adapter class of a static job."""
         return StaticAdapter
 
 
@@ -104,7 +104,7 @@ class StaticAdapter(Adapter):
 
     Args:
         settings: `RayExecutor.create_settings`.
-        params: What the job needs.
+        params: Parameters of the job.
     """
 
     def __init__(self, settings: Any, params: StaticParams) -> None:
@@ -128,13 +128,13 @@ class StaticAdapter(Adapter):
         """
         if self.workers:
             raise RuntimeError("the workers have been started already; call shutdown first")
-        self.strategy = self._strategy()
+        self.strategy = self._make_strategy()
         self.strategy.env_vars = {
             name: str(value) for name, value in (extra_env_vars or {}).items()
         }
         try:
             self.workers, _ = self.strategy.create_workers()
-            self._meet()
+            self._form_world()
             map_blocking(
                 lambda worker: worker.start_executable.remote(
                     executable_cls, executable_args, executable_kwargs
@@ -145,7 +145,7 @@ class StaticAdapter(Adapter):
             self.shutdown()
             raise
 
-    def _strategy(self) -> BaseStrategy:
+    def _make_strategy(self) -> BaseStrategy:
         params = self.params
         common = {
             "settings": self.settings,
@@ -171,10 +171,10 @@ class StaticAdapter(Adapter):
             num_workers_per_host=params.num_workers_per_host,
         )
 
-    def _meet(self) -> None:
-        """Waits until the actors run, gives each its variables and its place in the world."""
-        ray = needed()
-        limit = max(getattr(self.settings, "timeout_s", _PLACED_WITHIN), _PLACED_WITHIN)
+    def _form_world(self) -> None:
+        """Waits until the actors run, and gives each its variables and its rank in the world."""
+        ray = import_ray()
+        limit = max(getattr(self.settings, "timeout_s", _PLACEMENT_TIMEOUT), _PLACEMENT_TIMEOUT)
         asked = [worker.where.remote() for worker in self.workers]
         ready, late = ray.wait(asked, num_returns=len(asked), timeout=limit)
         if late:
@@ -188,7 +188,9 @@ class StaticAdapter(Adapter):
         addresses = map_blocking(lambda worker: worker.hostname.remote(), self.workers)
         self.nodes = [f"node {address}" for address in addresses]
         gpus = map_blocking(lambda worker: worker.get_gpu_ids.remote(), self.workers)
-        for worker, variables in zip(self.workers, places(hosts, gpus), strict=True):
+        for worker, variables in zip(
+            self.workers, rank_placement_variables(hosts, gpus), strict=True
+        ):
             worker.update_env_vars.remote(variables)
         ticket = ray.get(self.workers[0].host.remote(len(set(hosts)) == 1))
         map_blocking(lambda worker: worker.take_place.remote(ticket), self.workers)
@@ -197,8 +199,8 @@ class StaticAdapter(Adapter):
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
     ) -> list[Any]:
         """Like `Adapter.execute`."""
-        with Waiting(self.workers, self.nodes, callbacks) as waiting:
-            return waiting.results(self._call(fn))
+        with ResultWaiter(self.workers, self.nodes, callbacks) as waiting:
+            return waiting.wait_for_results(self._call_all(fn))
 
     def run(
         self,
@@ -208,8 +210,8 @@ class StaticAdapter(Adapter):
         callbacks: Sequence[Callable[..., Any]] | None = None,
     ) -> list[Any]:
         """Like `Adapter.run`."""
-        with Waiting(self.workers, self.nodes, callbacks) as waiting:
-            return waiting.results(self.run_remote(fn, args, kwargs))
+        with ResultWaiter(self.workers, self.nodes, callbacks) as waiting:
+            return waiting.wait_for_results(self.run_remote(fn, args, kwargs))
 
     def run_remote(
         self,
@@ -221,28 +223,28 @@ class StaticAdapter(Adapter):
         """Like `Adapter.run_remote`; `callbacks` are for `run`, which waits."""
         del callbacks
         given, named = tuple(args or ()), dict(kwargs or {})
-        return self._call(lambda _: fn(*given, **named))
+        return self._call_all(lambda _: fn(*given, **named))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Like `Adapter.execute_single`."""
-        self._started()
-        return needed().get(self.workers[0].execute.remote(fn))
+        self._require_started()
+        return import_ray().get(self.workers[0].execute.remote(fn))
 
-    def _call(self, fn: Callable[[Any], Any]) -> list[Any]:
-        self._started()
+    def _call_all(self, fn: Callable[[Any], Any]) -> list[Any]:
+        self._require_started()
         return [worker.execute.remote(fn) for worker in self.workers]
 
-    def _started(self) -> None:
+    def _require_started(self) -> None:
         if not self.workers:
             raise RuntimeError("the workers have not been started: call start first")
 
     def shutdown(self) -> None:
         """Like `Adapter.shutdown`."""
-        ray = needed()
+        ray = import_ray()
         if ray.is_initialized():
             left = [worker.leave.remote() for worker in self.workers]
             if left:
-                ray.wait(left, num_returns=len(left), timeout=_LEAVE_WITHIN)
+                ray.wait(left, num_returns=len(left), timeout=_LEAVE_TIMEOUT)
             for worker in self.workers:
                 ray.kill(worker)
             if self.strategy is not None:
@@ -250,16 +252,18 @@ class StaticAdapter(Adapter):
         self.workers, self.strategy, self.nodes = [], None, []
 
 
-def places(hosts: Sequence[str], gpus: Sequence[Sequence[Any]]) -> list[dict[str, str]]:
-    """Returns the variables by which ranks know where they sit.
+def rank_placement_variables(
+    hosts: Sequence[str], gpus: Sequence[Sequence[Any]]
+) -> list[dict[str, str]]:
+    """Returns the variables that give ranks their placement.
 
     Args:
-        hosts: What tells hosts apart, by rank.
+        hosts: Unique identifiers of the hosts, by rank.
         gpus: The GPUs that Ray assigned, by rank.
 
     Returns:
         Horovod's variables by rank. Where there are GPUs, `CUDA_VISIBLE_DEVICES` lists all GPUs
-        that the job has on the host, those of local rank 0 first, so that ranks of a host can reach
+        of the job on the host, first the GPUs of local rank 0, so that ranks of a host can reach
         each other's memory.
     """
     local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
@@ -298,9 +302,9 @@ class RayExecutor:
         use_current_placement_group: Whether the placement group that the caller runs in is used, if
             there is one.
         min_workers: Makes the job elastic: the smallest number of ranks.
-        max_workers: Largest number of ranks of an elastic job; default: as many as the cluster has
-            slots for when a `run` begins, whether they are free or not; with
-            `override_discovery=False`, as many as are found at any time.
+        max_workers: Largest number of ranks of an elastic job; default: the number of slots of
+            the cluster when a `run` begins, free or not; with `override_discovery=False`, the
+            number that is found at any time.
         reset_limit: Number of changes of the world after which an elastic job fails.
         cooldown_range: Seconds for which a node gets no new worker after a failure there: after the
             first one, and at most.
@@ -322,12 +326,12 @@ class RayExecutor:
         timeout_s: float = 30,
         ssh_identity_file: str | None = None,
         ssh_str: str | None = None,
-        placement_group_timeout_s: float = _PLACED_WITHIN,
+        placement_group_timeout_s: float = _PLACEMENT_TIMEOUT,
         nics: set[str] | None = None,
         *,
         verbose: int = 1,
     ) -> MiniSettings:
-        """Settings of an executor.
+        """Returns the settings of an executor.
 
         Args:
             timeout_s: Seconds within which the workers must start after their resources were
@@ -368,15 +372,15 @@ class RayExecutor:
         cpus_per_slot: int | None = None,
         gpus_per_slot: int | None = None,
     ) -> None:
-        needed()
+        import_ray()
         self.settings = settings
-        num_workers_per_host = renamed(
+        num_workers_per_host = resolve_deprecated_argument(
             "num_slots", num_slots, "num_workers_per_host", num_workers_per_host
         )
-        cpus_per_worker = renamed(
+        cpus_per_worker = resolve_deprecated_argument(
             "cpus_per_slot", cpus_per_slot, "cpus_per_worker", cpus_per_worker
         )
-        gpus_per_worker = renamed(
+        gpus_per_worker = resolve_deprecated_argument(
             "gpus_per_slot", gpus_per_slot, "gpus_per_worker", gpus_per_worker
         )
         if max_workers is not None and min_workers is None:
@@ -422,23 +426,25 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the workers; the arguments are those of `Adapter.start`.
+        """Starts the workers, with the arguments of `Adapter.start`.
 
         Raises:
             TimeoutError: Ray did not reserve the resources, or did not start the workers, in time.
         """
         if self.adapter is not None:
             raise RuntimeError("the workers have been started already; call shutdown first")
-        # The registrar of an elastic job has to be where the workers reach it.
-        self._remote = self.params.elastic and is_client()
+        # The registrar of an elastic job must be on a host that the workers can reach.
+        self._remote = self.params.elastic and is_ray_client()
         if self._remote:
-            remote: Any = needed().remote(num_cpus=0)(self.params.adapter)
+            remote: Any = import_ray().remote(num_cpus=0)(self.params.adapter)
             self.adapter = remote.remote(self.settings, self.params)
         else:
             made: Any = self.params.adapter
             self.adapter = made(self.settings, self.params)
         try:
-            self._ask("start", executable_cls, executable_args, executable_kwargs, extra_env_vars)
+            self._call_adapter(
+                "start", executable_cls, executable_args, executable_kwargs, extra_env_vars
+            )
         except BaseException:
             self.adapter = None
             raise
@@ -467,7 +473,7 @@ class RayExecutor:
             RayTaskError: The function raised an exception. The error is also of the type of that
                 exception.
         """
-        return self._told("run", (fn, args, kwargs), callbacks)
+        return self._call_with_callbacks("run", (fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
@@ -480,15 +486,15 @@ class RayExecutor:
         Raises:
             NotImplementedError: In an elastic job, whose ranks change.
         """
-        return self._ask("run_remote", fn, args, kwargs)
+        return self._call_adapter("run_remote", fn, args, kwargs)
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
     ) -> list[Any]:
-        """Calls `fn(executable)` on every worker and waits; the results by rank. `callbacks` are
-        as those of `run`.
+        """Calls `fn(executable)` on every worker, waits, and returns the results by rank.
+        `callbacks` are as for `run`.
         """
-        return self._told("execute", (fn,), callbacks)
+        return self._call_with_callbacks("execute", (fn,), callbacks)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Calls `fn(executable)` on rank 0 and waits.
@@ -496,39 +502,39 @@ class RayExecutor:
         Raises:
             NotImplementedError: In an elastic job, whose ranks change.
         """
-        return self._ask("execute_single", fn)
+        return self._call_adapter("execute_single", fn)
 
     def shutdown(self) -> None:
         """Ends the workers and releases their resources. Later calls do nothing."""
         if self.adapter is None:
             return
-        self._ask("shutdown")
+        self._call_adapter("shutdown")
         if self._remote:
-            needed().kill(self.adapter)
+            import_ray().kill(self.adapter)
         self.adapter = None
 
-    def _told(
+    def _call_with_callbacks(
         self, method: str, args: tuple[Any, ...], callbacks: Sequence[Callable[..., Any]] | None
     ) -> list[Any]:
         """Returns the result of a method that takes callbacks, and calls them in this process."""
         if not self._remote or not callbacks:
-            return self._ask(method, *args, callbacks)
+            return self._call_adapter(method, *args, callbacks)
         from ray.util.queue import Queue  # noqa: PLC0415 - Ray may be absent
 
-        ray = needed()
+        ray = import_ray()
         queue = Queue(actor_options={"num_cpus": 0})
         try:
             asked = getattr(self.adapter, method).remote(*args, [queue.put])
             ended: list[Any] = []
             while not ended:
-                ended, _ = ray.wait([asked], timeout=_POLL)
-                hand_over(queue, callbacks)
+                ended, _ = ray.wait([asked], timeout=_CALL_POLL_INTERVAL)
+                drain_records(queue, callbacks)
             return ray.get(asked)
         finally:
             queue.shutdown()
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _call_adapter(self, method: str, *args: Any) -> Any:
         if self.adapter is None:
             raise RuntimeError("the workers have not been started: call start first")
         asked = getattr(self.adapter, method)
-        return needed().get(asked.remote(*args)) if self._remote else asked(*args)
+        return import_ray().get(asked.remote(*args)) if self._remote else asked(*args)

@@ -11,33 +11,33 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from farandole.ray.utils import map_blocking, needed
+from farandole.ray.utils import import_ray, map_blocking
 from farandole.ray.worker import BaseHorovodWorker
-from farandole.runner.slots import LONGEST_WAIT
+from farandole.runner.slots import MAX_SLOT_WAIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 logger = logging.getLogger(__name__)
 
-_POLL = 0.5
-_NEWS_EVERY = 15.0
+_RESERVATION_POLL_INTERVAL = 0.5
+_WAIT_REPORT_INTERVAL = 15.0
 
 
-class _Running:
+class _RunningJobs:
     """Counts the jobs of this process that hold resources until they end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs = 0
 
-    def jobs(self) -> int:
+    def job_count(self) -> int:
         """Returns the number of these jobs."""
         with self._lock:
             return self._jobs
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
+    def count_one_job(self) -> Iterator[None]:
         """Counts one job."""
         with self._lock:
             self._jobs += 1
@@ -48,7 +48,7 @@ class _Running:
                 self._jobs -= 1
 
 
-_RUNNING = _Running()
+_RUNNING_JOBS = _RunningJobs()
 
 
 def create_placement_group(
@@ -62,28 +62,28 @@ def create_placement_group(
     """Reserves resources of the cluster: all of them at once, or nothing.
 
     Args:
-        resources_per_bundle: Such as `{"CPU": 1, "GPU": 1}`.
+        resources_per_bundle: Resources of a bundle, such as `{"CPU": 1, "GPU": 1}`.
         num_bundles: Number of bundles.
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
         say: Receives the reason for the wait, every 15 s.
-        before: How many jobs are waited for that end by themselves. While there are some, the time
-            does not count, for a day at most.
+        before: Returns the number of jobs that hold resources and end by themselves. While there
+            are such jobs, the time does not count, for a day at most.
 
     Returns:
         The placement group and its bundles.
 
     Raises:
-        TimeoutError: Not all of it could be reserved in time; the message names both amounts.
+        TimeoutError: Ray could not reserve all resources in time; the message names both amounts.
     """
-    ray = needed()
+    ray = import_ray()
     from ray.util.placement_group import placement_group, remove_placement_group  # noqa: PLC0415 - as Ray itself
 
     wanted = {name: number for name, number in resources_per_bundle.items() if number}
     group = placement_group([dict(wanted) for _ in range(num_bundles)], strategy=pg_strategy)
     available: Any = None
     try:
-        in_time = _reserved(
+        in_time = _await_reservation(
             group,
             pg_timeout,
             lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"),
@@ -104,18 +104,18 @@ def create_placement_group(
     return group, group.bundle_specs
 
 
-def _reserved(
+def _await_reservation(
     group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]
 ) -> bool:
-    """Waits until a group's resources are reserved; whether they are in time."""
-    ray = needed()
+    """Waits until a group's resources are reserved; returns whether they are, in time."""
+    ray = import_ray()
     ready = [group.ready()]
     began = counted = time.monotonic()
-    news_at = began + _NEWS_EVERY
+    news_at = began + _WAIT_REPORT_INTERVAL
     while True:
         now = time.monotonic()
-        left = min(limit - (now - counted), LONGEST_WAIT - (now - began))
-        if ray.wait(ready, timeout=max(0.0, min(_POLL, left)))[0]:
+        left = min(limit - (now - counted), MAX_SLOT_WAIT - (now - began))
+        if ray.wait(ready, timeout=max(0.0, min(_RESERVATION_POLL_INTERVAL, left)))[0]:
             return True
         if left <= 0:
             return False
@@ -123,7 +123,7 @@ def _reserved(
         if held:
             counted = time.monotonic()
         if now >= news_at:
-            news_at = now + _NEWS_EVERY
+            news_at = now + _WAIT_REPORT_INTERVAL
             say(
                 f"{held} other jobs of this process hold resources, free are "
                 f"{ray.available_resources()}"
@@ -131,18 +131,18 @@ def _reserved(
 
 
 @contextlib.contextmanager
-def reserved(
+def hold_placement_group(
     cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
 ) -> Iterator[Any]:
-    """Resources for a number of workers at once, given back afterwards. Two jobs never hold half of
-    theirs each.
+    """Reserves resources for a number of workers at once, and releases them afterwards. So two jobs
+    never hold half of their resources each.
 
     Args:
         cpus: CPUs of a worker.
         gpus: GPUs of a worker.
         number: Number of workers.
-        limit: Seconds that Ray may take. While other jobs of this process hold resources they do
-            not count, for a day at most: the trials of a search wait for each other.
+        limit: Seconds that Ray may take. Time in which other jobs of this process hold resources
+            does not count, for a day at most: the trials of a search wait for each other.
         say: As `create_placement_group`.
 
     Yields:
@@ -154,9 +154,9 @@ def reserved(
     from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
     group, _ = create_placement_group(
-        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING.jobs
+        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING_JOBS.job_count
     )
-    with _RUNNING.one():
+    with _RUNNING_JOBS.count_one_job():
         try:
             yield group
         finally:
@@ -195,7 +195,7 @@ class BaseStrategy(ABC):
         return [worker for place, worker in enumerate(workers) if nodes[place] not in nodes[:place]]
 
     def shutdown(self) -> None:
-        """Gives the placement group back, where this made it."""
+        """Releases the placement group if this object created it."""
         if self._owned and self.placement_group is not None:
             from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
@@ -203,10 +203,10 @@ class BaseStrategy(ABC):
         self.workers = []
         self.placement_group = None
 
-    def _actor(self, rank: int, bundle: int, cpus: float, gpus: float) -> Any:
+    def _create_actor(self, rank: int, bundle: int, cpus: float, gpus: float) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - as Ray itself
 
-        remote = needed().remote(BaseHorovodWorker)
+        remote = import_ray().remote(BaseHorovodWorker)
         placed = PlacementGroupSchedulingStrategy(
             self.placement_group,
             placement_group_bundle_index=bundle,
@@ -267,7 +267,7 @@ class ColocatedStrategy(BaseStrategy):
         )
         self._owned = True
         self.workers = [
-            self._actor(rank, rank // each, self.cpus_per_worker, self.gpus_per_worker)
+            self._create_actor(rank, rank // each, self.cpus_per_worker, self.gpus_per_worker)
             for rank in range(self.num_workers)
         ]
         return self.workers, self.get_node_workers(self.workers)
@@ -283,8 +283,8 @@ class PGStrategy(BaseStrategy):
         use_gpu: Whether ranks get GPUs.
         cpus_per_worker: CPUs of a rank.
         gpus_per_worker: GPUs of a rank, with `use_gpu`.
-        placement_group: Where to place the actors; default: the current one, else a new one.
-        force_create_placement_group: Whether a new one is made even inside of one.
+        placement_group: The group for the actors; default: the current one, else a new one.
+        force_create_placement_group: Whether a new group is created even inside of another one.
     """
 
     def __init__(
@@ -327,7 +327,7 @@ class PGStrategy(BaseStrategy):
             )
             self._owned = True
         self.workers = [
-            self._actor(rank, -1, self.cpus_per_worker, self.gpus_per_worker)
+            self._create_actor(rank, -1, self.cpus_per_worker, self.gpus_per_worker)
             for rank in range(self.num_workers)
         ]
         return self.workers, self.get_node_workers(self.workers)

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from farandole.ray.utils import needed
+from farandole.ray.utils import import_ray
 
-needed()
+import_ray()
 
 from ray.train.backend import Backend, BackendConfig  # noqa: E402 - after the check that names the extra to install
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: E402
 
 from farandole.ray import membership  # noqa: E402
-from farandole.ray.elastic_train import Regime  # noqa: E402
-from farandole.ray.runner import places  # noqa: E402
+from farandole.ray.elastic_train import ElasticTrainController  # noqa: E402
+from farandole.ray.runner import rank_placement_variables  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,15 +41,15 @@ class FarandoleConfig(BackendConfig):
     It is the `backend_config` of `DataParallelTrainer`, and the `torch_config` of `TorchTrainer`.
 
     Attributes:
-        backend: What `TorchTrainer` takes for the name of a backend of `torch.distributed`. It sets
-            up none.
+        backend: Name that `TorchTrainer` takes for a backend of `torch.distributed`; no such
+            backend is set up.
         elastic: Whether a worker that fails is replaced while the others keep their state: the
             training function is then one for elastic jobs, with a `State`. Otherwise Ray starts all
             workers again, from their last checkpoint. Both count as failures for
             `ray.train.FailureConfig(max_failures=...)`.
-        min_workers: Elastic: fewest ranks that train; default: all. `ray.train.report` waits for
-            all in any case.
-        reset_limit: Elastic: how often the world may change.
+        min_workers: Elastic: smallest number of ranks that train; default: all. `ray.train.report`
+            waits for all in any case.
+        reset_limit: Elastic: largest number of changes of the world.
         elastic_timeout: Elastic: seconds for which there may be too few ranks.
 
     Raises:
@@ -63,7 +63,7 @@ class FarandoleConfig(BackendConfig):
     elastic_timeout: float = 600
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be, before anything starts."""
+        """Refuses invalid settings, before anything starts."""
         if not self.elastic and (self.min_workers is not None or self.reset_limit is not None):
             raise ValueError(
                 f"min_workers and reset_limit are for elastic=True: {self.min_workers=}, "
@@ -74,18 +74,18 @@ class FarandoleConfig(BackendConfig):
         if self.elastic and not hasattr(Backend, "has_replica_groups"):
             raise ValueError(
                 "elastic=True needs a Ray that replaces single workers, this is "
-                f"{needed().__version__}"
+                f"{import_ray().__version__}"
             )
 
     @property
     def backend_cls(self) -> type[Backend]:
         """The class that sets up the workers."""
-        return _ElasticBackend if self.elastic else _Backend
+        return _ElasticTrainBackend if self.elastic else _StaticTrainBackend
 
     @property
     def train_func_context(self) -> Any:
         """The context of a worker's training function."""
-        return membership.member if self.elastic else membership.session
+        return membership.hold_elastic_membership if self.elastic else membership.hold_membership
 
     @property
     def framework(self) -> None:
@@ -103,13 +103,12 @@ class FarandoleConfig(BackendConfig):
 
 @dataclass(eq=False)
 class HorovodConfig(FarandoleConfig):
-    """`FarandoleConfig` with the names that Ray's configuration for Horovod had, which are accepted
-    for its sake.
+    """`FarandoleConfig` that also accepts the names of Ray's configuration for Horovod.
 
     Attributes:
         nics: Not used: addresses are found without them.
         verbose: Not used.
-        key: Not used: each world has a token of its own.
+        key: Not used: each world has its own token.
         ssh_port: Not used: there is no ssh.
         ssh_identity_file: Not used.
         ssh_str: Not used, and written nowhere.
@@ -127,49 +126,53 @@ class HorovodConfig(FarandoleConfig):
     placement_group_timeout_s: int = 100
 
 
-class _Backend(Backend):
-    """Workers of one attempt; Ray starts all of them again where one fails."""
+class _StaticTrainBackend(Backend):
+    """Workers of one attempt; if one fails, Ray starts all of them again."""
 
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Tells the workers their world; rank 0 holds its registrar."""
+        """Sends the workers the address of their world; rank 0 holds its registrar."""
         del backend_config
-        hosts = worker_group.execute(membership.where)
-        ticket = worker_group.execute_single(0, membership.host, len(hosts), len(set(hosts)) == 1)
+        hosts = worker_group.execute(membership.host_identity)
+        ticket = worker_group.execute_single(
+            0, membership.host_registrar, len(hosts), len(set(hosts)) == 1
+        )
         started = [
-            worker_group.execute_single_async(rank, membership.take_place, ticket, rank, variables)
-            for rank, variables in enumerate(places(hosts, [[] for _ in hosts]))
+            worker_group.execute_single_async(
+                rank, membership.assign_world_ticket, ticket, rank, variables
+            )
+            for rank, variables in enumerate(rank_placement_variables(hosts, [[] for _ in hosts]))
         ]
-        needed().get(started)
+        import_ray().get(started)
 
 
-class _ElasticBackend(Backend):
+class _ElasticTrainBackend(Backend):
     """Workers that are replaced one by one."""
 
     share_cuda_visible_devices = True
     has_replica_groups = True
-    _regimes: ClassVar[WeakKeyDictionary[BackendConfig, Regime]] = WeakKeyDictionary()
+    _controllers: ClassVar[WeakKeyDictionary[BackendConfig, ElasticTrainController]] = (
+        WeakKeyDictionary()
+    )
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Begins the job with all workers, or takes in the one that Ray has started in another's
-        place.
-        """
+        """Begins the job with all workers, or adds a replacement that Ray has started."""
         if hasattr(worker_group, "get_replica_groups"):
             self.on_shutdown(worker_group, backend_config)
             assert isinstance(backend_config, FarandoleConfig)  # noqa: S101 - which names this class
-            self._regimes[backend_config] = Regime(
+            self._controllers[backend_config] = ElasticTrainController(
                 worker_group,
                 least=backend_config.min_workers,
                 timeout=backend_config.elastic_timeout,
                 reset_limit=backend_config.reset_limit,
             )
-        self._regimes[backend_config].take_in(worker_group)
+        self._controllers[backend_config].add_workers(worker_group)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Ends the job, where it is not just one worker that ends."""
+        """Ends the job, unless only one worker ends."""
         if hasattr(worker_group, "get_replica_groups"):
-            regime = self._regimes.pop(backend_config, None)
+            regime = self._controllers.pop(backend_config, None)
             if regime is not None:
                 regime.close()
 
@@ -179,14 +182,14 @@ class HorovodTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: Runs on every worker; it calls `init` of the framework it uses.
-        train_loop_config: Handed to it, if it takes an argument.
-        horovod_config: How the world is formed; default: `HorovodConfig()`.
+        train_loop_config: Passed to the function, if it takes an argument.
+        horovod_config: Configuration of the world; default: `HorovodConfig()`.
         scaling_config: Number and resources of the workers.
-        dataset_config: How data sets are split.
-        run_config: Where results go, and how failures are borne.
+        dataset_config: Configuration of the split of data sets.
+        run_config: Storage of the results, and handling of failures.
         datasets: Ray data sets by name, for `ray.train.get_dataset_shard`.
         metadata: Refused by Ray Train V2.
-        resume_from_checkpoint: Refused by Ray Train V2: hand a path over in `train_loop_config`.
+        resume_from_checkpoint: Refused by Ray Train V2: pass a path in `train_loop_config`.
     """
 
     def __init__(
@@ -215,9 +218,9 @@ class HorovodTrainer(DataParallelTrainer):
         )
 
     def fit(self) -> Result:
-        """Trains as every trainer of Ray Train V2 does, and then gives Ctrl-C back.
+        """Trains like every trainer of Ray Train V2, and then restores the SIGINT handler.
 
-        Ray's own trainers leave their SIGINT handler behind: after them, Ctrl-C does nothing.
+        Ray's own trainers leave their handler behind, and Ctrl-C then does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             return super().fit()

@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_KIND: Final = "ray tune"
+_TUNE_RECORD_KIND: Final = "ray tune"
 
 
 @dataclass
 class RankSession:
-    """Stands in a rank for the session of the trial's process, which `ray.tune` asks.
+    """The session that `ray.tune` uses in a rank, instead of the session of the trial's process.
 
     Attributes:
-        experiment_name: As Tune's.
-        trial_name: As Tune's.
-        trial_id: As Tune's.
+        experiment_name: Like the session of Tune.
+        trial_name: Like the session of Tune.
+        trial_id: Like the session of Tune.
         trial_dir: The directory of the trial in its process.
         trial_resources: The placement group of the trial.
-        loaded_checkpoint: Where the trial continues from.
+        loaded_checkpoint: The checkpoint from which the trial continues.
         storage: The file system of the experiment.
-        folder: Where rank 0 writes checkpoints that the process of the trial hands to Tune.
+        folder: Folder in which rank 0 writes checkpoints for the process of the trial.
         rank: The rank of this process.
-        copies: How many checkpoints rank 0 has written.
-        world_rank: None, by which Ray recognizes a session of Tune.
+        copies: Number of checkpoints that rank 0 has written.
+        world_rank: None: Ray recognizes a session of Tune by this value.
     """
 
     experiment_name: str
@@ -54,9 +54,9 @@ class RankSession:
     world_rank: None = None
 
     @classmethod
-    def of_trial(cls) -> RankSession:
+    def from_trial(cls) -> RankSession:
         """Returns the resources of the ranks of this process's trial."""
-        session = _sessions().get_session()
+        session = _ray_session_module().get_session()
         names = (
             "experiment_name",
             "trial_name",
@@ -73,7 +73,7 @@ class RankSession:
         )
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
-        """Sends a report of rank 0 to the process of the trial; those of other ranks do not count.
+        """Sends a report of rank 0 to the process of the trial; reports of other ranks are dropped.
 
         Args:
             metrics: Numbers, texts and lists of them by name.
@@ -86,11 +86,11 @@ class RankSession:
 
         if self.rank != 0:
             return
-        told = json.loads(json.dumps(dict(metrics), default=_plain))
-        number = self._copy(checkpoint) if checkpoint is not None else None
-        task.report({"kind": _KIND, "metrics": told, "checkpoint": number})
+        told = json.loads(json.dumps(dict(metrics), default=_python_scalar))
+        number = self._copy_checkpoint(checkpoint) if checkpoint is not None else None
+        task.report({"kind": _TUNE_RECORD_KIND, "metrics": told, "checkpoint": number})
 
-    def _copy(self, checkpoint: Any) -> int:
+    def _copy_checkpoint(self, checkpoint: Any) -> int:
         from pyarrow import fs  # noqa: PLC0415 - Ray Tune brings it
 
         number, self.copies = self.copies, self.copies + 1
@@ -99,14 +99,14 @@ class RankSession:
         fs.copy_files(checkpoint.path, place, checkpoint.filesystem, self.storage)
         return number
 
-    def pass_on(self, record: Mapping[str, Any]) -> None:
+    def forward_report(self, record: Mapping[str, Any]) -> None:
         """Passes a rank's report to Tune; called in the process of the trial.
 
         Args:
-            record: What `Backend.run` hands to `on_progress`; records of other kinds are left
-                alone.
+            record: The record that `Backend.run` passes to `on_progress`; records of other kinds
+                are ignored.
         """
-        if record.get("kind") != _KIND:
+        if record.get("kind") != _TUNE_RECORD_KIND:
             return
         from ray import tune  # noqa: PLC0415 - loaded already in this process
 
@@ -118,19 +118,19 @@ class RankSession:
         tune.report(record["metrics"], checkpoint=tune.Checkpoint(place, self.storage))
         self.storage.delete_dir(place)
 
-    def clear(self) -> None:
-        """Removes copies of checkpoints that were not handed to Tune."""
+    def remove_copies(self) -> None:
+        """Removes copies of checkpoints that were not passed to Tune."""
         from pyarrow import fs  # noqa: PLC0415 - as above
 
         if self.storage.get_file_info(self.folder).type == fs.FileType.Directory:
             self.storage.delete_dir(self.folder)
 
 
-class Packed:
-    """A function that is loaded where it is called, and not where it passes through.
+class PickledFunction:
+    """A function that is unpickled only in the process that calls it.
 
     Args:
-        payload: What `farandole.runner.gang.payload` made of it.
+        payload: The result of `farandole.runner.gang.pickle_payload` for the function.
     """
 
     def __init__(self, payload: bytes) -> None:
@@ -141,25 +141,25 @@ class Packed:
         return pickle.loads(self._payload)[0](*args)  # noqa: S301 - the driver pickled it, for its own ranks
 
 
-def with_session(
+def with_rank_session(
     train: Callable[[dict[str, Any]], Any], session: RankSession
 ) -> Callable[[dict[str, Any]], Any]:
     """Returns a training function in which `ray.tune.report` works.
 
     Args:
         train: Runs on every rank.
-        session: That of the trial.
+        session: Session of the trial.
     """
 
-    def call(config: dict[str, Any]) -> Any:
+    def call_in_session(config: dict[str, Any]) -> Any:
         session.rank = int(os.environ["HOROVOD_RANK"])
-        _sessions()._session = session  # noqa: SLF001 - Ray has no public way
+        _ray_session_module()._session = session  # noqa: SLF001 - Ray has no public way
         return train(config)
 
-    return call
+    return call_in_session
 
 
-def _plain(value: Any) -> Any:
+def _python_scalar(value: Any) -> Any:
     """Returns a scalar of NumPy or torch as Python's."""
     item = getattr(value, "item", None)
     if item is None:
@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
     return item()
 
 
-def _sessions() -> Any:
+def _ray_session_module() -> Any:
     from ray.train._internal import session  # noqa: PLC0415 - `ray.tune` reads the session there
 
     return session

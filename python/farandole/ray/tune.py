@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import at_least
-from farandole.ray.adapter import gpus
+from farandole.common.check import integer_at_least
+from farandole.ray.adapter import resolve_gpu_count
 from farandole.ray.backend import RayBackend, SpareActors
-from farandole.ray.trial import Packed, RankSession, with_session
-from farandole.ray.utils import needed
-from farandole.runner.gang import payload
-from farandole.tuning.records import told
+from farandole.ray.trial import PickledFunction, RankSession, with_rank_session
+from farandole.ray.utils import import_ray
+from farandole.runner.gang import pickle_payload
+from farandole.tuning.records import parse_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def trainable(
     Args:
         train: Runs on every rank of a trial with the trial's configuration.
         num_workers: Ranks of a trial.
-        use_gpu: Whether each gets GPUs.
+        use_gpu: Whether each rank gets GPUs.
         gpus_per_worker: GPUs of a rank; 1 by default with `use_gpu`.
         cpus_per_worker: CPUs that Ray reserves for a rank.
         env: Variables to set in the ranks.
@@ -65,15 +65,18 @@ def trainable(
         ValueError: A number is out of range, or `gpus_per_worker` contradicts `use_gpu`.
         ImportError: Ray is not installed.
     """
-    needed()
-    from farandole.runner import warm as warm_workers  # noqa: PLC0415 - as above
+    import_ray()
+    from farandole.runner import warm_workers  # noqa: PLC0415 - as above
     from ray import tune  # noqa: PLC0415 - Ray may be absent
 
-    size = at_least(1)("num_workers", num_workers)
-    bundle = {"CPU": cpus_per_worker, "GPU": gpus(gpus_per_worker, use_gpu, "gpus_per_worker")}
-    # The process of a trial does not load the function, so it imports nothing of the user's and
-    # cannot tell.
-    packed = Packed(payload(train, (), None))
+    size = integer_at_least(1)("num_workers", num_workers)
+    bundle = {
+        "CPU": cpus_per_worker,
+        "GPU": resolve_gpu_count(gpus_per_worker, use_gpu, "gpus_per_worker"),
+    }
+    # The process of a trial does not load the function, so it imports no module of the user and
+    # cannot know whether the function uses torch.
+    packed = PickledFunction(pickle_payload(train, (), None))
     settings = {
         "use_gpu": use_gpu,
         "gpus_per_worker": gpus_per_worker,
@@ -81,28 +84,28 @@ def trainable(
         "env": env,
         "pass_env": tuple(pass_env),
         "start_timeout": start_timeout,
-        "warm": warm_workers.wanted(warm, by_default=True) is not None,
+        "warm": warm_workers.choose_warm_workers(warm, by_default=True) is not None,
         "verbose": 0,
     }
 
     def trial(config: dict[str, Any]) -> None:
-        session = RankSession.of_trial() if tune_session else None
+        session = RankSession.from_trial() if tune_session else None
 
-        def heard(rank: int, record: dict[str, Any]) -> None:
-            found = told(rank, record)
+        def handle_record(rank: int, record: dict[str, Any]) -> None:
+            found = parse_report(rank, record)
             if found is not None:
                 step, metrics = found
                 tune.report({**metrics, "step": step})
             elif session is not None:
-                session.pass_on(record)
+                session.forward_report(record)
 
-        function = packed if session is None else with_session(packed, session)
-        backend = RayBackend(size, **settings).with_spare(SpareActors.of_process())
+        function = packed if session is None else with_rank_session(packed, session)
+        backend = RayBackend(size, **settings).with_spare(SpareActors.for_process())
         try:
-            returned = backend.run(function, (config,), on_progress=heard)[0]
+            returned = backend.run(function, (config,), on_progress=handle_record)[0]
         finally:
             if session is not None:
-                session.clear()
+                session.remove_copies()
         if isinstance(returned, Mapping):
             tune.report(dict(returned))
 
@@ -150,7 +153,7 @@ def DistributedTrainableCreator(  # noqa: N802 - the name that Ray had
     each = num_workers if num_slots is None else num_slots
     return trainable(
         func,
-        at_least(1)("num_hosts", num_hosts) * at_least(1)("num_workers", each),
+        integer_at_least(1)("num_hosts", num_hosts) * integer_at_least(1)("num_workers", each),
         use_gpu=use_gpu,
         gpus_per_worker=num_gpus_per_worker if num_gpus_per_slot is None else num_gpus_per_slot,
         cpus_per_worker=num_cpus_per_worker if num_cpus_per_slot is None else num_cpus_per_slot,

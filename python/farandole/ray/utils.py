@@ -25,7 +25,7 @@ def map_blocking(fn: Callable[[Any], Any], collection: Iterable[Any]) -> list[An
     return ray.get([fn(item) for item in collection])
 
 
-def needed() -> Any:
+def import_ray() -> Any:
     """Returns the module of Ray.
 
     Raises:
@@ -38,7 +38,7 @@ def needed() -> Any:
     return ray
 
 
-def is_client() -> bool:
+def is_ray_client() -> bool:
     """Returns whether this process reaches its cluster by Ray Client."""
     from ray.util.client import ray as client  # noqa: PLC0415 - as above
 

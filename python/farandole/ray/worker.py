@@ -25,7 +25,7 @@ class BaseHorovodWorker:
     """The object that `start_executable` made."""
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
-        utils.needed()
+        utils.import_ray()
         self.world_rank = world_rank
         self.world_size = world_size
         self.update_env_vars(
@@ -38,19 +38,19 @@ class BaseHorovodWorker:
 
     def node_id(self) -> str:
         """Ray's id of the node that the actor runs on, in hexadecimal digits."""
-        return utils.needed().get_runtime_context().get_node_id()
+        return utils.import_ray().get_runtime_context().get_node_id()
 
     def hostname(self) -> str:
         """Address of the node by which the actor was placed."""
-        return utils.needed().util.get_node_ip_address()
+        return utils.import_ray().util.get_node_ip_address()
 
     def get_gpu_ids(self) -> list[Any]:
         """Returns the GPUs that Ray assigned to the actor."""
-        return utils.needed().get_gpu_ids()
+        return utils.import_ray().get_gpu_ids()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Sets variables of this process. Libraries that are already loaded may have read
-        theirs.
+        """Sets variables of this process. Libraries that are already loaded may have read their
+        variables before.
         """
         os.environ.update(
             {name: str(value) for name, value in env_vars.items() if value is not None}
@@ -66,10 +66,10 @@ class BaseHorovodWorker:
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes the object that `execute` hands to functions; it may call `init`.
+        """Creates the object that `execute` passes to functions; its constructor may call `init`.
 
         Args:
-            executable_cls: Its class; none makes no object.
+            executable_cls: Class of the object; `None` creates no object.
             executable_args: Arguments of its constructor.
             executable_kwargs: Keyword arguments of its constructor.
         """
@@ -98,13 +98,13 @@ class BaseHorovodWorker:
         ray_logger.configure(queue)
 
     def where(self) -> str:
-        """Identifies the host: ranks with the same value can share memory."""
+        """Returns the identity of the host: ranks with the same identity can share memory."""
         from farandole._native import engine  # noqa: PLC0415 - loaded in the rank's process only
 
-        return engine.here()
+        return engine.memory_identity()
 
     def host(self, one_host: bool) -> str:
-        """Holds the registrar of the world, for the life of this process; rank 0 is asked.
+        """Hosts the registrar of the world until this process ends; called on rank 0.
 
         Args:
             one_host: Whether all ranks are on this host, so that the registrar listens on loopback
@@ -115,10 +115,10 @@ class BaseHorovodWorker:
         """
         from farandole._native import engine  # noqa: PLC0415 - as above
 
-        return engine.host(self.world_size, one_host)
+        return engine.host_registrar(self.world_size, one_host)
 
     def take_place(self, ticket: str) -> None:
         """Makes every `init` in this process join the world of a ticket."""
         from farandole.common import basics  # noqa: PLC0415 - as above
 
-        basics.take_place(ticket, self.world_rank)
+        basics.set_world_ticket(ticket, self.world_rank)

@@ -86,8 +86,8 @@ def run(
             returns slots by host. Asked every second.
         start_timeout: Seconds within which all processes must start; default:
             `FARANDOLE_START_TIMEOUT`, else 600.
-        ssh_port: Port for ssh; default: that of ssh's configuration.
-        ssh_identity_file: Key for ssh; default: that of ssh's configuration.
+        ssh_port: Port for ssh; default: from ssh's configuration.
+        ssh_identity_file: Key for ssh; default: from ssh's configuration.
         disable_cache: Not used: nothing is cached from run to run.
         output_filename: Folder for the output of each rank, in `rank.<N>/stdout` and
             `rank.<N>/stderr`, besides this process's own streams.
@@ -116,7 +116,7 @@ def run(
             load and output, and what `farandole.spark.task.report` says.
 
     Returns:
-        The results by rank; of an elastic job those of its last world.
+        The results by rank; for an elastic job, the results of its last world.
 
     Raises:
         ValueError: An argument is wrong, two contradict each other, or there are fewer slots than
@@ -129,32 +129,32 @@ def run(
     # loads pyspark.
     from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
     from farandole.runner import timelines  # noqa: PLC0415
-    from farandole.runner.elastic.job import Elastic, ElasticBackend  # noqa: PLC0415
-    from farandole.runner.hosts import HostsBackend, Reach  # noqa: PLC0415
-    from farandole.runner.show.watched import watched  # noqa: PLC0415
+    from farandole.runner.elastic.job import ElasticBackend, ElasticRunOptions  # noqa: PLC0415
+    from farandole.runner.hosts import HostsBackend, SshOptions  # noqa: PLC0415
+    from farandole.runner.show.watched import view_run  # noqa: PLC0415
 
-    num_proc = _renamed("np", np, "num_proc", num_proc)
-    elastic = Elastic(
+    num_proc = _resolve_deprecated("np", np, "num_proc", num_proc)
+    elastic = ElasticRunOptions(
         discovery=host_discovery_script,
-        min_num_proc=_renamed("min_np", min_np, "min_num_proc", min_num_proc),
-        max_num_proc=_renamed("max_np", max_np, "max_num_proc", max_num_proc),
+        min_num_proc=_resolve_deprecated("min_np", min_np, "min_num_proc", min_num_proc),
+        max_num_proc=_resolve_deprecated("max_np", max_np, "max_num_proc", max_num_proc),
         slots=slots,
         reset_limit=reset_limit,
         cooldown_range=cooldown_range,
         spares=spares,
         timeout=elastic_timeout,
     )
-    elastic.check(hosts=hosts, hostfile=hostfile)
+    elastic.check_arguments(hosts=hosts, hostfile=hostfile)
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile exclude each other")
     if use_gloo and use_mpi:
         raise ValueError("use_gloo and use_mpi exclude each other")
-    _say_ignored(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
+    _warn_ignored(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
     del disable_cache
     changes = dict(env or {})
-    names = _interfaces(network_interface, network_interfaces)
+    names = _interface_names(network_interface, network_interfaces)
     if names:
-        network, warning = native.networks_of(names)
+        network, warning = native.networks_of_interfaces(names)
         if warning is not None:
             warnings.warn(f"network_interfaces: {warning}", stacklevel=2)
         changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
@@ -170,26 +170,26 @@ def run(
         "prefix_output_with_timestamp": prefix_output_with_timestamp,
         "bind": changes.get("FARANDOLE_BIND_ADDRESS"),
     }
-    reach = Reach(ssh_command, ssh_port, ssh_identity_file)
-    with timelines.gathered(timeline), watched(ui, func, num_proc) as folder:
+    reach = SshOptions(ssh_command, ssh_port, ssh_identity_file)
+    with timelines.collect_timelines(timeline), view_run(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
-        if elastic.is_asked:
+        if elastic.is_elastic:
             backend = ElasticBackend(
                 elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings
             )
         else:
-            backend = HostsBackend(native.slots(hosts, hostfile), num_proc, reach, **settings)
+            backend = HostsBackend(native.host_slots(hosts, hostfile), num_proc, reach, **settings)
         return backend.run(func, args, kwargs or {}, changes)
 
 
-def _renamed(old: str, given: Any, new: str, value: Any) -> Any:
+def _resolve_deprecated(old: str, given: Any, new: str, value: Any) -> Any:
     if given is None:
         return value
     warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=3)
     return given
 
 
-def _say_ignored(**given: object) -> None:
+def _warn_ignored(**given: object) -> None:
     asked = [f"{name}={value!r}" for name, value in given.items() if value]
     if asked:
         warnings.warn(
@@ -199,7 +199,7 @@ def _say_ignored(**given: object) -> None:
         )
 
 
-def _interfaces(one: str | None, several: Iterable[str] | str | None) -> list[str]:
+def _interface_names(one: str | None, several: Iterable[str] | str | None) -> list[str]:
     if one is not None:
         warnings.warn(
             "network_interface is deprecated, use network_interfaces",

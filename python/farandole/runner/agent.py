@@ -17,48 +17,48 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from farandole.common import scratch
-from farandole.runner import warm as warm_workers
-from farandole.runner.outcome import Ending
-from farandole.stores import keys, seals
+from farandole.runner import warm_workers
+from farandole.runner.outcome import TaskOutcome
+from farandole.stores import checkpoint_signatures, run_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from farandole.runner.warm import Warm
+    from farandole.runner.warm_workers import WarmWorkers
 
 Environment = dict[str, str | None]
 
-_MOST_ROUNDS = 1 << 16
+_MAX_REJOINS = 1 << 16
 
-RESOURCES: Final = "FARANDOLE_TASK_RESOURCES"
+RESOURCES_VARIABLE: Final = "FARANDOLE_TASK_RESOURCES"
 """Variable that hands a task's resource addresses to its worker, as JSON."""
 
 
-class Carried(Protocol):
+class PrestagedPayload(Protocol):
     """A function and its arguments that reached the host before the task that needs them."""
 
-    def read(self) -> bytes:
+    def read_payload(self) -> bytes:
         """The function and arguments that were sent; called in the task."""
         ...
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerSpec:
     """The description of a job for an agent, which is sent to its task.
 
     Attributes:
-        ticket: The registrar's.
-        payload: The pickled function and its arguments, or what reads them in the task.
+        ticket: Ticket of the registrar.
+        payload: The pickled function and its arguments, or an object that reads them in the task.
         env: Variables to set or (`None`) remove.
         executable: Interpreter of the workers; `None` takes the agent's own.
         stream_output: Whether lines go to the driver.
         start_timeout: Seconds to wait for the other tasks.
-        warm: How workers start warm, if they do.
+        warm: Settings of warm workers, if workers start warm.
         rejoin_after: Seconds after which an agent whose gang was broken up, because another was
             lost or started again, registers once more; `None` if lost agents are not started again.
-            At once in a gang of independent tasks, of which Spark starts that one alone. Spark
-            starts a barrier stage again as a whole, and ends the rest of the old one: an agent that
-            still runs after that belongs to the new one.
+            In a gang of independent tasks, agents register again at once, because Spark starts only
+            the lost task again. Spark starts a barrier stage again as a whole and ends the tasks of
+            the old attempt: an agent that still runs after that belongs to the new attempt.
         elastic: Whether workers come and go while the job runs: each starts at once and asks for a
             rank by itself.
         keys: Whether the driver has the keys of runs in a store, so that workers ask it for them;
@@ -66,18 +66,18 @@ class Work:
     """
 
     ticket: str
-    payload: bytes | Carried
+    payload: bytes | PrestagedPayload
     env: Mapping[str, str | None] = field(default_factory=dict)
     executable: str | None = None
     stream_output: bool = False
     start_timeout: float | None = None
-    warm: Warm | None = None
+    warm: WarmWorkers | None = None
     rejoin_after: float | None = None
     elastic: bool = False
-    keys: bool | None = field(default_factory=seals.is_given)
+    keys: bool | None = field(default_factory=checkpoint_signatures.has_secret)
 
     def __post_init__(self) -> None:
-        """Refuses an environment that no process can have, before it travels."""
+        """Refuses an environment that no process can have, before it is sent."""
         for name, value in self.env.items():
             if not isinstance(name, str) or not (value is None or isinstance(value, str)):
                 raise TypeError(
@@ -89,17 +89,17 @@ class Work:
                 )
 
 
-def serve(
-    work: Work,
+def run_worker(
+    work: WorkerSpec,
     task: int,
     attempt: int = 0,
     resources: Mapping[str, list[str]] | None = None,
     owner: int | None = None,
-) -> Ending:
+) -> TaskOutcome:
     """Runs the worker of one task to its end.
 
     Args:
-        work: What to run.
+        work: The description of the job.
         task: Number of this task.
         attempt: Fencing token: a later attempt at the same task has a higher one.
         resources: Addresses that were assigned to the task, by resource name.
@@ -109,51 +109,61 @@ def serve(
         How the worker ended, or why there was none.
     """
     host = socket.gethostname()
-    asks = None if work.keys is False else keys.told(work.ticket, reachable=work.keys is True)
-    env = environment(work.env, resources or {}) | {keys.AT_DRIVER: asks}
+    asks = (
+        None
+        if work.keys is False
+        else run_keys.keys_at_driver_value(work.ticket, reachable=work.keys is True)
+    )
+    env = worker_environment(work.env, resources or {}) | {run_keys.KEYS_AT_DRIVER_VARIABLE: asks}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]
     if work.warm is not None and owner is not None:
-        command = warm_workers.command(work.warm, command, env, owner)
-    with scratch.opened() as folder:
-        return _serve(work, task, attempt, command, env | {scratch.VARIABLE: str(folder)}, host)
+        command = warm_workers.worker_command(work.warm, command, env, owner)
+    with scratch.open_locked_directory() as folder:
+        return _run_attempts(
+            work, task, attempt, command, env | {scratch.SCRATCH_VARIABLE: str(folder)}, host
+        )
 
 
-def _serve(
-    work: Work, task: int, attempt: int, command: list[str], env: Environment, host: str
-) -> Ending:
+def _run_attempts(
+    work: WorkerSpec, task: int, attempt: int, command: list[str], env: Environment, host: str
+) -> TaskOutcome:
     from farandole._native import launcher  # noqa: PLC0415 - starts no thread before a daemon of Spark forks
 
-    for again in range(_MOST_ROUNDS):
+    for again in range(_MAX_REJOINS):
         try:
             outcome = launcher.run_agent(
                 work.ticket,
                 task,
                 command,
                 env=env,
-                payload=work.payload if isinstance(work.payload, bytes) else work.payload.read(),
-                attempt=attempt * _MOST_ROUNDS + again,
+                payload=work.payload
+                if isinstance(work.payload, bytes)
+                else work.payload.read_payload(),
+                attempt=attempt * _MAX_REJOINS + again,
                 stream_output=work.stream_output,
                 start_timeout=work.start_timeout,
                 together=work.rejoin_after is not None,
                 elastic=work.elastic,
             )
         except Exception as error:  # noqa: BLE001 - every refusal goes to the driver as an ending
-            return Ending(task, host, refused=f"{type(error).__name__}: {error}")
+            return TaskOutcome(task, host, refused=f"{type(error).__name__}: {error}")
         if work.rejoin_after is None or not outcome.retry:
-            return Ending.of(task, host, outcome)
+            return TaskOutcome.from_agent(task, host, outcome)
         time.sleep(work.rejoin_after)
-    return Ending(task, host, refused=f"other tasks were lost {_MOST_ROUNDS} times")
+    return TaskOutcome(task, host, refused=f"other tasks were lost {_MAX_REJOINS} times")
 
 
-def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]]) -> Environment:
-    """Returns the changes that make a worker's environment out of this process's.
+def worker_environment(
+    env: Mapping[str, str | None], resources: Mapping[str, list[str]]
+) -> Environment:
+    """Returns the differences of a worker's environment from this process's environment.
 
-    The worker imports what this process can import: its `sys.path` follows whatever `PYTHONPATH`
-    was asked for. Output is unbuffered unless asked otherwise, so that a line is seen when it is
-    printed and is not lost with a killed worker.
+    The worker can import every module that this process can import: the `sys.path` of this process
+    comes after the `PYTHONPATH` that the user gave. Output is unbuffered unless the user sets
+    otherwise, so that a line is seen at once and is not lost if the worker is killed.
 
     Args:
-        env: What the user asked for.
+        env: The variables that the user gave.
         resources: Addresses assigned to the task.
     """
     changed: Environment = dict(env)
@@ -162,7 +172,7 @@ def environment(env: Mapping[str, str | None], resources: Mapping[str, list[str]
     changed["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*asked, *own]))
     changed.setdefault("PYTHONUNBUFFERED", os.environ.get("PYTHONUNBUFFERED", "1"))
     if resources:
-        changed[RESOURCES] = json.dumps(
+        changed[RESOURCES_VARIABLE] = json.dumps(
             {name: list(addresses) for name, addresses in resources.items()}
         )
     return changed

@@ -9,23 +9,22 @@ import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.common.check import at_least
-from farandole.runner import outcome, timelines
-from farandole.runner import warm as warm_workers
-from farandole.runner.agent import Work
-from farandole.runner.elastic.conduct import conduct as conduct_elastic
-from farandole.runner.gang import Output, conduct, payload
-from farandole.runner.limits import elastic_limit, elastic_sizes, start_limit
-from farandole.runner.local import LocalAgents, LocalCrew
+from farandole.common.check import integer_at_least
+from farandole.runner import outcome, timelines, warm_workers
+from farandole.runner.agent import WorkerSpec
+from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
+from farandole.runner.gang import JobOutput, pickle_payload, run_gang
+from farandole.runner.limits import elastic_sizes, elastic_timeout_seconds, start_timeout_seconds
+from farandole.runner.local import LocalAgentPool, LocalAgents
 from farandole.runner.show import training
-from farandole.runner.slots import Slots
-from farandole.runner.streams import Streams
+from farandole.runner.slots import SlotQueue
+from farandole.runner.streams import OutputStreams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole._native.registrar import Registrar
-    from farandole.runner.gang import Agents
+    from farandole.runner.gang import GangAgents
     from farandole.stores.store import Store
 
     OnProgress = Callable[[int, dict[str, Any]], None]
@@ -63,7 +62,7 @@ class Backend(ABC):
 
     @abstractmethod
     def num_processes(self) -> int:
-        """Number of workers."""
+        """Returns the number of workers."""
 
     def check(self) -> None:
         """Raises what `run` would raise before it starts anything. Estimators call it before they
@@ -79,7 +78,7 @@ class Backend(ABC):
         if it needs that.
 
         Args:
-            store: What every worker and this process reach; an estimator's.
+            store: Store that every worker and this process reach; an estimator's.
         """
         del store
         return self
@@ -95,15 +94,15 @@ class LocalBackend(Backend):
     continue, and another one replaces it.
 
     Args:
-        num_proc: Number of processes, or of those that an elastic job begins with; default: the
+        num_proc: Number of processes; of an elastic job, the number at its beginning; default: the
             number of cores.
         env: Variables to set in the workers; `None` as a value removes one.
         start_timeout: Seconds within which all workers must start; default as in
             `farandole.spark.run`.
         stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
-            rank runs.
+        verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
+            host of each rank.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: this one.
         warm: Whether workers start warm, from a fork server of this process that has imported
@@ -137,11 +136,13 @@ class LocalBackend(Backend):
         elastic_timeout: float | None = None,
         reset_limit: int | None = None,
     ) -> None:
-        self._given = num_proc
+        self._requested_num_proc = num_proc
         self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
-        self._num_proc = _cores() if num_proc is None else at_least(1)("num_proc", num_proc)
+        self._num_proc = (
+            _core_count() if num_proc is None else integer_at_least(1)("num_proc", num_proc)
+        )
         if num_proc is None and self._bounds:
-            self._num_proc = elastic_sizes(None, min_num_proc, max_num_proc, _cores)[0]
+            self._num_proc = elastic_sizes(None, min_num_proc, max_num_proc, _core_count)[0]
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
@@ -150,7 +151,7 @@ class LocalBackend(Backend):
             )
         self._env = dict(env or {})
         self._start_timeout = start_timeout
-        self._streams = Streams(
+        self._streams = OutputStreams(
             stdout, stderr, prefix_output_with_timestamp, verbose, output_folder
         )
         self._executable = executable
@@ -166,46 +167,52 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """Like `Backend.run`."""
         size = self._num_proc
-        start_limit(self._start_timeout)
+        start_timeout_seconds(self._start_timeout)
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
-            changes.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // size)))
-        packed = payload(fn, args, kwargs)
-        output = self._streams.output(size)
-        under_way = training.current()
-        changes |= under_way.variables() | timelines.variables()
-        warmth = warm_workers.wanted(self._warm, by_default=True)
-        with self._turn(output) as limit:
+            changes.setdefault("OMP_NUM_THREADS", str(max(1, _core_count() // size)))
+        packed = pickle_payload(fn, args, kwargs)
+        output = self._streams.open_output(size)
+        under_way = training.current_run()
+        changes |= under_way.worker_variables() | timelines.worker_variables()
+        warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
+        with self._hold_cores(output) as limit:
             if self._bounds:
-                where = {"host": "127.0.0.1", "bind": ""}  # as that of a job of fixed size
-                registrar, most = elastic_registrar(
+                where = {"host": "127.0.0.1", "bind": ""}  # as in a job of fixed size
+                registrar, most = make_elastic_registrar(
                     size, self._bounds, self._limits, limit, **where
                 )
-                work = Work(
+                work = WorkerSpec(
                     registrar.ticket,
                     packed,
                     changes,
                     self._executable,
-                    output.streaming,
+                    output.is_streaming,
                     limit,
                     warmth,
                     elastic=True,
                 )
                 return conduct_elastic(
                     registrar,
-                    LocalCrew(work, most),
+                    LocalAgentPool(work, most),
                     output,
                     on_progress,
                     watcher=under_way,
                     ends_on_error=True,
                 )
-            registrar = self._registrar(size, limit)
-            work = Work(
-                registrar.ticket, packed, changes, self._executable, output.streaming, limit, warmth
+            registrar = self._make_registrar(size, limit)
+            work = WorkerSpec(
+                registrar.ticket,
+                packed,
+                changes,
+                self._executable,
+                output.is_streaming,
+                limit,
+                warmth,
             )
-            endings = conduct(
+            endings = run_gang(
                 registrar,
-                self._agents(work, size),
+                self._make_agents(work, size),
                 size,
                 output,
                 on_progress,
@@ -213,29 +220,32 @@ class LocalBackend(Backend):
                 "workers to start",
                 under_way,
             )
-            return outcome.results(endings, size)
+            return outcome.results_by_rank(endings, size)
 
     @contextlib.contextmanager
-    def _turn(self, output: Output) -> Iterator[float]:
-        """Inside of one of Spark's searches, waits for cores; the seconds that are left for the
+    def _hold_cores(self, output: JobOutput) -> Iterator[float]:
+        """Waits for cores, inside a search of Spark; yields the seconds that are left for the
         start.
         """
         if type(self) is not LocalBackend or not warm_workers.in_search():
-            yield start_limit(self._start_timeout)
+            yield start_timeout_seconds(self._start_timeout)
             return
         most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
-        with _CORES.started(most, output.say, self._start_timeout) as left:
+        with _CORE_SLOTS.hold_slots_for_start(
+            most, output.print_message, self._start_timeout
+        ) as left:
             yield left
 
-    def _registrar(self, size: int, limit: float) -> Registrar:
+    def _make_registrar(self, size: int, limit: float) -> Registrar:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415
 
-        logs.start()
-        # Only this host needs to reach it, so the variables for jobs on several hosts do not apply.
+        logs.start_logging()
+        # Only this host needs to reach the registrar, so the variables for jobs on several hosts do
+        # not apply.
         return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
 
-    def _agents(self, work: Work, size: int) -> Agents:
+    def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
         return LocalAgents(work, range(size))
 
     def plain(self) -> dict[str, Any]:
@@ -243,7 +253,7 @@ class LocalBackend(Backend):
         stream, no path.
         """
         return {
-            "num_proc": self._given,
+            "num_proc": self._requested_num_proc,
             "start_timeout": self._start_timeout,
             "verbose": self._streams.verbose,
             "prefix_output_with_timestamp": self._streams.timestamp,
@@ -257,31 +267,31 @@ class LocalBackend(Backend):
         return self._num_proc
 
 
-def _cores() -> int:
+def _core_count() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
-_CORES = Slots(_cores, "cores")
+_CORE_SLOTS = SlotQueue(_core_count, "cores")
 """The cores that the jobs of searches on this host share."""
 
 
 def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
-    """Fewest and most processes of an elastic job, as they were given; nothing for a job of fixed
-    size.
+    """Returns the given bounds for the number of processes of an elastic job; nothing for a job of
+    fixed size.
 
     Raises:
-        ValueError: They contradict each other or the number of processes.
+        ValueError: The bounds contradict each other or the number of processes.
     """
     given = {"min_num_proc": least, "max_num_proc": most}
     bounds = {name: value for name, value in given.items() if value is not None}
     if bounds and (first is not None or most is not None):
         elastic_sizes(first, least, most, lambda: 1)
     for name, value in bounds.items():
-        at_least(1)(name, value)
+        integer_at_least(1)(name, value)
     return bounds
 
 
-def elastic_registrar(
+def make_elastic_registrar(
     first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
 ) -> tuple[Registrar, int]:
     """Returns a registrar whose workers come and go, and the largest number of them.
@@ -289,19 +299,22 @@ def elastic_registrar(
     Args:
         first: Workers that the first world waits for.
         bounds: As `elastic_bounds` returned them.
-        limits: `elastic_timeout` and `reset_limit`, as far as they were given.
+        limits: `elastic_timeout` and `reset_limit`, if given.
         start: Seconds that workers may take to start.
         **where: `host` and `bind` of `Registrar.elastic`.
     """
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
     from farandole.common import logs  # noqa: PLC0415
 
-    logs.start()
+    logs.start_logging()
     first, least, most = elastic_sizes(
         first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
     )
-    patience, resets = elastic_limit(limits.get("elastic_timeout")), limits.get("reset_limit")
-    registrar = Registrar.elastic(
+    patience, resets = (
+        elastic_timeout_seconds(limits.get("elastic_timeout")),
+        limits.get("reset_limit"),
+    )
+    registrar = Registrar.start_elastic(
         first,
         least,
         most,

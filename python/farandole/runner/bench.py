@@ -24,7 +24,7 @@ from farandole.common import basics
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-DTYPES: Final = {
+DTYPE_CODES: Final = {
     "uint8": (0, 1),
     "int8": (1, 1),
     "int32": (4, 4),
@@ -37,22 +37,22 @@ DTYPES: Final = {
     "float8_e5m2": (16, 1),
 }
 """Number and bytes of the element types."""
-SUM: Final = 1
-GLOBAL: Final = 0
-LONGEST: Final = 1.0
-"""Seconds that one size takes, where no number of iterations is asked for."""
-MOST: Final = 2000
-CHOICE: Final = "FARANDOLE_ALLREDUCE_ALGORITHM"
-FEW_STEPS: Final = ("direct", "doubling")
+SUM_OPERATION: Final = 1
+GLOBAL_PROCESS_SET: Final = 0
+SECONDS_PER_SIZE: Final = 1.0
+"""Seconds of the measurement at one size, if no number of iterations is given."""
+MAX_ITERATIONS: Final = 2000
+ALGORITHM_VARIABLE: Final = "FARANDOLE_ALLREDUCE_ALGORITHM"
+SMALL_TENSOR_ALGORITHMS: Final = ("direct", "doubling")
 """Algorithms for small tensors."""
-SMALL: Final = 1 << 20
-"""Bytes up to which these are tried."""
-CLEARLY: Final = 1.05
-"""Another algorithm is chosen if it is so many times faster: less may be chance."""
+SMALL_TENSOR_BYTES: Final = 1 << 20
+"""Largest size, in bytes, at which the algorithms for small tensors are tried."""
+MIN_SPEEDUP: Final = 1.05
+"""Least ratio of times for which another algorithm is chosen: a smaller one may be noise."""
 
 
-class Memory:
-    """Zeroed memory of its own, by address."""
+class BenchBuffer:
+    """Zeroed memory with a fixed address."""
 
     def __init__(self, size: int) -> None:
         self._pages = mmap.mmap(-1, max(size, 1))
@@ -60,47 +60,71 @@ class Memory:
         self.address = ctypes.addressof(self._anchor)
 
 
-def calls(operation: str, dtype: str, size: int, ranks: int) -> tuple[Callable[[], int], int]:
+def make_submitter(
+    operation: str, dtype: str, size: int, ranks: int
+) -> tuple[Callable[[], int], int]:
     """Returns a function that submits the operation once, and the number of bytes of the operation.
 
     Args:
         operation: Its name.
         dtype: Name of the element type.
-        size: Bytes of the whole tensor: what every rank ends with, or for reduce-scatter and
-            all-to-all begins with.
+        size: Bytes of the whole tensor: the result of each rank, or for reduce-scatter and
+            all-to-all the input.
         ranks: Number of ranks.
     """
-    number, each = DTYPES[dtype]
+    number, each = DTYPE_CODES[dtype]
     whole = max(1, size // each)
     if operation in ("allgather", "reducescatter", "alltoall"):
         whole = max(1, whole // ranks) * ranks
     part = whole // ranks
-    given, taken = Memory(whole * each), Memory(whole * each)
+    given, taken = BenchBuffer(whole * each), BenchBuffer(whole * each)
 
-    def submit() -> int:
-        # Holds both memories as long as it lives itself.
+    def submit_operation() -> int:
+        # The closure keeps both buffers alive.
         source, target = given.address, taken.address
         name = f"bench.{operation}.{size}"
         match operation:
             case "allreduce":
                 return engine.allreduce(
-                    name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True
+                    name,
+                    number,
+                    (whole,),
+                    source,
+                    target,
+                    SUM_OPERATION,
+                    1.0,
+                    1.0,
+                    GLOBAL_PROCESS_SET,
+                    True,
                 )
             case "broadcast":
-                return engine.broadcast(name, number, (whole,), source, source, 0, GLOBAL, True)
+                return engine.broadcast(
+                    name, number, (whole,), source, source, 0, GLOBAL_PROCESS_SET, True
+                )
             case "allgather":
-                return engine.allgather(name, number, (part,), source, GLOBAL, True)
+                return engine.allgather(name, number, (part,), source, GLOBAL_PROCESS_SET, True)
             case "alltoall":
-                return engine.alltoall(name, number, (whole,), source, None, GLOBAL, True)
+                return engine.alltoall(
+                    name, number, (whole,), source, None, GLOBAL_PROCESS_SET, True
+                )
             case _:
                 return engine.reducescatter(
-                    name, number, (whole,), source, target, SUM, 1.0, 1.0, GLOBAL, True
+                    name,
+                    number,
+                    (whole,),
+                    source,
+                    target,
+                    SUM_OPERATION,
+                    1.0,
+                    1.0,
+                    GLOBAL_PROCESS_SET,
+                    True,
                 )
 
-    return submit, whole * each
+    return submit_operation, whole * each
 
 
-def turn(submit: Callable[[], int], count: int) -> list[float]:
+def time_operations(submit: Callable[[], int], count: int) -> list[float]:
     """Returns the seconds of each of `count` operations."""
     times = []
     for _ in range(count):
@@ -110,36 +134,39 @@ def turn(submit: Callable[[], int], count: int) -> list[float]:
     return times
 
 
-def agreed(seconds: float) -> float:
-    """Rank 0's value, on every rank."""
-    memory = Memory(8)
+def broadcast_seconds(seconds: float) -> float:
+    """Returns the value of rank 0 on every rank."""
+    memory = BenchBuffer(8)
     value = ctypes.c_double.from_address(memory.address)
     value.value = seconds
     engine.wait(
-        engine.broadcast("bench.agree", 8, (1,), memory.address, memory.address, 0, GLOBAL, True)
+        engine.broadcast(
+            "bench.agree", 8, (1,), memory.address, memory.address, 0, GLOBAL_PROCESS_SET, True
+        )
     )
     return value.value
 
 
-class Row(NamedTuple):
+class BenchRow(NamedTuple):
     """The measurement at one size."""
 
     size: int
     iterations: int
-    middle: float
+    median_seconds: float
     """Seconds."""
-    late: float
-    """Seconds; a tenth took longer."""
+    p90_seconds: float
+    """90th percentile, in seconds."""
 
-    def show(self) -> None:
-        """Prints it for the command."""
+    def print_row(self) -> None:
+        """Prints the row for the command."""
         sys.stdout.write(
-            f"bench-row {self.size} {self.iterations} {self.middle:.9f} {self.late:.9f}\n"
+            f"bench-row {self.size} {self.iterations} {self.median_seconds:.9f} "
+            f"{self.p90_seconds:.9f}\n"
         )
         sys.stdout.flush()
 
 
-def timed(operation: str, dtype: str, iterations: int, size: int) -> Row:
+def measure_size(operation: str, dtype: str, iterations: int, size: int) -> BenchRow:
     """Times the operation at one size.
 
     Args:
@@ -148,17 +175,19 @@ def timed(operation: str, dtype: str, iterations: int, size: int) -> Row:
         iterations: Number of operations; 0 for as many as fit into a second.
         size: Bytes of the whole tensor.
     """
-    submit, real = calls(operation, dtype, size, engine.world().size)
-    warm = turn(submit, 3)
-    count = iterations or min(MOST, max(5, int(LONGEST / max(agreed(min(warm)), 1e-6))))
-    engine.wait(engine.barrier("bench.start", GLOBAL))
-    times = sorted(turn(submit, count))
-    return Row(
+    submit, real = make_submitter(operation, dtype, size, engine.world().size)
+    warm = time_operations(submit, 3)
+    count = iterations or min(
+        MAX_ITERATIONS, max(5, int(SECONDS_PER_SIZE / max(broadcast_seconds(min(warm)), 1e-6)))
+    )
+    engine.wait(engine.barrier("bench.start", GLOBAL_PROCESS_SET))
+    times = sorted(time_operations(submit, count))
+    return BenchRow(
         real, count, times[len(times) // 2], times[min(len(times) - 1, len(times) * 9 // 10)]
     )
 
 
-def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
+def algorithm_rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str:
     """Returns the rules that choose the fastest algorithm.
 
     Tensors above the largest size get no algorithm for small tensors.
@@ -175,19 +204,19 @@ def rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[int]) -> str
         best = min(here, key=lambda algorithm: here[algorithm])
         if chosen:
             before = chosen[-1][0]
-            if here.get(before, float("inf")) <= CLEARLY * here[best]:
+            if here.get(before, float("inf")) <= MIN_SPEEDUP * here[best]:
                 best = before
                 chosen.pop()
         chosen.append((best, size))
     texts = [f"{algorithm}:{size}" for algorithm, size in chosen]
     last = chosen[-1][0]
-    if last not in FEW_STEPS:
+    if last not in SMALL_TENSOR_ALGORITHMS:
         texts[-1] = last
     return ",".join(texts)
 
 
-def write(path: Path, shape: str, found: str) -> None:
-    """Puts the rules of a shape into a file, in place of those that it has.
+def write_rules(path: Path, shape: str, found: str) -> None:
+    """Writes the rules of a shape into a file, in place of its old rules for the shape.
 
     Args:
         path: The file; it need not exist.
@@ -201,7 +230,7 @@ def write(path: Path, shape: str, found: str) -> None:
     draft.replace(path)
 
 
-def compare(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> None:
+def compare_algorithms(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> None:
     """Times all algorithms of an allreduce and writes the rules that choose the fastest.
 
     Args:
@@ -225,27 +254,31 @@ def compare(dtype: str, iterations: int, sizes: Sequence[int], path: Path) -> No
         for name, fits in (("hierarchy", hosts > 1 and each > 1), ("halving", hosts > 1))
         if fits
     ]
-    names = [*FEW_STEPS, "pipeline", *across]
-    rows: dict[str, dict[int, Row]] = {}
+    names = [*SMALL_TENSOR_ALGORITHMS, "pipeline", *across]
+    rows: dict[str, dict[int, BenchRow]] = {}
     for name in names:
-        os.environ[CHOICE] = name
+        os.environ[ALGORITHM_VARIABLE] = name
         basics.init()
-        fitting = [size for size in sizes if name not in FEW_STEPS or size <= SMALL]
-        rows[name] = {size: timed("allreduce", dtype, iterations, size) for size in fitting}
+        fitting = [
+            size
+            for size in sizes
+            if name not in SMALL_TENSOR_ALGORITHMS or size <= SMALL_TENSOR_BYTES
+        ]
+        rows[name] = {size: measure_size("allreduce", dtype, iterations, size) for size in fitting}
         basics.shutdown()
     if rank > 0:
         return
     times = {
-        name: {size: row.middle for size, row in of_sizes.items()}
+        name: {size: row.median_seconds for size, row in of_sizes.items()}
         for name, of_sizes in rows.items()
     }
     for size in sizes:
         here = {name: of_sizes[size] for name, of_sizes in rows.items() if size in of_sizes}
-        told = ", ".join(f"{name} {row.middle * 1e6:.1f} us" for name, row in here.items())
+        told = ", ".join(f"{name} {row.median_seconds * 1e6:.1f} us" for name, row in here.items())
         sys.stderr.write(f"{size} bytes: {told}\n")
-        min(here.values(), key=lambda row: row.middle).show()
-    found = rules(times, sizes)
-    write(path, f"{hosts}x{each}", found)
+        min(here.values(), key=lambda row: row.median_seconds).print_row()
+    found = algorithm_rules(times, sizes)
+    write_rules(path, f"{hosts}x{each}", found)
     sys.stderr.write(f"{path}: {hosts}x{each}={found}\n")
 
 
@@ -253,21 +286,21 @@ def main() -> None:
     """Times the operation at every size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("operation")
-    parser.add_argument("dtype", choices=sorted(DTYPES))
+    parser.add_argument("dtype", choices=sorted(DTYPE_CODES))
     parser.add_argument("iterations", type=int)
     parser.add_argument("sizes", type=int, nargs="+")
     parser.add_argument("--write", type=Path)
     arguments = parser.parse_args()
     if arguments.write is not None:
-        compare(
+        compare_algorithms(
             arguments.dtype, arguments.iterations, sorted(set(arguments.sizes)), arguments.write
         )
         return
     basics.init()
     for size in arguments.sizes:
-        row = timed(arguments.operation, arguments.dtype, arguments.iterations, size)
+        row = measure_size(arguments.operation, arguments.dtype, arguments.iterations, size)
         if engine.world().rank == 0:
-            row.show()
+            row.print_row()
     basics.shutdown()
 
 

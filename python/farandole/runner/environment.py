@@ -2,13 +2,14 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The variables of the driver that are forwarded to the workers on Spark.
 
-They are sent in the closure of Spark's tasks. Spark keeps that in caches, and administrators can
-read it. So only variables are forwarded that workers are known to need, and none that may be a
-secret:
+The variables are sent in the closure of Spark's tasks. Spark keeps the closure in caches, and
+administrators can read it. So a variable is forwarded only if workers need it and it is not likely
+to be a secret:
 
-1. its name is in `NAMES`, or starts with one of `PREFIXES`, or matches a pattern of the user;
-2. if it matches no pattern of the user, its name contains no word of secrets, and its value is not
-   a URL with a password.
+1. Its name is in `FORWARDED_NAMES`, or starts with one of `FORWARDED_PREFIXES`, or matches a
+   pattern of the user.
+2. If its name matches no pattern of the user, its name contains no word of secrets, and its value
+   is not a URL with a password.
 
 `SparkBackend(pass_env=["WANDB_*"])` forwards further variables, and `env={...}` replaces all of
 them.
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-NAMES = ("LANG", "LANGUAGE", "TZ", "NO_COLOR")
-PREFIXES = (
+FORWARDED_NAMES = ("LANG", "LANGUAGE", "TZ", "NO_COLOR")
+FORWARDED_PREFIXES = (
     *("FARANDOLE_", "HOROVOD_"),
     *(
         "KERAS_",
@@ -46,27 +47,27 @@ PREFIXES = (
 _SECRET_WORDS = re.compile(
     r"SECRET|TOKEN|PASSW|CREDENTIAL|PRIVATE|API_?KEY|ACCESS_?KEY|_KEY$|TICKET"
 )
-_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+_URL_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 
-def chosen(
+def select_variables(
     environment: Mapping[str, str], more: Sequence[str], never: Sequence[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns the variables that travel, and the names of those that do not.
+    """Returns the variables to forward to workers, and the names of all others.
 
     Args:
-        environment: of the driver.
-        more: patterns of further names, as a shell has them.
-        never: names that belong to the driver's own process, and mean nothing elsewhere.
+        environment: Variables of the driver.
+        more: Shell patterns of further names.
+        never: Names that belong to the driver's own process and mean nothing elsewhere.
     """
     known = {name: value for name, value in environment.items() if name not in never}
-    taken = {name: value for name, value in known.items() if _travels(name, value, more)}
+    taken = {name: value for name, value in known.items() if _is_forwarded(name, value, more)}
     return taken, sorted(set(known) - set(taken))
 
 
-def _travels(name: str, value: str, more: Sequence[str]) -> bool:
+def _is_forwarded(name: str, value: str, more: Sequence[str]) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in more):
         return True
-    if name not in NAMES and not name.startswith(PREFIXES):
+    if name not in FORWARDED_NAMES and not name.startswith(FORWARDED_PREFIXES):
         return False
-    return _SECRET_WORDS.search(name.upper()) is None and _PASSWORD.search(value) is None
+    return _SECRET_WORDS.search(name.upper()) is None and _URL_PASSWORD.search(value) is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import signal as signals
 
-_HINTS = {
+_SIGNAL_HINTS = {
     "SIGKILL": (
         "nothing in the process can cause this signal: the kernel's out-of-memory killer and "
         "cluster managers send it, so look at the memory of that host or container first"
@@ -22,10 +22,10 @@ _HINTS = {
 
 
 class FarandoleJobError(RuntimeError):
-    """A worker failed, and the job ended.
+    """The failure of a worker, which ended the job.
 
-    When the worker raised a Python exception that could be brought to the driver, that exception is
-    this one's `__cause__`.
+    If the worker raised a Python exception that the driver could unpickle, `__cause__` is that
+    exception.
 
     Attributes:
         rank: The rank that failed first; `None` if it is unknown.
@@ -64,16 +64,16 @@ class FarandoleJobError(RuntimeError):
         """Adds a reason that is known from elsewhere.
 
         Args:
-            reason: In a sentence.
+            reason: The reason in a sentence.
         """
         self.reason = f"{self.reason}; {reason}"
         self.args = (self.reason,)
 
     def __str__(self) -> str:
-        """Returns the failure, then what the worker left behind."""
+        """Returns the failure, then the traceback and last lines of stderr of the worker."""
         parts = [self.reason]
-        if self.signal_name in _HINTS:
-            parts.append(f"({_HINTS[self.signal_name]})")
+        if self.signal_name in _SIGNAL_HINTS:
+            parts.append(f"({_SIGNAL_HINTS[self.signal_name]})")
         if self.remote_traceback:
             parts.append(
                 f"\n--- traceback of rank {self.rank} ---\n{self.remote_traceback.rstrip()}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The fork server of warm workers: imports once, forks at once. Started by `farandole.runner.warm`.
+"""The fork server of warm workers: imports once, forks at once. Started by
+`farandole.runner.warm_workers`.
 
 `python -m farandole.runner.forkserver <socket> <owner> <owner's start> <idle seconds> <module...>`
 returns when the server listens in the background. The server talks to `farandole.runner.proxy`, and
-only to processes of its own user:
+only to processes of the same user:
 
 - server: `r` if it can fork, anything else if it cannot;
 - proxy: length, descriptors, and `directory NUL names of pipes NUL name=value NUL ...`;
@@ -34,33 +35,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from farandole.runner import worker
-from farandole.runner.warm import started
+from farandole.runner.warm_workers import process_start_ticks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG: Final = 1
-_WORD: Final = 10.0
-_GLANCE: Final = 0.2
-_MOST: Final = 64 << 20
-_HEAD: Final = 3
+_HANDSHAKE_TIMEOUT: Final = 10.0
+_STALE_CHECK_INTERVAL: Final = 0.2
+_MAX_REQUEST_BYTES: Final = 64 << 20
+_MIN_REQUEST_FIELDS: Final = 3
 
 
 @dataclass
-class Child:
+class ForkedWorker:
     """A forked worker."""
 
     pid: int
     pidfd: int
     stand_in: socket.socket
 
-    def descriptors(self) -> list[int]:
+    def open_descriptors(self) -> list[int]:
         """Descriptors that no other worker may hold."""
         return [self.pidfd, self.stand_in.fileno()]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until the owner is gone or nothing was asked for long enough.
+    """Serves until the owner is gone, or no request has come for the idle time.
 
     Args:
         arguments: See the module.
@@ -76,13 +77,13 @@ def main(arguments: Sequence[str]) -> int:
         return 0  # another one serves
     try:
         tie = os.pidfd_open(int(owner))
-        if started(int(owner)) != int(born):
+        if process_start_ticks(int(owner)) != int(born):
             return 1
     except OSError:
         return 1
     os.truncate(lock, 0)
-    os.write(lock, f"{owner} {born} {_numbers()}".encode())
-    sweep(Path(place).parent)
+    os.write(lock, f"{owner} {born} {_pid_namespace()}".encode())
+    remove_stale_files(Path(place).parent)
     Path(place).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(place)
@@ -92,27 +93,27 @@ def main(arguments: Sequence[str]) -> int:
     os.setsid()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # and its files go
     try:
-        Server(listener, (lock, tie), float(idle), preload).serve()
+        ForkServer(listener, (lock, tie), float(idle), preload).serve_requests()
     finally:
         for path in (place, f"{place}.lock"):
             Path(path).unlink(missing_ok=True)
     return 0
 
 
-def sweep(folder: Path) -> None:
-    """Removes files of killed servers whose owners have ended, so that none of them starts another
+def remove_stale_files(folder: Path) -> None:
+    """Removes files of killed servers whose owners have ended: such an owner starts no other
     server there.
 
     Args:
-        folder: Where sockets are, each with a lock beside it that names the owner.
+        folder: Folder of the sockets; each has a lock beside it that names the owner.
     """
     for lock in folder.glob("warm-*.lock"):
         try:
             owner, born, numbers = lock.read_text().split()
-            if numbers != _numbers():
+            if numbers != _pid_namespace():
                 continue  # another container's process, which has another number here
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if started(int(owner)) == int(born):
+                if process_start_ticks(int(owner)) == int(born):
                     continue
         except (OSError, ValueError):
             continue
@@ -120,62 +121,62 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _numbers() -> str:
-    """In which namespace processes have the numbers that they have here."""
+def _pid_namespace() -> str:
+    """Returns the namespace of the process ids that this process sees."""
     return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - no path
 
 
-class Server:
+class ForkServer:
     """The loop of one thread over stand-ins, workers and the owner."""
 
     def __init__(
         self, listener: socket.socket, held: tuple[int, int], idle: float, preload: Sequence[str]
     ) -> None:
         self._listener = listener
-        self._held = held
-        self._tie = held[1]
+        self._own_descriptors = held
+        self._owner_pidfd = held[1]
         self._idle = idle
-        self._children: dict[int, Child] = {}
-        self._useless = _import(preload) or _threads()
-        _settle()
-        self._files = _files()
-        self._looked: float | None = None
+        self._children: dict[int, ForkedWorker] = {}
+        self._unusable_reason = _import_modules(preload) or _fork_obstacle()
+        _prepare_for_forks()
+        self._files = _imported_files()
+        self._checked_at: float | None = None
         # All present objects stay: without freeze, each collection in a worker would touch their
         # pages and copy them.
         gc.collect()
         gc.freeze()
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Forks a process for each request; returns when there is no reason to stay."""
         poll = select.poll()
         poll.register(self._listener, select.POLLIN)
-        poll.register(self._tie, select.POLLIN)
+        poll.register(self._owner_pidfd, select.POLLIN)
         busy = time.monotonic()
         while True:
             if self._children:
                 busy = time.monotonic()
             left = self._idle - (time.monotonic() - busy)
             ready = dict(poll.poll(None if self._children else max(0.0, left) * 1000))
-            if self._tie in ready:
-                return self._end_all()
+            if self._owner_pidfd in ready:
+                return self._kill_workers()
             if not ready and not self._children and time.monotonic() - busy >= self._idle:
                 return None
-            self._look(poll, ready)
+            self._handle_ready(poll, ready)
             if self._listener.fileno() in ready:
                 busy = time.monotonic()
-                if not self._take(poll) and self._is_stale() and not self._children:
+                if not self._fork_worker(poll) and self._is_stale() and not self._children:
                     return None  # a fresh one does better
 
-    def _look(self, poll: select.poll, ready: dict[int, int]) -> None:
+    def _handle_ready(self, poll: select.poll, ready: dict[int, int]) -> None:
         for child in list(self._children.values()):
             if child.pidfd in ready:
-                self._reap(poll, child)
+                self._reap_worker(poll, child)
             elif child.stand_in.fileno() in ready:
-                self._heard(poll, child)
+                self._handle_message(poll, child)
 
-    def _take(self, poll: select.poll) -> bool:
-        """Forks for the next stand-in; whether it could."""
-        child = self._accept()
+    def _fork_worker(self, poll: select.poll) -> bool:
+        """Forks for the next stand-in; returns whether that was possible."""
+        child = self._accept_request()
         if child is None:
             return False
         self._children[child.pid] = child
@@ -183,38 +184,40 @@ class Server:
         poll.register(child.stand_in, select.POLLIN)
         return True
 
-    def _accept(self) -> Child | None:
+    def _accept_request(self) -> ForkedWorker | None:
         stand_in, _ = self._listener.accept()
         descriptors: list[int] = []
         try:
-            stand_in.settimeout(_WORD)
-            if not _is_own(stand_in):
-                return self._decline(stand_in)
-            if self._useless or _threads() or self._is_stale():
-                return self._decline(stand_in)
+            stand_in.settimeout(_HANDSHAKE_TIMEOUT)
+            if not _is_same_user(stand_in):
+                return self._decline_request(stand_in)
+            if self._unusable_reason or _fork_obstacle() or self._is_stale():
+                return self._decline_request(stand_in)
             stand_in.sendall(b"r")
-            message, descriptors = _request(stand_in)
+            message, descriptors = _receive_request(stand_in)
             pid = os.fork()
             if pid == 0:
                 others = [
-                    number for child in self._children.values() for number in child.descriptors()
+                    number
+                    for child in self._children.values()
+                    for number in child.open_descriptors()
                 ]
-                _become(
+                _become_worker(
                     message,
                     descriptors,
-                    [self._listener.fileno(), *self._held, stand_in.fileno(), *others],
+                    [self._listener.fileno(), *self._own_descriptors, stand_in.fileno(), *others],
                 )
             pidfd = os.pidfd_open(pid)
             with contextlib.suppress(OSError):
                 stand_in.sendall(b"pid %d\n" % pid)
-            return Child(pid, pidfd, stand_in)
+            return ForkedWorker(pid, pidfd, stand_in)
         except (OSError, ValueError):
-            return self._decline(stand_in)
+            return self._decline_request(stand_in)
         finally:
-            _close(descriptors)
+            _close_all(descriptors)
 
     @staticmethod
-    def _decline(stand_in: socket.socket) -> None:
+    def _decline_request(stand_in: socket.socket) -> None:
         with contextlib.suppress(OSError):
             stand_in.sendall(b"n")
         stand_in.close()
@@ -223,25 +226,28 @@ class Server:
         """Returns whether an imported file has changed. One check serves all workers that are
         requested together.
         """
-        if self._looked is not None and time.monotonic() < self._looked + _GLANCE:
+        if (
+            self._checked_at is not None
+            and time.monotonic() < self._checked_at + _STALE_CHECK_INTERVAL
+        ):
             return False
-        self._looked = time.monotonic()
-        return any(_modified(path) != at for path, at in self._files.items())
+        self._checked_at = time.monotonic()
+        return any(_modification_time(path) != at for path, at in self._files.items())
 
-    def _heard(self, poll: select.poll, child: Child) -> None:
+    def _handle_message(self, poll: select.poll, child: ForkedWorker) -> None:
         try:
             word = child.stand_in.recv(1)
         except OSError:
             word = b""
         if word == b"T":
-            _kill(child.pid, signal.SIGTERM)
+            _kill_group(child.pid, signal.SIGTERM)
         elif not word:
             poll.unregister(child.stand_in)
-            _kill(child.pid, signal.SIGKILL)
+            _kill_group(child.pid, signal.SIGKILL)
 
-    def _reap(self, poll: select.poll, child: Child) -> None:
-        # Until it is waited for, its number is its own, and its group's.
-        _kill(child.pid, signal.SIGKILL)
+    def _reap_worker(self, poll: select.poll, child: ForkedWorker) -> None:
+        # Until the worker is waited for, no other process or group can get its number.
+        _kill_group(child.pid, signal.SIGKILL)
         _, status = os.waitpid(child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
         with contextlib.suppress(OSError):
@@ -253,13 +259,13 @@ class Server:
         child.stand_in.close()
         del self._children[child.pid]
 
-    def _end_all(self) -> None:
+    def _kill_workers(self) -> None:
         for child in self._children.values():
-            _kill(child.pid, signal.SIGKILL)
+            _kill_group(child.pid, signal.SIGKILL)
 
 
-def _import(preload: Sequence[str]) -> str | None:
-    """Imports; why the server is of no use, if it is of none."""
+def _import_modules(preload: Sequence[str]) -> str | None:
+    """Imports the modules; returns the reason why the server cannot be used, if any."""
     for number, name in enumerate(preload):
         try:
             importlib.import_module(name)
@@ -269,25 +275,25 @@ def _import(preload: Sequence[str]) -> str | None:
     return None
 
 
-def _settle() -> None:
-    """Does once what every worker would do, each in pages of its own: a third of a worker's
-    life, measured.
+def _prepare_for_forks() -> None:
+    """Does work once that every worker would repeat in its own pages: a third of a worker's
+    lifetime, measured.
     """
     if "numpy" in sys.modules:
-        # NumPy loads it when it is first asked for, which is for every worker's own random numbers.
+        # NumPy loads the module at its first use: when a worker seeds its random numbers.
         importlib.import_module("numpy.random")
     compiler = sys.modules.get("farandole.spark.torch.training.compiler")
     if compiler is not None:
-        # The first optimizer of every worker would import it, which takes longer than to import
-        # torch.
-        compiler.defer()
+        # The first optimizer of every worker would import the compiler, which takes longer than
+        # the import of torch.
+        compiler.defer_compiler()
     for finalizer in list(weakref.finalize._registry):  # noqa: SLF001 # pyright: ignore[reportAttributeAccessIssue]
-        # At its exit a worker does not take apart what the imports have built, such as torch's
-        # thousands of operators.
+        # When a worker exits, it does not destroy the objects that the imports have made, such as
+        # thousands of operators of torch.
         finalizer.atexit = False
 
 
-def _threads() -> str | None:
+def _fork_obstacle() -> str | None:
     """Returns the reason why this process cannot be forked, if any: a fork has only the thread
     that forks.
     """
@@ -295,26 +301,26 @@ def _threads() -> str | None:
     return None if threads == 1 else f"the imports left {threads - 1} threads"
 
 
-def _files() -> dict[str, int | None]:
-    """Returns every file that was imported, and when it was written."""
+def _imported_files() -> dict[str, int | None]:
+    """Returns every imported file, and the time of its last change."""
     paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    return {path: _modified(path) for path in paths if isinstance(path, str)}
+    return {path: _modification_time(path) for path in paths if isinstance(path, str)}
 
 
-def _modified(path: str) -> int | None:
+def _modification_time(path: str) -> int | None:
     try:
         return os.stat(path).st_mtime_ns  # noqa: PTH116 - four times as fast, and asked of a thousand files
     except OSError:
         return None
 
 
-def _is_own(stand_in: socket.socket) -> bool:
+def _is_same_user(stand_in: socket.socket) -> bool:
     """Returns whether the other end is a process of this user."""
     told = stand_in.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", told)[1] == os.getuid()
 
 
-def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
+def _receive_request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
     """Receives the request of a stand-in.
 
     Raises:
@@ -323,32 +329,32 @@ def _request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
     """
     head, descriptors, _, _ = socket.recv_fds(stand_in, 4, 8)
     try:
-        message = _message(stand_in, head)
+        message = _receive_message(stand_in, head)
         # A directory, the names of pipes: two descriptors for the output, one for each of the
         # pipes.
         words = message.split(b"\0", 2)
-        is_one = len(words) >= _HEAD and len(descriptors) == 2 + len(words[1].split())
+        is_one = len(words) >= _MIN_REQUEST_FIELDS and len(descriptors) == 2 + len(words[1].split())
     except OSError:
-        _close(descriptors)
+        _close_all(descriptors)
         raise
     if not is_one:
-        _close(descriptors)
+        _close_all(descriptors)
         raise ValueError("not a request")
     return message, descriptors
 
 
-def _close(descriptors: list[int]) -> None:
+def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _message(stand_in: socket.socket, head: bytes) -> bytes:
+def _receive_message(stand_in: socket.socket, head: bytes) -> bytes:
     """Receives the message after its length; empty if the length is invalid or the stand-in
     hangs up.
     """
     length = struct.unpack("=I", head)[0] if len(head) == struct.calcsize("=I") else 0
     message = bytearray()
-    while len(message) < length <= _MOST:
+    while len(message) < length <= _MAX_REQUEST_BYTES:
         piece = stand_in.recv(length - len(message))
         if not piece:
             return b""
@@ -356,7 +362,7 @@ def _message(stand_in: socket.socket, head: bytes) -> bytes:
     return bytes(message)
 
 
-def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoReturn:
+def _become_worker(message: bytes, descriptors: list[int], foreign: list[int]) -> NoReturn:
     """Turns this fork into the worker; never returns."""
     status = 1
     try:
@@ -380,9 +386,9 @@ def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoRet
         for number in (null, *descriptors[:2]):
             os.close(number)
         os.chdir(directory)
-        _own_streams()
-        _own_state()
-        # As in a worker that was started as a process of its own.
+        _reopen_streams()
+        _reset_state()
+        # As in a worker that was started without the fork server.
         sys.modules["__main__"] = worker
         sys.argv = [str(Path(worker.__file__))]
         status = worker.main()
@@ -393,10 +399,10 @@ def _become(message: bytes, descriptors: list[int], foreign: list[int]) -> NoRet
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(1)
-    worker._leave(status)  # noqa: SLF001 - as the worker's own module does
+    worker._exit_process(status)  # noqa: SLF001 - as the worker's own module does
 
 
-def _own_streams() -> None:
+def _reopen_streams() -> None:
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         stream = open(  # noqa: SIM115 - it lives as long as the process
@@ -411,7 +417,7 @@ def _own_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _own_state() -> None:
+def _reset_state() -> None:
     """Gives a forked worker its own signal handlers, CPU affinity and random numbers."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(
@@ -429,12 +435,12 @@ def _own_state() -> None:
         torch.default_generator.seed()
 
 
-def _kill(group: int, number: int) -> None:
-    """Signals a worker and what it started."""
+def _kill_group(group: int, number: int) -> None:
+    """Signals a worker and the processes it started."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
-        # It has not come to lead its group yet.
+        # The worker does not lead its own group yet.
         with contextlib.suppress(ProcessLookupError):
             os.kill(group, number)
 

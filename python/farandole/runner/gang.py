@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The driver's side of a job on any launcher: it handles the events of the agents and ends the job.
 
-A gang either returns the outcome of every task, or leaves nothing running: `conduct` returns only
+A gang either returns the outcome of every task, or leaves nothing running: `run_gang` returns only
 after the registrar is closed and every agent that it could reach has reported the end of its
 worker.
 """
@@ -19,81 +19,81 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
-from farandole.runner.hearing import Hearing, how_ended
-from farandole.runner.outcome import Ending, failure
-from farandole.runner.pickles import culprit
-from farandole.runner.watcher import NOBODY
+from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.job_observer import NULL_OBSERVER
+from farandole.runner.outcome import TaskOutcome, task_failure
+from farandole.runner.pickle_errors import find_unpicklable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole._native.registrar import Event, Registrar, Seat
+    from farandole.runner.job_observer import JobObserver
     from farandole.runner.rank_files import RankFiles
-    from farandole.runner.watcher import Watcher
 
-_WAIT = 0.25
-_WAIT_FOR_ROWS = 0.02
+_EVENT_WAIT_SECONDS = 0.25
+_ROW_WAIT_SECONDS = 0.02
 _GRACE_AFTER_VERDICT = 3.0
 _GRACE_AFTER_EXIT = 15.0
 _GRACE_AFTER_ABORT = 3.0
 _GRACE_FOR_ROWS = 0.5
-_ROWS_WITHIN = 10.0
-"""Seconds that Spark is waited for when the registrar has everything that its rows could say."""
+_ROW_TIMEOUT = 10.0
+"""Seconds to wait for Spark's rows when the registrar already has all results."""
 _GRACE_AFTER_CANCEL = 10.0
-_NEWS_EVERY = 15.0
-_LOOK_EVERY = 1.0
-_TAIL = 50
+_WAIT_REPORT_INTERVAL = 15.0
+_AGENT_CHECK_INTERVAL = 1.0
+_MAX_TAIL_LINES = 50
 
 
-class Agents(ABC):
+class GangAgents(ABC):
     """The job that runs one agent per task: a Spark job, or threads of this process."""
 
     @abstractmethod
-    def start(self) -> None:
+    def start_agents(self) -> None:
         """Starts the agents and returns at once."""
 
     @abstractmethod
-    def done(self) -> bool:
+    def all_ended(self) -> bool:
         """Returns whether all agents have returned, or never will."""
 
     @abstractmethod
-    def cancel(self) -> None:
+    def cancel_agents(self) -> None:
         """Asks for a quick end; may be called again and again."""
 
-    def news(self) -> list[Any]:
-        """Events that did not come by the registrar."""
+    def out_of_band_events(self) -> list[Any]:
+        """Returns events that did not come by the registrar."""
         return []
 
-    def gave_up(self) -> bool:
+    def ended_before_registering(self) -> bool:
         """Returns whether an agent is known to have ended, though it has not registered."""
         return False
 
-    def meets_elsewhere(self) -> bool:
+    def may_run_unregistered(self) -> bool:
         """Returns whether the agents may be at work though they have not registered here."""
         return False
 
-    def short_of(self) -> str | None:
-        """The reason for which the agents wait before they start, if it is known."""
+    def wait_reason(self) -> str | None:
+        """Returns the reason why the agents wait before they start, if it is known."""
         return None
 
     @abstractmethod
-    def endings(self) -> list[Ending]:
-        """Returns how each task ended, once `done`; raises the error that kept the agents from
+    def task_outcomes(self) -> list[TaskOutcome]:
+        """Returns how each task ended, once `all_ended`; raises the error that kept the agents from
         running.
         """
 
 
 @dataclass
-class Output:
+class JobOutput:
     """The streams to which the driver writes output of workers and messages of the gang.
 
     Attributes:
         stdout: Stream for the workers' stdout; `None` leaves it where the workers run.
         stderr: The same for stderr.
         timestamp: Whether each line starts with the time.
-        verbose: 0 says nothing, 1 says what the user waits for, 2 also says the place of each rank.
+        verbose: 0 prints nothing, 1 the reason why the job waits, 2 also the host of each rank.
         written: Streams with lines that may not have been shown yet.
-        files: Where each rank's lines go besides.
+        files: Files that also receive each rank's lines.
     """
 
     stdout: TextIO | None = None
@@ -110,20 +110,20 @@ class Output:
                 raise TypeError(f"{name} must be a stream of text: {stream!r}")
 
     @property
-    def streaming(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether workers' lines come to the driver."""
         return self.stdout is not None or self.stderr is not None
 
-    def line(self, rank: int | None, stream: str | None, text: str) -> None:
+    def write_line(self, rank: int | None, stream: str | None, text: str) -> None:
         """Writes one line of a worker."""
         target = self.stdout if stream == "stdout" else self.stderr
         if target is None:
-            # Only one stream was given: the other's lines still must not vanish.
+            # Only one stream was given: lines of the other stream must not be lost.
             target = sys.stdout if stream == "stdout" else sys.stderr
         when = time.asctime() if self.timestamp else ""
         target.write(f"{when}[{'?' if rank is None else rank}]<{stream}>:{text}\n")
         if self.files is not None and rank is not None:
-            self.files.write(rank, stream, text)
+            self.files.write_line(rank, stream, text)
         self.written.add(stream)
 
     def flush(self) -> None:
@@ -133,15 +133,15 @@ class Output:
             (target or (sys.stdout if stream == "stdout" else sys.stderr)).flush()
         self.written.clear()
 
-    def say(self, message: str, level: int = 1) -> None:
-        """Tells the user something about the gang."""
+    def print_message(self, message: str, level: int = 1) -> None:
+        """Prints a message about the gang for the user."""
         if self.verbose >= level:
             sys.stderr.write(f"farandole: {message}\n")
             sys.stderr.flush()
 
 
 @dataclass
-class _Seen:
+class _GangState:
     forming_since: float
     registered: set[int] = field(default_factory=set)
     assigned: bool = False
@@ -151,7 +151,7 @@ class _Seen:
     verdict: Event | None = None
     give_up_at: float = float("inf")
     results: dict[int, bytes] = field(default_factory=dict)
-    well_since: float | None = None
+    succeeded_since: float | None = None
     tails: dict[int, list[str]] = field(default_factory=dict)
     lost: str = ""
     """The first task that a working gang lost, with the reason; cleared when the next gang
@@ -166,7 +166,9 @@ class _Seen:
         return not self.assigned or (self.verdict is not None and self.failed is None)
 
 
-def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+def pickle_payload(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> bytes:
     """Returns the function and its arguments, as every worker reads them.
 
     Raises:
@@ -180,38 +182,38 @@ def payload(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         raise TypeError(f"kwargs must be a dict of arguments by name: {kwargs!r}")
     given = (fn, tuple(args), dict(kwargs or {}))
     try:
-        return pickling.dumps(given)
+        return pickling.pickle_by_value(given)
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         parts = {name: fn} | {f"argument {place}": one for place, one in enumerate(given[1])}
         parts |= {f"argument {place!r}": one for place, one in given[2].items()}
-        why = culprit(parts) or str(error)
+        why = find_unpicklable(parts) or str(error)
         raise TypeError(
             f"{name} and its arguments cannot be pickled for the workers: {why}"
         ) from error
 
 
-def conduct(
+def run_gang(
     registrar: Registrar,
-    agents: Agents,
+    agents: GangAgents,
     size: int,
-    output: Output,
+    output: JobOutput,
     on_progress: Callable[[int, dict[str, Any]], None] | None,
     start_timeout: float,
     activity: str,
-    watcher: Watcher = NOBODY,
-) -> list[Ending]:
+    watcher: JobObserver = NULL_OBSERVER,
+) -> list[TaskOutcome]:
     """Runs a gang from its first registration to its last worker's end.
 
     Args:
         registrar: The job's meeting point; closed when this returns or raises.
-        agents: What runs the agents.
+        agents: The tasks that run the agents.
         size: Number of tasks.
         output: Where lines go.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         start_timeout: Seconds all tasks may take to register.
         activity: The reason for the wait until then, as in "Spark tasks to start".
-        watcher: Is told what happens.
+        watcher: Receives the events of the job.
 
     Returns:
         How every task ended, failures included.
@@ -221,11 +223,11 @@ def conduct(
         TimeoutError: Not all tasks registered in time.
         KeyboardInterrupt: The user interrupted; nothing is left running.
     """
-    gang = _Gang(registrar, agents, size, output, on_progress, start_timeout, activity, watcher)
+    gang = _GangRun(registrar, agents, size, output, on_progress, start_timeout, activity, watcher)
     try:
         return gang.run()
     except BaseException as error:
-        gang.end(f"the driver gave up: {type(error).__name__}")
+        gang.end_gang(f"the driver gave up: {type(error).__name__}")
         raise
     finally:
         registrar.close()
@@ -233,78 +235,80 @@ def conduct(
             output.files.close()
 
 
-class _Gang(Hearing):
+class _GangRun(EventHandler):
     def __init__(
         self,
         registrar: Registrar,
-        agents: Agents,
+        agents: GangAgents,
         size: int,
-        output: Output,
+        output: JobOutput,
         on_progress: Callable[[int, dict[str, Any]], None] | None,
         start_timeout: float,
         activity: str,
-        watcher: Watcher,
+        watcher: JobObserver,
     ) -> None:
         super().__init__(registrar, output, on_progress, watcher)
         self.agents = agents
         self.size = size
         self.start_timeout = start_timeout
         self.activity = activity
-        self.seen = _Seen(time.monotonic())
+        self.seen = _GangState(time.monotonic())
 
-    def run(self) -> list[Ending]:
-        self.agents.start()
+    def run(self) -> list[TaskOutcome]:
+        self.agents.start_agents()
         started = time.monotonic()
-        news_at, look_at = started + _NEWS_EVERY, started + _LOOK_EVERY
-        while not self.agents.done():
+        news_at, look_at = started + _WAIT_REPORT_INTERVAL, started + _AGENT_CHECK_INTERVAL
+        while not self.agents.all_ended():
             rows_next = len(self.seen.ended) == self.size
-            self.pump(_WAIT_FOR_ROWS if rows_next else _WAIT)
-            self.watcher.look()
+            self.pump_events(_ROW_WAIT_SECONDS if rows_next else _EVENT_WAIT_SECONDS)
+            self.watcher.poll_updates()
             now = time.monotonic()
             if now > self.seen.give_up_at:
-                raise self.seen_failure()
-            if self.all_ended_well() and not self.waits_for_rows(now):
+                raise self.observed_failure()
+            if self.all_succeeded() and not self.waits_for_rows(now):
                 break
             if not self.seen.assigned:
                 if now >= look_at:
-                    look_at = now + _LOOK_EVERY
-                    if self.agents.gave_up():
-                        # Its row says why, and comes when the others no longer wait for it.
+                    look_at = now + _AGENT_CHECK_INTERVAL
+                    if self.agents.ended_before_registering():
+                        # The row of the task, which has the reason, comes when no other task waits.
                         self.registrar.abort("a task ended before it could register")
                 if now >= news_at:
-                    news_at = now + _NEWS_EVERY
-                    self.output.say(
+                    news_at = now + _WAIT_REPORT_INTERVAL
+                    self.output.print_message(
                         f"waiting for {self.activity}: {len(self.seen.registered)} of {self.size} "
                         "are here"
                     )
-            # Each generation has its own time: a job may have trained for hours when it loses an
-            # executor.
+            # Each generation has its own time limit: a job may have trained for hours before it
+            # loses an executor.
             if (
                 self.seen.is_forming
                 and now - self.seen.forming_since > self.start_timeout
-                and not self.agents.meets_elsewhere()
+                and not self.agents.may_run_unregistered()
             ):
-                raise TimeoutError(self.not_started())
-        self.pump(0.0)
-        return self.endings()
+                raise TimeoutError(self.start_timeout_message())
+        self.pump_events(0.0)
+        return self.task_outcomes()
 
     def waits_for_rows(self, now: float) -> bool:
-        """Returns whether rows are still worth waiting for, now that all workers have ended well.
+        """Returns whether to wait for rows after all workers have succeeded.
 
-        Spark may never run a stage again whose executor was lost while another's task was ending.
+        If an executor was lost while a task of another executor was ending, Spark may never run
+        the stage again.
 
         Raises:
-            FarandoleJobError: They did not come in time, and there is no other copy of the results.
+            FarandoleJobError: The rows did not come in time, and there is no other copy of the
+                results.
         """
-        since = self.seen.well_since = self.seen.well_since or now
+        since = self.seen.succeeded_since = self.seen.succeeded_since or now
         if self.has_results():
-            if now - since <= _ROWS_WITHIN:
+            if now - since <= _ROW_TIMEOUT:
                 return True
-            self.output.say(
-                f"Spark has returned no rows for {_ROWS_WITHIN:g} s, although all workers ended "
+            self.output.print_message(
+                f"Spark has returned no rows for {_ROW_TIMEOUT:g} s, although all workers ended "
                 "successfully"
             )
-            self.cancel()
+            self.cancel_agents()
             return False
         if now - since > self.start_timeout:
             raise FarandoleJobError(
@@ -314,46 +318,48 @@ class _Gang(Hearing):
             )
         return True
 
-    def endings(self) -> list[Ending]:
-        """Returns how each task ended: as its agent reports, or as this generation published if
-        Spark lost its row.
+    def task_outcomes(self) -> list[TaskOutcome]:
+        """Returns the outcome of each task: the agent's row, or, if Spark has lost the row, the
+        result that the worker published.
         """
-        told: list[Ending] = []
+        told: list[TaskOutcome] = []
         lost: FarandoleJobError | None = None
         try:
-            told = self.agents.endings()
+            told = self.agents.task_outcomes()
         except FarandoleJobError as error:
             lost = error
-        if lost is None and len(told) == self.size and all(ending.succeeded for ending in told):
+        if lost is None and len(told) == self.size and all(ending.has_succeeded for ending in told):
             return told
         if self.has_results():
-            self.output.say(
+            self.output.print_message(
                 "Spark lost rows of a job whose workers had all ended successfully; the driver "
                 "has their results"
             )
-            return [self.ending(self.seen.ended[task]) for task in sorted(self.seen.results)]
+            return [
+                self.outcome_from_event(self.seen.ended[task]) for task in sorted(self.seen.results)
+            ]
         if lost is not None and self.seen.lost:
-            # Spark reports a lost executor by its own words and timeout; the registrar knows the
-            # rank and the host.
+            # Spark reports a lost executor after its own timeout and without a rank; the registrar
+            # knows the rank and the host.
             lost.add_reason(f"before that, {self.seen.lost}")
         if lost is not None:
             raise lost
         return told
 
-    def all_ended_well(self) -> bool:
+    def all_succeeded(self) -> bool:
         ended = self.seen.ended
         return len(ended) == self.size and all(event.exit_code == 0 for event in ended.values())
 
     def has_results(self) -> bool:
-        """Returns whether all workers ended well, and what each has published is known."""
-        return self.all_ended_well() and len(self.seen.results) == self.size
+        """Returns whether all workers have succeeded and the published result of each is known."""
+        return self.all_succeeded() and len(self.seen.results) == self.size
 
-    def ending(self, event: Event) -> Ending:
+    def outcome_from_event(self, event: Event) -> TaskOutcome:
         """Returns an ending from the registrar's own knowledge, with a result of at most 16 MiB."""
         task = event.task or 0
-        return Ending(
+        return TaskOutcome(
             task,
-            self.host(task) or "",
+            self.host_of_task(task) or "",
             rank=event.rank,
             exit_code=event.exit_code,
             signal_name=signal_name(event.signal) if event.signal is not None else None,
@@ -361,113 +367,117 @@ class _Gang(Hearing):
             result=self.seen.results.get(task),
         )
 
-    def host(self, task: int | None) -> str | None:
+    def host_of_task(self, task: int | None) -> str | None:
         return next((seat["host"] for seat in self.seen.seats if seat["task"] == task), None)
 
-    def news(self) -> Iterable[Any]:
-        return self.agents.news()
+    def out_of_band_events(self) -> Iterable[Any]:
+        return self.agents.out_of_band_events()
 
-    def take(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         match event.kind:
             case "log":
-                self.log(event)
+                self.handle_log(event)
             case "metric":
-                self.metric(event)
+                self.handle_metric(event)
             case "registered":
-                self.registered(event)
+                self.handle_registered(event)
             case "assigned":
-                self.assigned(event)
+                self.handle_assigned(event)
             case "exit":
-                self.exited(event)
+                self.handle_exit(event)
             case "lost":
-                self.lost(event)
+                self.handle_lost(event)
             case "aborted":
-                self.aborted(event)
+                self.handle_aborted(event)
             case "result":
                 if self.seen.assigned:
                     self.seen.results[event.task or 0] = event.data or b""
 
-    def registered(self, event: Event) -> None:
+    def handle_registered(self, event: Event) -> None:
         task = event.task or 0
         if task in self.seen.registered and self.seen.assigned:
-            # Spark runs the whole stage again after an executor was lost: what the old generation
-            # said is past.
-            self.output.say(f"task {task} was started again by Spark; a new gang forms")
-            self.watcher.restarted(f"task {task} was started again by Spark")
-            self.seen = _Seen(time.monotonic(), lost=self.seen.lost)
+            # After an executor was lost, Spark runs the whole stage again: the state of the old
+            # attempt no longer counts.
+            self.output.print_message(f"task {task} was started again by Spark; a new gang forms")
+            self.watcher.record_restart(f"task {task} was started again by Spark")
+            self.seen = _GangState(time.monotonic(), lost=self.seen.lost)
         self.seen.registered.add(task)
 
-    def assigned(self, event: Event) -> None:
+    def handle_assigned(self, event: Event) -> None:
         # All events since the tasks began to register, also a verdict, were about the generation
         # before.
-        self.seen = _Seen(time.monotonic(), set(range(self.size)), assigned=True)
-        self.seen.seats = list(getattr(event, "seats", None) or self.registrar.assignment() or [])
-        self.watcher.seats(self.seen.seats)
+        self.seen = _GangState(time.monotonic(), set(range(self.size)), assigned=True)
+        self.seen.seats = list(
+            getattr(event, "seats", None) or self.registrar.rank_assignment() or []
+        )
+        self.watcher.set_placements(self.seen.seats)
         for seat in self.seen.seats:
-            self.output.say(
+            self.output.print_message(
                 f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2
             )
 
-    def exited(self, event: Event) -> None:
+    def handle_exit(self, event: Event) -> None:
         if not self.seen.assigned:
             return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
-            self.watcher.left(event.task, how_ended(event))
-        self.last_words(event)
+            self.watcher.mark_worker_gone(event.task, exit_state(event))
+        self.forward_stderr_tail(event)
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):
-            # It may be a survivor that lost its peer: the verdict knows better, if one comes. If
-            # the gang meets at an executor, a lost host sends no verdict, and Spark starts all
-            # tasks again.
-            grace = self.start_timeout if self.agents.meets_elsewhere() else _GRACE_AFTER_EXIT
+            # The task may be a survivor that lost its peer: a verdict, if one comes, names the
+            # cause. If the registrar of the ranks is on an executor, a lost host sends no
+            # verdict, and Spark starts all tasks again.
+            grace = self.start_timeout if self.agents.may_run_unregistered() else _GRACE_AFTER_EXIT
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 
-    def lost(self, event: Event) -> None:
-        who = "" if event.rank is None else f" (rank {event.rank} on {self.host(event.task)})"
+    def handle_lost(self, event: Event) -> None:
+        who = (
+            "" if event.rank is None else f" (rank {event.rank} on {self.host_of_task(event.task)})"
+        )
         what = f"task {event.task}{who} was lost: {event.text}"
-        self.output.say(what)
+        self.output.print_message(what)
         if self.seen.assigned:
             self.seen.lost = self.seen.lost or what
-        self.watcher.event(f"task {event.task}{who} was lost", event.text)
+        self.watcher.add_event(f"task {event.task}{who} was lost", event.text)
         if event.task is not None:
-            self.watcher.left(event.task, "lost")
+            self.watcher.mark_worker_gone(event.task, "lost")
         if not self.seen.assigned and event.task is not None:
             self.seen.registered.discard(event.task)
 
-    def aborted(self, event: Event) -> None:
+    def handle_aborted(self, event: Event) -> None:
         self.seen.verdict = event
         ended = self.seen.ended.get(event.task) if event.task is not None else None
         if ended is not None:
             self.seen.failed, self.seen.give_up_at = ended, time.monotonic() + _GRACE_AFTER_VERDICT
         else:
-            # An agent was lost or replaced: whether its task runs again is for Spark to say.
+            # An agent was lost or replaced: Spark decides whether its task runs again.
             self.seen.failed, self.seen.give_up_at = None, float("inf")
             self.seen.forming_since = time.monotonic()
 
-    def log(self, event: Event) -> None:
+    def handle_log(self, event: Event) -> None:
         if event.stream == "stderr" and event.task is not None:
             tail = self.seen.tails.setdefault(event.task, [])
             tail.append(event.text or "")
-            del tail[:-_TAIL]
-        super().log(event)
+            del tail[:-_MAX_TAIL_LINES]
+        super().handle_log(event)
 
-    def seen_failure(self) -> FarandoleJobError:
-        """Returns the first failure as the registrar told it, for when its task does not come
-        back with more.
+    def observed_failure(self) -> FarandoleJobError:
+        """Returns the first failure as the registrar reported it, in case its task returns no
+        details.
         """
         event, verdict = self.seen.failed, self.seen.verdict
         if event is not None:
-            error, error.__cause__ = failure(self.ending(event))
+            error, error.__cause__ = task_failure(self.outcome_from_event(event))
             return error
         reason = verdict.text if verdict is not None else None
         return FarandoleJobError(
             reason or "the job was ended", rank=verdict.rank if verdict is not None else None
         )
 
-    def not_started(self) -> str:
-        verdict, short_of = self.seen.verdict, self.agents.short_of()
+    def start_timeout_message(self) -> str:
+        verdict, short_of = self.seen.verdict, self.agents.wait_reason()
         if verdict is not None:
             return (
                 f"no new gang has formed within {self.start_timeout:g} s after the last one "
@@ -481,30 +491,30 @@ class _Gang(Hearing):
             f"{f'; before that, {self.seen.lost}' if self.seen.lost else ''}"
         )
 
-    def end(self, reason: str) -> None:
-        """Kills the workers, then whatever runs the agents, and waits until both are gone."""
+    def end_gang(self, reason: str) -> None:
+        """Kills the workers, then the tasks that run the agents, and waits until both are gone."""
         self.registrar.abort(reason)
-        self.wait(_GRACE_AFTER_ABORT, self.workers_ended)
-        self.wait(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.done)
-        self.cancel()
+        self.wait_until(_GRACE_AFTER_ABORT, self.workers_ended)
+        self.wait_until(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.all_ended)
+        self.cancel_agents()
 
-    def cancel(self) -> None:
-        """Ends what runs the agents, as far as it can be reached."""
+    def cancel_agents(self) -> None:
+        """Ends the tasks that run the agents, if they can be reached."""
         deadline = time.monotonic() + _GRACE_AFTER_CANCEL
-        while not self.agents.done() and time.monotonic() < deadline:
+        while not self.agents.all_ended() and time.monotonic() < deadline:
             with contextlib.suppress(Exception):  # a session that is gone has no jobs
-                self.agents.cancel()
-            self.wait(0.5, self.agents.done)
+                self.agents.cancel_agents()
+            self.wait_until(0.5, self.agents.all_ended)
 
     def workers_ended(self) -> bool:
         return not self.seen.assigned or len(self.seen.ended) >= self.size
 
-    def wait(self, limit: float, done: Callable[[], bool]) -> None:
+    def wait_until(self, limit: float, done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + limit
         while not done() and time.monotonic() < deadline:
             for event in self.registrar.events(0.05):
                 if event.kind in ("exit", "lost") and event.task is not None:
                     self.seen.ended.setdefault(event.task, event)
                 elif event.kind == "log":
-                    self.log(event)
+                    self.handle_log(event)
             self.output.flush()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A function on several hosts: the agents of other hosts are reached by ssh, those of this host
-are threads.
+"""A function on several hosts: agents of other hosts are started by ssh, agents of this host are
+threads.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from farandole.runner.agent import environment
+from farandole.runner.agent import worker_environment
 from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import Agents
+from farandole.runner.gang import GangAgents
 from farandole.runner.local import LocalAgents
-from farandole.runner.outcome import Ending
+from farandole.runner.outcome import TaskOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
     from farandole._native.hosts import Remote
     from farandole._native.registrar import Registrar
-    from farandole.runner.agent import Work
+    from farandole.runner.agent import WorkerSpec
 
 
 @dataclass(frozen=True)
-class Reach:
+class SshOptions:
     """The way to reach other hosts.
 
     Attributes:
-        ssh_command: Program that is called with a host and a command; default: the batch system's
-            own, else `ssh`.
-        ssh_port: Port for ssh; default: that of ssh's configuration.
-        ssh_identity_file: Key for ssh; default: that of ssh's configuration.
+        ssh_command: Program that is called with a host and a command; default: the program of the
+            batch system, else `ssh`.
+        ssh_port: Port for ssh; default: from ssh's configuration.
+        ssh_identity_file: Key for ssh; default: from ssh's configuration.
     """
 
     ssh_command: str | None = None
@@ -54,7 +54,7 @@ class HostsBackend(LocalBackend):
     Args:
         hosts: Hosts and their slots, in the order of ranks; none means this host alone.
         num_proc: Number of processes.
-        reach: How other hosts are reached.
+        reach: The way to reach other hosts.
         bind: Network whose address of this host the registrar listens on; default:
             `FARANDOLE_BIND_ADDRESS`.
         **kwargs: Further arguments of `LocalBackend`.
@@ -64,7 +64,7 @@ class HostsBackend(LocalBackend):
         self,
         hosts: Sequence[tuple[str, int]],
         num_proc: int,
-        reach: Reach | None = None,
+        reach: SshOptions | None = None,
         *,
         bind: str | None = None,
         **kwargs: Any,
@@ -72,62 +72,66 @@ class HostsBackend(LocalBackend):
         super().__init__(num_proc, **kwargs)
         from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
 
-        self._here, self._there = native.place(hosts, num_proc)
-        self._reach = reach or Reach()
+        self._local_tasks, self._remote_hosts = native.place_tasks(hosts, num_proc)
+        self._reach = reach or SshOptions()
         self._bind = bind
 
-    def _registrar(self, size: int, limit: float) -> Registrar:
-        if not self._there:
-            return super()._registrar(size, limit)
+    def _make_registrar(self, size: int, limit: float) -> Registrar:
+        if not self._remote_hosts:
+            return super()._make_registrar(size, limit)
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415
 
-        logs.start()
+        logs.start_logging()
         return Registrar(size, start_timeout=limit, bind=self._bind)
 
-    def _agents(self, work: Work, size: int) -> Agents:
-        if not self._there:
-            return super()._agents(work, size)
-        return HostsAgents(work, self._here, self._there, self._reach)
+    def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
+        if not self._remote_hosts:
+            return super()._make_agents(work, size)
+        return HostsAgents(work, self._local_tasks, self._remote_hosts, self._reach)
 
 
-class HostsAgents(Agents):
+class HostsAgents(GangAgents):
     """One connection for every other host, one thread for every worker of this one.
 
     Args:
-        work: What to run.
+        work: The description of the job.
         here: Tasks of this host.
         there: For every other host its name, its first task and the task after its last.
-        reach: How those are reached.
+        reach: The way to reach other hosts.
     """
 
     def __init__(
-        self, work: Work, here: Sequence[int], there: Sequence[tuple[str, int, int]], reach: Reach
+        self,
+        work: WorkerSpec,
+        here: Sequence[int],
+        there: Sequence[tuple[str, int, int]],
+        reach: SshOptions,
     ) -> None:
         self._local = LocalAgents(work, here)
         self._work = work
         self._reach = reach
-        self._there = there
+        self._remote_hosts = there
         self._remotes: list[tuple[str, range, Remote]] = []
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, TaskOutcome] = {}
         self._ready: set[str] = set()
         self._unusable: dict[str, str] = {}
         self._refused = False
 
-    def start(self) -> None:
+    def start_agents(self) -> None:
         """Starts the threads, and to connect to every host."""
         from farandole._native.hosts import Remote  # noqa: PLC0415 - starts its threads here
 
         executable = self._work.executable or sys.executable
         assert isinstance(self._work.payload, bytes)  # noqa: S101 - only Spark's tasks find theirs in a store
-        for host, first, end in self._there:
+        for host, first, end in self._remote_hosts:
             remote = Remote(
                 self._work.ticket,
                 host,
                 first,
                 end,
                 [executable, "-m", "farandole.runner.worker"],
-                env=environment(self._work.env, {}),
+                env=worker_environment(self._work.env, {}),
                 payload=self._work.payload,
                 python=executable,
                 same_python=platform.python_version(),
@@ -137,73 +141,74 @@ class HostsAgents(Agents):
                 start_timeout=self._work.start_timeout,
             )
             self._remotes.append((host, range(first, end), remote))
-        self._local.start()
+        self._local.start_agents()
 
-    def done(self) -> bool:
+    def all_ended(self) -> bool:
         """Returns whether every task has ended."""
-        self._hear()
+        self._handle_notices()
         told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
-        return told and self._local.done()
+        return told and self._local.all_ended()
 
-    def gave_up(self) -> bool:
+    def ended_before_registering(self) -> bool:
         """Returns whether a host cannot be used and all others have answered: the error then
         names all such hosts.
         """
-        self._hear()
+        self._handle_notices()
         answered = all(
             host in self._ready or all(task in self._endings for task in tasks)
             for host, tasks, _ in self._remotes
         )
         return (self._refused or bool(self._unusable)) and answered
 
-    def short_of(self) -> str | None:
+    def wait_reason(self) -> str | None:
         """Returns the hosts that have not answered."""
-        self._hear()
-        silent = [host for host, *_ in self._there if host not in self._ready]
+        self._handle_notices()
+        silent = [host for host, *_ in self._remote_hosts if host not in self._ready]
         return f"no answer has come from {', '.join(silent)}" if silent else None
 
-    def cancel(self) -> None:
+    def cancel_agents(self) -> None:
         """Ends the connections."""
         for host, tasks, remote in self._remotes:
-            remote.hang_up()
+            remote.close_connection()
             for task in tasks:
-                self._endings.setdefault(task, Ending(task, host, aborted=True))
-        self._local.cancel()
+                self._endings.setdefault(task, TaskOutcome(task, host, aborted=True))
+        self._local.cancel_agents()
 
-    def endings(self) -> list[Ending]:
+    def task_outcomes(self) -> list[TaskOutcome]:
         """Returns how each task ended.
 
         Raises:
             FarandoleJobError: Hosts could not be used; the message names all of them.
         """
-        self._hear()
+        self._handle_notices()
         if self._unusable:
-            hosts = [host for host, *_ in self._there if host in self._unusable]
+            hosts = [host for host, *_ in self._remote_hosts if host in self._unusable]
             why = "; ".join(self._unusable[host] for host in hosts)
             raise FarandoleJobError(
                 why if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {why}",
                 host=hosts[0],
             )
-        endings = {ending.task: ending for ending in self._local.endings()} | self._endings
+        endings = {ending.task: ending for ending in self._local.task_outcomes()} | self._endings
         return [endings[task] for task in sorted(endings)]
 
-    def _hear(self) -> None:
+    def _handle_notices(self) -> None:
         for host, tasks, remote in self._remotes:
-            for kind, task, what in remote.news():
+            for kind, task, what in remote.take_notices():
                 if kind == "ready":
                     self._ready.add(host)
                 elif kind == "ended" and task is not None:
-                    self._endings[task] = Ending.of(task, host, what)
+                    self._endings[task] = TaskOutcome.from_agent(task, host, what)
                 elif kind == "refused" and task is not None:
                     self._refused = True
-                    self._endings[task] = Ending(task, host, refused=what)
+                    self._endings[task] = TaskOutcome(task, host, refused=what)
                 elif kind == "gone":
-                    self._gone(host, tasks, what)
+                    self._mark_lost(host, tasks, what)
 
-    def _gone(self, host: str, tasks: range, why: str) -> None:
+    def _mark_lost(self, host: str, tasks: range, why: str) -> None:
         if host not in self._ready:
             self._unusable[host] = why
         for task in tasks:
             self._endings.setdefault(
-                task, Ending(task, host, aborted=True, reason=f"the connection was lost: {why}")
+                task,
+                TaskOutcome(task, host, aborted=True, reason=f"the connection was lost: {why}"),
             )

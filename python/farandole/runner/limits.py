@@ -7,63 +7,64 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from farandole.common.check import at_least, positive
+from farandole.common.check import integer_at_least, positive_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_START_TIMEOUT = 600.0
+_DEFAULT_TIMEOUT = 600.0
 
 
-def start_limit(start_timeout: float | None) -> float:
+def start_timeout_seconds(start_timeout: float | None) -> float:
     """Returns the seconds that tasks may take to start.
 
     Args:
-        start_timeout: As asked for; `None` takes what the environment says, else 600.
+        start_timeout: Seconds that the user gave; `None` takes
+            `FARANDOLE_SPARK_START_TIMEOUT`, else 600.
 
     Raises:
         TypeError: It is no number.
         ValueError: It is not positive, or the variable is no number.
     """
-    return _limit("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
+    return _timeout_seconds("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
 
 
-def elastic_limit(elastic_timeout: float | None) -> float:
-    """Returns the seconds that an elastic job may wait for workers; as `start_limit`."""
-    return _limit("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
+def elastic_timeout_seconds(elastic_timeout: float | None) -> float:
+    """Like `start_timeout_seconds`: the seconds that an elastic job may wait for workers."""
+    return _timeout_seconds("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
 
 
-def _limit(argument: str, given: float | None, knob: str) -> float:
+def _timeout_seconds(argument: str, given: float | None, knob: str) -> float:
     if given is not None:
-        return positive(argument, given)
+        return positive_number(argument, given)
     for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
         text = os.environ.get(name)
         if text:
             try:
-                return positive(name, float(text))
+                return positive_number(name, float(text))
             except ValueError:
                 raise ValueError(f"{name} must be a number of seconds above 0: {text}") from None
-    return _START_TIMEOUT
+    return _DEFAULT_TIMEOUT
 
 
 def elastic_sizes(
     num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
 ) -> tuple[int, int, int]:
-    """First, fewest and most workers of an elastic job.
+    """Returns the first, the smallest and the largest number of workers of an elastic job.
 
     Args:
-        num_proc: First, if given.
-        least: Fewest, if given.
-        most: Most, if given.
-        default: Says how many there are at first if nothing else does.
+        num_proc: First number, if given.
+        least: Smallest number, if given.
+        most: Largest number, if given.
+        default: Returns the first number if neither `num_proc` nor `most` is given.
 
     Raises:
-        ValueError: They contradict each other.
+        ValueError: The numbers contradict each other.
     """
     for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
         if value is not None:
-            at_least(1)(name, value)
+            integer_at_least(1)(name, value)
     first = (
         num_proc
         if num_proc is not None

@@ -17,29 +17,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import stalls
-from farandole.runner.watcher import EVENT, RANK, TOLD
+from farandole.runner.job_observer import EVENT_KIND, RANK_KIND, REPORTS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVERY: Final = 2.0
-"""Seconds between two looks."""
+REPORT_INTERVAL: Final = 2.0
+"""Seconds between two samples."""
 
-_IDLE: Final = (3, 4)
+_IDLE_FIELDS: Final = (3, 4)
 """Fields of `/proc/stat` in which a processor waits."""
-_KIB: Final = 1024
-_LIBRARY: Final = "libnvidia-ml.so.1"
-_TAKEN: Final[list[int]] = []
+_BYTES_PER_KIB: Final = 1024
+_NVML_LIBRARY: Final = "libnvidia-ml.so.1"
+_USED_GPU: Final[list[int]] = []
 """The GPU of this process, once it is known."""
-_INTRODUCED: Final[list[int]] = []
+_INTRODUCED_PID: Final[list[int]] = []
 """This process, once its driver knows it."""
 
 
-class _Utilization(ctypes.Structure):
+class _NvmlUtilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = (
         ("total", ctypes.c_ulonglong),
         ("free", ctypes.c_ulonglong),
@@ -47,11 +47,11 @@ class _Memory(ctypes.Structure):
     )
 
 
-class Gpu:
-    """One GPU, as NVML tells of it.
+class NvmlGpu:
+    """A GPU, observed through NVML.
 
     Args:
-        index: Its number among those that this process sees.
+        index: Number of the GPU among the GPUs that this process sees.
         library: NVML, loaded and started.
     """
 
@@ -74,12 +74,12 @@ class Gpu:
             raise OSError(f"NVML does not know GPU {name}: error {refused}")
 
     @classmethod
-    def of(cls, index: int, name: str = _LIBRARY) -> Gpu | None:
+    def find_gpu(cls, index: int, name: str = _NVML_LIBRARY) -> NvmlGpu | None:
         """Returns the GPU, or `None` where there is no NVML that knows it.
 
         Args:
-            index: Its number among those that this process sees.
-            name: The library's.
+            index: Number of the GPU among the GPUs that this process sees.
+            name: File name of the library.
         """
         try:
             library = ctypes.CDLL(name)
@@ -87,10 +87,10 @@ class Gpu:
         except (OSError, AttributeError):
             return None
 
-    def look(self) -> dict[str, float]:
-        """Returns its load from 0 to 1 and its memory in bytes, as far as it tells them."""
+    def sample_load(self) -> dict[str, float]:
+        """Returns the load from 0 to 1 and the memory in bytes; omits values that NVML lacks."""
         seen: dict[str, float] = {}
-        use, memory = _Utilization(), _Memory()
+        use, memory = _NvmlUtilization(), _NvmlMemory()
         if self._library.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(use)) == 0:
             seen["gpu"] = use.gpu / 100
         if self._library.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)) == 0:
@@ -98,99 +98,103 @@ class Gpu:
         return seen
 
 
-class Load:
-    """Looks at the host, this process and its GPU.
+class LoadSampler:
+    """Samples the load of the host, this process and its GPU.
 
     Args:
-        proc: Where the kernel tells of processes.
+        proc: Directory of the process file system.
     """
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
-        self._before = self._ticks()
+        self._before = self._cpu_ticks()
 
-    def look(self, gpu: Gpu | None = None) -> dict[str, float]:
-        """Shares are from 0 to 1 and mean the time since the last look; sizes are in bytes.
+    def sample_load(self, gpu: NvmlGpu | None = None) -> dict[str, float]:
+        """Returns shares from 0 to 1 over the time since the last sample, and sizes in bytes.
 
         Args:
             gpu: The GPU of this process, if it has one.
         """
-        busy, whole = now = self._ticks()
+        busy, whole = now = self._cpu_ticks()
         before, self._before = self._before, now
         seen: dict[str, float] = {}
         if whole > before[1]:
             seen["cpu"] = min(max((busy - before[0]) / (whole - before[1]), 0.0), 1.0)
-        host = self._fields("meminfo")
+        host = self._kib_fields("meminfo")
         if "MemTotal" in host and "MemAvailable" in host:
             seen |= {
                 "memory": host["MemTotal"] - host["MemAvailable"],
                 "memory_total": host["MemTotal"],
             }
-        own = self._fields("self/status")
+        own = self._kib_fields("self/status")
         if "VmRSS" in own:
             seen["process_memory"] = own["VmRSS"]
-        return seen | (gpu.look() if gpu is not None else {})
+        return seen | (gpu.sample_load() if gpu is not None else {})
 
-    def _ticks(self) -> tuple[int, int]:
-        """Ticks in which the host's processors worked, and all of them, since it started."""
+    def _cpu_ticks(self) -> tuple[int, int]:
+        """Returns the busy ticks and all ticks of the host's processors since the host started."""
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = [
                 int(field)
                 for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]
             ]
-            return sum(fields) - sum(fields[place] for place in _IDLE), sum(fields)
+            return sum(fields) - sum(fields[place] for place in _IDLE_FIELDS), sum(fields)
         return 0, 0
 
-    def _fields(self, name: str) -> dict[str, int]:
-        """Lines such as `MemTotal:  16384 kB`, in bytes."""
+    def _kib_fields(self, name: str) -> dict[str, int]:
+        """Returns the fields of lines such as `MemTotal:  16384 kB`, in bytes."""
         with contextlib.suppress(OSError):
             lines = (line.split() for line in (self._proc / name).read_text().splitlines())
             return {
-                line[0].rstrip(":"): int(line[1]) * _KIB for line in lines if line[2:] == ["kB"]
+                line[0].rstrip(":"): int(line[1]) * _BYTES_PER_KIB
+                for line in lines
+                if line[2:] == ["kB"]
             }
         return {}
 
 
-def takes(index: int) -> None:
-    """Says which GPU this process computes on.
+def set_gpu_index(index: int) -> None:
+    """Sets the GPU that this process computes on.
 
     Args:
-        index: Its number among those that this process sees.
+        index: Number of the GPU among the GPUs that this process sees.
     """
-    _TAKEN[:] = [index]
+    _USED_GPU[:] = [index]
 
 
-def introduce() -> None:
+def start_rank_reports() -> None:
     """Reports identity, load and stalls of this process to a driver that shows its ranks.
     Further calls do nothing.
     """
-    if TOLD not in os.environ or _INTRODUCED:
+    if REPORTS_VARIABLE not in os.environ or _INTRODUCED_PID:
         return
     from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
 
-    def say(record: dict[str, Any]) -> None:
-        launcher.report(RANK, json.dumps(record).encode())
+    def report_rank(record: dict[str, Any]) -> None:
+        launcher.report_record(RANK_KIND, json.dumps(record).encode())
 
-    _INTRODUCED.append(os.getpid())
-    say({"pid": os.getpid()})
-    stalls.follow(lambda event: launcher.report(EVENT, json.dumps(event).encode()))
-    watch(say)
+    _INTRODUCED_PID.append(os.getpid())
+    report_rank({"pid": os.getpid()})
+    stalls.forward_stalls(
+        lambda event: launcher.report_record(EVENT_KIND, json.dumps(event).encode())
+    )
+    start_load_reports(report_rank)
 
 
-def watch(say: Callable[[dict[str, Any]], object]) -> None:
+def start_load_reports(say: Callable[[dict[str, Any]], object]) -> None:
     """Starts a thread that reports this process's load until it ends.
 
     Args:
-        say: Gets a record for each look. An exception ends the thread.
+        say: Receives a record for each sample. An exception ends the thread.
     """
 
-    def look() -> None:
-        load, asked, gpu = Load(), False, None
+    def report_load() -> None:
+        load, asked, gpu = LoadSampler(), False, None
         with contextlib.suppress(Exception):  # such as a driver that is gone
             while True:
-                time.sleep(EVERY)
-                if _TAKEN and not asked:
-                    asked, gpu = True, Gpu.of(_TAKEN[0])
-                say({"load": load.look(gpu)})
+                time.sleep(REPORT_INTERVAL)
+                if _USED_GPU and not asked:
+                    asked, gpu = True, NvmlGpu.find_gpu(_USED_GPU[0])
+                say({"load": load.sample_load(gpu)})
 
-    threading.Thread(target=look, name="farandole-load", daemon=True).start()
+    threading.Thread(target=report_load, name="farandole-load", daemon=True).start()

@@ -8,61 +8,61 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from farandole.runner.agent import serve
-from farandole.runner.elastic.crew import Crew
-from farandole.runner.gang import Agents
+from farandole.runner.agent import run_worker
+from farandole.runner.elastic.agent_pool import ThreadedAgentPool
+from farandole.runner.gang import GangAgents
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from farandole.runner.agent import Work
-    from farandole.runner.outcome import Ending
+    from farandole.runner.agent import WorkerSpec
+    from farandole.runner.outcome import TaskOutcome
 
 
-class LocalAgents(Agents):
+class LocalAgents(GangAgents):
     """One thread per worker; each waits in native code, without the interpreter's lock."""
 
-    def __init__(self, work: Work, tasks: Iterable[int]) -> None:
+    def __init__(self, work: WorkerSpec, tasks: Iterable[int]) -> None:
         self._work = work
-        self._endings: dict[int, Ending] = {}
+        self._endings: dict[int, TaskOutcome] = {}
         self._threads = [
             threading.Thread(
-                target=self._serve, args=(task,), name=f"farandole-agent-{task}", daemon=True
+                target=self._run_agent, args=(task,), name=f"farandole-agent-{task}", daemon=True
             )
             for task in tasks
         ]
 
-    def start(self) -> None:
+    def start_agents(self) -> None:
         """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
-    def done(self) -> bool:
+    def all_ended(self) -> bool:
         """Returns whether all threads have ended."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def cancel(self) -> None:
+    def cancel_agents(self) -> None:
         """Does nothing: agents in this process end when the registrar aborts the job."""
 
-    def endings(self) -> list[Ending]:
+    def task_outcomes(self) -> list[TaskOutcome]:
         """Returns how each task ended."""
         return [self._endings[task] for task in sorted(self._endings)]
 
-    def _serve(self, task: int) -> None:
-        self._endings[task] = serve(self._work, task, owner=os.getpid())
+    def _run_agent(self, task: int) -> None:
+        self._endings[task] = run_worker(self._work, task, owner=os.getpid())
 
 
-class LocalCrew(Crew):
+class LocalAgentPool(ThreadedAgentPool):
     """Workers of an elastic job; their agents end with the registrar."""
 
-    def __init__(self, work: Work, most: int) -> None:
+    def __init__(self, work: WorkerSpec, most: int) -> None:
         super().__init__(
             most, lambda run, name: threading.Thread(target=run, name=name, daemon=True)
         )
         self._work = work
 
-    def _one(self, task: int) -> str | None:
-        ending = serve(self._work, task, owner=os.getpid())
+    def _run_worker(self, task: int) -> str | None:
+        ending = run_worker(self._work, task, owner=os.getpid())
         if ending.refused is not None:
             return ending.refused
         self.endings[task] = ending

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from farandole._native.launcher import Outcome
 
-CHUNK = 8 << 20
+RESULT_CHUNK_BYTES = 8 << 20
 """Bytes of a result that one row carries."""
 
-SCHEMA = "task int, kind string, chunk int, data binary"
+TASK_ROW_SCHEMA = "task int, kind string, chunk int, data binary"
 """The rows a task answers with: one of kind "ending" (JSON), then its result in chunks."""
 
-_UNREACHABLE = "cannot reach the registrar"
-_WAYS = (
+_UNREACHABLE_MESSAGE = "cannot reach the registrar"
+_REACHABILITY_ADVICE = (
     "Name an address of the driver that executors reach in FARANDOLE_DRIVER_HOST, and the ports "
     "that a firewall lets pass in FARANDOLE_PORT_RANGE"
 )
@@ -34,7 +34,7 @@ Row = tuple[int, str, int, bytes]
 
 
 @dataclass(frozen=True)
-class Ending:
+class TaskOutcome:
     """The end of a task's worker.
 
     Attributes:
@@ -47,7 +47,7 @@ class Ending:
         aborted: Whether something else ended it first: another rank's failure, or the driver.
         reason: Why the job ended, in a sentence; `None` after success.
         refused: Why the agent could not run a worker at all; `None` when it could.
-        result: What the worker sent back.
+        result: Result that the worker sent back.
     """
 
     task: int
@@ -62,13 +62,13 @@ class Ending:
     result: bytes | None = None
 
     @property
-    def succeeded(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Whether the worker ran to its end and sent a result."""
         return self.exit_code == 0 and not self.aborted and self.result is not None
 
     @classmethod
-    def of(cls, task: int, host: str, outcome: Outcome) -> Ending:
-        """Returns the consequence of an agent's outcome for its task."""
+    def from_agent(cls, task: int, host: str, outcome: Outcome) -> TaskOutcome:
+        """Returns the outcome of a task from the outcome of its agent."""
         return cls(
             task=task,
             host=host,
@@ -81,16 +81,16 @@ class Ending:
             result=outcome.result,
         )
 
-    def rows(self) -> Iterator[Row]:
-        """The rows that carry it."""
+    def to_rows(self) -> Iterator[Row]:
+        """Returns the rows that carry the outcome."""
         told = asdict(replace(self, result=None))
         yield (self.task, "ending", 0, json.dumps(told).encode())
         result = memoryview(self.result or b"")
-        for chunk, start in enumerate(range(0, len(result), CHUNK)):
-            yield (self.task, "result", chunk, bytes(result[start : start + CHUNK]))
+        for chunk, start in enumerate(range(0, len(result), RESULT_CHUNK_BYTES)):
+            yield (self.task, "result", chunk, bytes(result[start : start + RESULT_CHUNK_BYTES]))
 
     @classmethod
-    def from_rows(cls, rows: Iterable[Row]) -> list[Ending]:
+    def from_rows(cls, rows: Iterable[Row]) -> list[TaskOutcome]:
         """Returns every task's ending, in the order of tasks, from rows in any order."""
         told: dict[int, dict[str, Any]] = {}
         chunks: dict[int, dict[int, bytes]] = {}
@@ -104,7 +104,7 @@ class Ending:
         return [cls(**told[task]) for task in sorted(told)]
 
 
-def results(endings: Iterable[Ending], size: int) -> list[Any]:
+def results_by_rank(endings: Iterable[TaskOutcome], size: int) -> list[Any]:
     """Returns the results by rank, or the first failure.
 
     Args:
@@ -112,27 +112,27 @@ def results(endings: Iterable[Ending], size: int) -> list[Any]:
         size: Number of ranks.
 
     Returns:
-        What the function returned on each rank, rank 0 first.
+        The result of the function on each rank, rank 0 first.
 
     Raises:
         FarandoleJobError: A task failed; raised from the worker's own exception where it could be
             brought along.
     """
     endings = list(endings)
-    if len(endings) == size and all(ending.succeeded for ending in endings):
-        values = {ending.rank: _value(ending) for ending in endings}
+    if len(endings) == size and all(ending.has_succeeded for ending in endings):
+        values = {ending.rank: _unpickle_value(ending) for ending in endings}
         return [values[rank] for rank in range(size)]
-    raise_first(endings, size)
+    raise_first_failure(endings, size)
     raise AssertionError
 
 
-def raise_first(endings: list[Ending], size: int) -> None:
+def raise_first_failure(endings: list[TaskOutcome], size: int) -> None:
     """Raises the failure that came first.
 
     Raises:
         FarandoleJobError: Always.
     """
-    failed = [ending for ending in endings if not ending.succeeded]
+    failed = [ending for ending in endings if not ending.has_succeeded]
     if not failed:
         missing = sorted(set(range(size)) - {ending.task for ending in endings})
         raise FarandoleJobError(f"Spark returned no rows of these tasks: {missing}")
@@ -141,11 +141,11 @@ def raise_first(endings: list[Ending], size: int) -> None:
     cause = min(
         failed, key=lambda ending: (ending.aborted, ending.refused is None, ending.rank or 0)
     )
-    error, origin = failure(cause)
+    error, origin = task_failure(cause)
     raise error from origin
 
 
-def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
+def task_failure(ending: TaskOutcome) -> tuple[FarandoleJobError, BaseException | None]:
     """Returns the exception for one task's failure, and the worker's own exception if it could
     be unpickled.
     """
@@ -160,8 +160,8 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
         remote = tuple(told) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
     if ending.refused is not None:
         reason = f"{who} could not start its worker: {ending.refused}"
-        if _UNREACHABLE in ending.refused:
-            reason += f". {_WAYS}"
+        if _UNREACHABLE_MESSAGE in ending.refused:
+            reason += f". {_REACHABILITY_ADVICE}"
     elif remote is not None and remote[0] != "SystemExit":
         kind, message, *_ = remote
         reason = f"{who} failed: {kind}: {message}" if message else f"{who} failed: {kind}"
@@ -185,23 +185,23 @@ def failure(ending: Ending) -> tuple[FarandoleJobError, BaseException | None]:
         remote_traceback=remote[2] if remote else None,
         stderr_tail=ending.stderr_tail,
     )
-    return error, _unpickled(remote[3]) if remote else None
+    return error, _unpickle_exception(remote[3]) if remote else None
 
 
-def _unpickled(pickled: bytes | None) -> BaseException | None:
+def _unpickle_exception(pickled: bytes | None) -> BaseException | None:
     if pickled is None:
         return None
     try:
-        origin = pickle.loads(pickled)  # noqa: S301 - as in `failure`
+        origin = pickle.loads(pickled)  # noqa: S301 - as in `task_failure`
     except Exception:  # noqa: BLE001 - the driver lacks its class; the text says it all
         return None
     return origin if isinstance(origin, BaseException) else None
 
 
-def _value(ending: Ending) -> Any:
-    assert ending.result is not None  # noqa: S101 - `succeeded` said so
+def _unpickle_value(ending: TaskOutcome) -> Any:
+    assert ending.result is not None  # noqa: S101 - `has_succeeded` said so
     try:
-        _, value = pickle.loads(ending.result)  # noqa: S301 - as in `failure`
+        _, value = pickle.loads(ending.result)  # noqa: S301 - as in `task_failure`
     except Exception as error:
         raise FarandoleJobError(
             f"rank {ending.rank} on {ending.host} returned a value that the driver cannot "

@@ -16,20 +16,20 @@ import struct
 import sys
 import time
 
-PIPES = ("FARANDOLE_PAYLOAD_FD", "FARANDOLE_RESULT_FD")
-_PATIENCE = 60.0
-_ANSWER = 15.0
+PIPE_VARIABLES = ("FARANDOLE_PAYLOAD_FD", "FARANDOLE_RESULT_FD")
+_SERVER_TIMEOUT = 60.0
+_FORK_TIMEOUT = 15.0
 
 
 def main() -> None:
-    """Hands over and waits; see the module."""
+    """Passes the worker to the server and waits; see the module."""
     place, *command = sys.argv[1:]
-    server = _server(place)
+    server = _connect_server(place)
     if server is None:
         os.execvp(command[0], command)  # noqa: S606 - the agent's own command
-    _hand_over(server)
-    server.settimeout(_ANSWER)
-    words = _words(server)
+    _send_request(server)
+    server.settimeout(_FORK_TIMEOUT)
+    words = _read_replies(server)
     told = next(words, None)
     if told is None or told[0] != "pid":
         sys.stderr.write(
@@ -44,22 +44,22 @@ def main() -> None:
     if how == "code":
         os._exit(int(number))
     if how == "lost":
-        _end(int(told[1]))
-    _die_of(int(number))
+        _kill_worker_group(int(told[1]))
+    _exit_by_signal(int(number))
 
 
-def _server(place: str) -> "_socket.socket | None":
+def _connect_server(place: str) -> "_socket.socket | None":
     """Returns a connection to a server that is ready to fork, once it is."""
     deadline = time.monotonic() + 1.0
     while True:
         server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
-            server.settimeout(_PATIENCE)
+            server.settimeout(_SERVER_TIMEOUT)
             server.connect(place)
-            # It answers when it has imported everything, or with its reason not to.
+            # The server answers when it has imported everything, or with the reason of a failure.
             return server if server.recv(1) == b"r" else None
         except (FileNotFoundError, ConnectionRefusedError):
-            # It may be about to listen: its starter found the port taken by another process.
+            # The server may be about to listen: another process may have just started it.
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.01)
@@ -67,8 +67,8 @@ def _server(place: str) -> "_socket.socket | None":
             return None
 
 
-def _hand_over(server: "_socket.socket") -> None:
-    pipes = {name: int(os.environ.pop(name)) for name in PIPES if name in os.environ}
+def _send_request(server: "_socket.socket") -> None:
+    pipes = {name: int(os.environ.pop(name)) for name in PIPE_VARIABLES if name in os.environ}
     words = [os.fsencode(os.getcwd()), b" ".join(name.encode() for name in pipes)]  # noqa: PTH109 - pathlib takes long to load
     words += [name + b"=" + value for name, value in os.environb.items()]
     message = b"\0".join(words)
@@ -81,7 +81,7 @@ def _hand_over(server: "_socket.socket") -> None:
         left = left[server.send(left) :]
 
 
-def _words(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a program without typing
+def _read_replies(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a program without typing
     """Yields the server's lines, two words each, until it hangs up."""
     heard = b""
     while True:
@@ -98,9 +98,9 @@ def _words(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a
         heard += piece
 
 
-def _end(worker: int) -> None:
-    """The server is gone, and the kernel has ended the worker with it: this ends what the worker
-    had started.
+def _kill_worker_group(worker: int) -> None:
+    """Ends the processes that a worker had started, after the server has died: the kernel has
+    ended the worker with the server.
     """
     try:
         os.killpg(worker, signal.SIGKILL)
@@ -108,10 +108,10 @@ def _end(worker: int) -> None:
         return
 
 
-def _die_of(number: int) -> None:
+def _exit_by_signal(number: int) -> None:
     import resource  # noqa: PLC0415 - seldom needed
 
-    # The worker has left a core where it should.
+    # The worker has already written a core file if one is wanted.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)

@@ -16,7 +16,7 @@ class RankFiles:
     """The files of one job; `N` has as many digits as the highest rank.
 
     Args:
-        folder: Where to write; made where it is not there.
+        folder: Folder to write to; created if it does not exist.
         size: Number of ranks.
 
     Raises:
@@ -28,17 +28,17 @@ class RankFiles:
         self._width = len(str(size - 1))
         self._files: dict[tuple[int, str], TextIO] = {}
         for rank in range(size):
-            self._open(rank)
+            self._open_files(rank)
 
-    def write(self, rank: int, stream: str | None, text: str) -> None:
+    def write_line(self, rank: int, stream: str | None, text: str) -> None:
         """Writes one line, which is in the file when this returns."""
         if (rank, stream or "") not in self._files:
-            self._open(rank)  # an elastic job may grow
+            self._open_files(rank)  # an elastic job may grow
         file = self._files[rank, stream or ""]
         file.write(f"{text}\n")
         file.flush()
 
-    def _open(self, rank: int) -> None:
+    def _open_files(self, rank: int) -> None:
         own = self._folder / f"rank.{rank:0{self._width}d}"
         own.mkdir(parents=True, exist_ok=True)
         for stream in ("stdout", "stderr"):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Checks the reports of workers where they arrive, so that everything that listens can rely on
-their form.
+"""Checks the reports of workers in the driver, so that all receivers can rely on their form.
 
 A report is any JSON object. Two kinds have a form, because curves are drawn of them: `{"kind":
 "step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5, ...}` and `{"kind": "epoch", "entry":
@@ -18,77 +17,77 @@ from typing import Any, Final
 
 _QUIET_SECONDS: Final = 60.0
 _LOG = logging.getLogger("farandole")
-_WARNED: dict[str, float] = {}
+_LAST_WARNING_TIMES: dict[str, float] = {}
 """Time of the last warning, by its cause."""
 
 
-class MalformedError(ValueError):
+class MalformedReportError(ValueError):
     """A report that does not have the form of its kind."""
 
 
-def parsed(data: bytes) -> dict[str, Any]:
+def parse_report(data: bytes) -> dict[str, Any]:
     """Returns the report that a worker has sent.
 
     Args:
-        data: As it came.
+        data: The bytes as received.
 
     Raises:
-        MalformedError: It is no report; the message says what is wrong.
+        MalformedReportError: The data is no report; the message names the error.
     """
     try:
         record = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise MalformedError("it is no JSON") from error
+        raise MalformedReportError("it is no JSON") from error
     if not isinstance(record, dict):
-        raise MalformedError("it is no JSON object")
+        raise MalformedReportError("it is no JSON object")
     match record.get("kind"):
         case "step":
             _check_step(record)
-            _check_course(record)
+            _check_progress(record)
         case "epoch":
             _check_entry(record.get("entry"))
-            _check_course(record)
+            _check_progress(record)
     return record
 
 
-def warn(who: str, error: MalformedError) -> None:
-    """Writes into the log that a report is left out, for each reason once a minute.
+def warn_malformed(who: str, error: MalformedReportError) -> None:
+    """Logs that a report is dropped, for each reason once a minute.
 
     Args:
-        who: Has sent it.
-        error: Its defect.
+        who: Sender of the report.
+        error: Defect of the report.
     """
     now, reason = time.monotonic(), str(error)
-    if now - _WARNED.get(reason, -_QUIET_SECONDS) >= _QUIET_SECONDS:
-        _WARNED[reason] = now
+    if now - _LAST_WARNING_TIMES.get(reason, -_QUIET_SECONDS) >= _QUIET_SECONDS:
+        _LAST_WARNING_TIMES[reason] = now
         _LOG.warning("a report of %s is left out: %s", who, reason)
 
 
 def _check_step(record: dict[str, Any]) -> None:
     for name in ("epoch", "step", "steps"):
-        _check_whole(record, name)
+        _check_count(record, name)
     if not _is_number(record.get("loss")):
-        raise MalformedError("its loss is no number")
+        raise MalformedReportError("its loss is no number")
 
 
-def _check_course(record: dict[str, Any]) -> None:
-    """Checks what estimators say of the whole run, where it is there."""
+def _check_progress(record: dict[str, Any]) -> None:
+    """Checks the fields about the whole run that estimators may add."""
     for name in ("epochs", "steps"):
         if record.get(name) is not None:
-            _check_whole(record, name)
+            _check_count(record, name)
     if record.get("epochs") == 0:
-        raise MalformedError("its epochs is 0")
+        raise MalformedReportError("its epochs is 0")
     if not _is_missing_or_number(record.get("rows_per_second")):
-        raise MalformedError("its rows_per_second is no number")
+        raise MalformedReportError("its rows_per_second is no number")
 
 
 def _check_entry(entry: Any) -> None:
     if not isinstance(entry, dict):
-        raise MalformedError("its entry is no JSON object")
-    _check_whole(entry, "epoch")
+        raise MalformedReportError("its entry is no JSON object")
+    _check_count(entry, "epoch")
     for name in ("seconds", "rows"):
         if not _is_missing_or_number(entry.get(name)):
-            raise MalformedError(f"its {name} is no number")
+            raise MalformedReportError(f"its {name} is no number")
     for part in ("train", "validation"):
         if scores := entry.get(part):
             _check_scores(part, scores)
@@ -96,21 +95,21 @@ def _check_entry(entry: Any) -> None:
 
 def _check_scores(part: str, scores: Any) -> None:
     if not isinstance(scores, dict) or "loss" not in scores:
-        raise MalformedError(f"its part {part!r} has no loss")
+        raise MalformedReportError(f"its part {part!r} has no loss")
     if not _is_missing_or_number(scores["loss"]):
-        raise MalformedError(f"the loss of its part {part!r} is no number")
+        raise MalformedReportError(f"the loss of its part {part!r} is no number")
     groups = scores.get("all_metrics")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise MalformedError(f"all_metrics of its part {part!r} is no list of JSON objects")
+        raise MalformedReportError(f"all_metrics of its part {part!r} is no list of JSON objects")
     for name, value in (one for group in groups for one in group.items()):
         if not _is_missing_or_number(value):
-            raise MalformedError(f"the metric {name!r} of its part {part!r} is no number")
+            raise MalformedReportError(f"the metric {name!r} of its part {part!r} is no number")
 
 
-def _check_whole(record: dict[str, Any], name: str) -> None:
+def _check_count(record: dict[str, Any], name: str) -> None:
     value = record.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise MalformedError(f"its {name} is no whole number")
+        raise MalformedReportError(f"its {name} is no whole number")
 
 
 def _is_missing_or_number(value: Any) -> bool:

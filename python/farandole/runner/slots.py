@@ -14,27 +14,27 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from farandole.runner.limits import start_limit
+from farandole.runner.limits import start_timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LONGEST_WAIT: Final = 86_400.0
-"""Seconds that a job waits for the slots of others if no limit is given. Those jobs have limits
-of their own.
+MAX_SLOT_WAIT: Final = 86_400.0
+"""Seconds that a job waits for the slots of other jobs if no limit is given. Each of those jobs
+has its own limit.
 """
 
-_LEAST_LEFT = 0.1
-_LOOK_EVERY = 0.25
-_NEWS_EVERY = 15.0
+_MIN_START_SECONDS = 0.1
+_SLOT_CHECK_INTERVAL = 0.25
+_WAIT_REPORT_INTERVAL = 15.0
 
 
-class Slots:
+class SlotQueue:
     """The slots of a cluster or a host.
 
     Args:
-        total: How many there are; asked again and again, as executors come and go.
-        awaited: What a job waits for, as messages say it.
+        total: Returns the number of slots; called repeatedly, because executors come and go.
+        awaited: Name of the resource that a job waits for, for messages.
     """
 
     def __init__(self, total: Callable[[], int], awaited: str = "slots") -> None:
@@ -45,8 +45,8 @@ class Slots:
         self._jobs: dict[object, int] = {}
 
     @contextlib.contextmanager
-    def taken(
-        self, number: int, say: Callable[[str], None], patience: float = LONGEST_WAIT
+    def hold_slots(
+        self, number: int, say: Callable[[str], None], patience: float = MAX_SLOT_WAIT
     ) -> Iterator[float]:
         """Holds slots for one job.
 
@@ -70,15 +70,15 @@ class Slots:
             try:
                 while not self._may_run(job, number):
                     if time.monotonic() >= news_at:
-                        news_at = time.monotonic() + _NEWS_EVERY
-                        say(self._waiting(job, number))
+                        news_at = time.monotonic() + _WAIT_REPORT_INTERVAL
+                        say(self._wait_message(job, number))
                     if time.monotonic() - began >= patience:
                         late = (
                             f"Timed out waiting for {self._awaited}: 0 of {number} after "
                             f"{patience:g} s"
                         )
-                        raise TimeoutError(f"{late}; {self._waiting(job, number)}")
-                    self._changed.wait(_LOOK_EVERY)
+                        raise TimeoutError(f"{late}; {self._wait_message(job, number)}")
+                    self._changed.wait(_SLOT_CHECK_INTERVAL)
                 self._jobs[job] = number
             finally:
                 self._queue.remove(job)
@@ -91,34 +91,35 @@ class Slots:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def started(
+    def hold_slots_for_start(
         self, number: int, say: Callable[[str], None], start_timeout: float | None
     ) -> Iterator[float]:
-        """Holds slots for one job, whose wait for them is a part of the time that it may take to
-        start.
+        """Holds slots for one job; the wait for them counts as a part of the start.
 
         Args:
-            number: As `taken`.
-            say: As `taken`.
+            number: As `hold_slots`.
+            say: As `hold_slots`.
             start_timeout: Seconds for the wait and the start together, as the user gave them.
-                `None` waits up to `LONGEST_WAIT`, and leaves the start what `start_limit` says.
+                `None` waits up to `MAX_SLOT_WAIT`, and leaves the default limit for the start.
 
         Yields:
             Seconds that are left for the start.
 
         Raises:
-            TimeoutError: As `taken`.
+            TimeoutError: As `hold_slots`.
         """
-        limit = start_limit(start_timeout)
-        with self.taken(number, say, LONGEST_WAIT if start_timeout is None else limit) as waited:
-            yield limit if start_timeout is None else max(limit - waited, _LEAST_LEFT)
+        limit = start_timeout_seconds(start_timeout)
+        with self.hold_slots(
+            number, say, MAX_SLOT_WAIT if start_timeout is None else limit
+        ) as waited:
+            yield limit if start_timeout is None else max(limit - waited, _MIN_START_SECONDS)
 
     def _may_run(self, job: object, number: int) -> bool:
         if self._queue[0] is not job:
             return False
         return not self._jobs or sum(self._jobs.values()) + number <= self._total()
 
-    def _waiting(self, job: object, number: int) -> str:
+    def _wait_message(self, job: object, number: int) -> str:
         return (
             f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold "
             f"{sum(self._jobs.values())} of {self._total()}, {self._queue.index(job)} wait before "

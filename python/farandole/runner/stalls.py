@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOGGER: Final = "farandole.session.stalls"
+STALL_LOGGER: Final = "farandole.session.stalls"
 """The logger that gets stall reports, and a few other notes of the session."""
 
-_LONGEST: Final = 2000
-_MISSING: Final = re.compile(r"\n(\d+)!?: \[.*")
+_MAX_REPORT_CHARACTERS: Final = 2000
+_MISSING_LINE: Final = re.compile(r"\n(\d+)!?: \[.*")
 """A line with the tensors that a rank has not submitted."""
-_REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING.pattern})+)")
+_STALL_REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING_LINE.pattern})+)")
 
 
-def follow(say: Callable[[dict[str, Any]], object]) -> None:
+def forward_stalls(say: Callable[[dict[str, Any]], object]) -> None:
     """Sends each stall report that this process logs as an event.
 
     It is a filter of the logger, because with a handler, reports would no longer go to stderr by
@@ -31,26 +31,29 @@ def follow(say: Callable[[dict[str, Any]], object]) -> None:
         say: Gets an event.
     """
 
-    def heard(record: logging.LogRecord) -> bool:
-        told = event(record.getMessage())
+    def forward_record(record: logging.LogRecord) -> bool:
+        told = stall_event(record.getMessage())
         if told is not None:
             # such as a driver that is gone; the report is logged anyway
             with contextlib.suppress(Exception):
                 say(told)
         return True
 
-    logging.getLogger(LOGGER).addFilter(heard)
+    logging.getLogger(STALL_LOGGER).addFilter(forward_record)
 
 
-def event(text: str) -> dict[str, str] | None:
+def stall_event(text: str) -> dict[str, str] | None:
     """Returns the event of a stall report; `None` if the text is no such report.
 
     Args:
         text: As it is logged.
     """
-    found = _REPORT.search(text)
+    found = _STALL_REPORT.search(text)
     if found is None:
         return None
-    ranks = _MISSING.findall(found[1])
+    ranks = _MISSING_LINE.findall(found[1])
     noun = "rank" if len(ranks) == 1 else "ranks"
-    return {"what": f"stall: others wait for {noun} {', '.join(ranks)}", "reason": text[:_LONGEST]}
+    return {
+        "what": f"stall: others wait for {noun} {', '.join(ranks)}",
+        "reason": text[:_MAX_REPORT_CHARACTERS],
+    }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from farandole.runner.gang import Output
+from farandole.runner.gang import JobOutput
 from farandole.runner.rank_files import RankFiles
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Streams:
+class OutputStreams:
     """Output arguments of every backend.
 
     Attributes:
@@ -25,8 +25,8 @@ class Streams:
             `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         timestamp: Whether those lines also start with the time.
-        verbose: 0 shows only the workers' output, 1 also what the job waits for, 2 also where each
-            rank runs.
+        verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
+            host of each rank.
         folder: Where each rank's output is also written, to `rank.<N>/stdout` and
             `rank.<N>/stderr`.
     """
@@ -37,14 +37,14 @@ class Streams:
     verbose: int = 1
     folder: str | os.PathLike[str] | None = None
 
-    def output(self, size: int) -> Output:
+    def open_output(self, size: int) -> JobOutput:
         """Returns the output of one job. It uses the present `sys.stdout`, because notebooks
         replace it.
 
         Args:
             size: Number of ranks.
         """
-        made = Output(
+        made = JobOutput(
             self.stdout or sys.stdout, self.stderr or sys.stderr, self.timestamp, self.verbose
         )
         if self.folder is not None:

@@ -21,24 +21,26 @@ if TYPE_CHECKING:
 
     from farandole.stores.remote_store import RemoteStore
 
-KIND: Final = "timeline"
+TIMELINE_KIND: Final = "timeline"
 """Kind of the records that carry pieces of timelines."""
 
-NAME: Final = "timeline.json"
+TRACE_FILE: Final = "timeline.json"
 """Name of the trace in the directory of a run, where the run viewer finds it."""
 
-_NOTHING: Final = b'{"offset":0,"size":0}\n'
+_EMPTY_PIECE: Final = b'{"offset":0,"size":0}\n'
 """A piece that replaces a timeline by none."""
 
 _LOG = logging.getLogger("farandole")
-_CURRENT: ContextVar[Gathering | None] = ContextVar("farandole_timeline", default=None)
+_CURRENT_COLLECTOR: ContextVar[TimelineCollector | None] = ContextVar(
+    "farandole_timeline", default=None
+)
 
 
-class Gathering:
+class TimelineCollector:
     """Takes the timelines of a job, piece by piece.
 
     Attributes:
-        summary: What the merged trace says: ranks, straggler, clocks; empty before it was merged.
+        summary: Summary of the merged trace: ranks, straggler, clocks; empty before the merge.
 
     Args:
         path: File for the trace; `None` keeps it in the directory of the run.
@@ -50,57 +52,57 @@ class Gathering:
     def __init__(self, path: Path | None) -> None:
         from farandole._native import ui  # noqa: PLC0415 - `import farandole` stays light
 
-        self._made = path is not None and not path.exists()
+        self._created_file = path is not None and not path.exists()
         if path is not None:
             path.touch()  # an error now, and not after hours of training
         self._path = path
-        self._new = ui.Timelines
-        self._pieces = ui.Timelines()
+        self._new = ui.TimelineMerger
+        self._pieces = ui.TimelineMerger()
         self._is_begun = False
         self._started: dict[tuple[int, int], tuple[int, int]] = {}
         """Start of each rank's timeline in a world, and its task."""
-        self._came = False
-        self._kept: list[str] | None = None
+        self._has_pieces = False
+        self._run_messages: list[str] | None = None
         self.summary: dict[str, Any] = {}
-        self.tell: Callable[[str], object] | None = None
-        """Gets the place of the trace once it is written."""
+        self.on_written: Callable[[str], object] | None = None
+        """Called with the path or URL of the trace once it is written."""
 
-    def begin(self) -> None:
-        """Begins the timeline of a job. The pieces of the job before are dropped: its ranks are
-        other ones.
+    def begin_job(self) -> None:
+        """Begins the timeline of a job. The pieces of the job before are dropped, because they are
+        of other ranks.
         """
-        self._is_begun, self._pieces, self._came = True, self._new(), False
+        self._is_begun, self._pieces, self._has_pieces = True, self._new(), False
         self._started = {}
 
-    def take(self, task: int, piece: bytes) -> None:
+    def add_piece(self, task: int, piece: bytes) -> None:
         """Takes a piece; an error is one line in the log and never fails a job.
 
         Args:
-            task: The worker's.
-            piece: As agents send it.
+            task: Task of the worker.
+            piece: A piece as agents send it.
         """
-        self._came = True
+        self._has_pieces = True
         try:
-            left_out = self._earlier(task, piece)
+            left_out = self._superseded_task(task, piece)
             if left_out != task:
-                self._pieces.take(task, piece)
+                self._pieces.add_piece(task, piece)
             if left_out is not None:
-                self._pieces.take(left_out, _NOTHING)
+                self._pieces.add_piece(left_out, _EMPTY_PIECE)
         except OSError as error:
             _LOG.warning("a piece of a timeline is lost: %s", error)
 
-    def _earlier(self, task: int, piece: bytes) -> int | None:
-        """Returns the task whose timeline is left out because another one of its rank and world has
-        started later.
+    def _superseded_task(self, task: int, piece: bytes) -> int | None:
+        """Returns the task whose timeline is dropped because another timeline of the same rank and
+        world has started later.
 
-        Spark may start a stage again after it has lost an executor. Ranks then have other tasks,
-        and a task of before may have sent its timeline.
+        After Spark has lost an executor, it may start a stage again. Ranks then have other tasks,
+        and a task of the old attempt may have sent its timeline.
         """
-        title = _title(piece)
+        title = _timeline_start(piece)
         if title is None:
             return None
         place, start = title
-        # Its file of before is replaced, whatever rank that was of.
+        # The earlier file of the task is replaced, also if it was of another rank.
         self._started = {known: begun for known, begun in self._started.items() if begun[1] != task}
         if place not in self._started:
             self._started[place] = (start, task)
@@ -115,60 +117,60 @@ class Gathering:
         )  # fmt: skip
         return early
 
-    def keep(self, write: Callable[[str, bytes], object], place: str) -> None:
+    def write_to_run(self, write: Callable[[str, bytes], object], place: str) -> None:
         """Writes the trace into the directory of a run, if it belongs there.
 
         Args:
             write: Writes a file of the run.
             place: The directory, as a path or URL.
         """
-        if self._path is not None or not self._came:
+        if self._path is not None or not self._has_pieces:
             return
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / NAME
-            lines = self._merged(path)
+            path = Path(folder) / TRACE_FILE
+            lines = self._merge_trace(path)
             if self.summary:
-                write(NAME, path.read_bytes())
-                lines.append(f"the timeline of all ranks is {NAME} of the run")
-                self._tell(f"{place}/{NAME}")
-        self._kept = lines
+                write(TRACE_FILE, path.read_bytes())
+                lines.append(f"the timeline of all ranks is {TRACE_FILE} of the run")
+                self._announce_trace(f"{place}/{TRACE_FILE}")
+        self._run_messages = lines
 
-    def end(self) -> list[str]:
+    def finish_trace(self) -> list[str]:
         """Writes the trace to its file.
 
         Returns:
-            What to tell of it, in lines.
+            Lines about the trace for the user.
         """
-        if not self._came:
-            if self._made and self._path is not None:
+        if not self._has_pieces:
+            if self._created_file and self._path is not None:
                 self._path.unlink(missing_ok=True)  # it is empty
             if not self._is_begun:
                 return []
             return ["no rank has sent a timeline: there is none unless the ranks call init()"]
         if self._path is None:
-            return self._kept or [
+            return self._run_messages or [
                 "the timeline is lost: no store keeps this run; give timeline= a path"
             ]
-        lines = self._merged(self._path)
+        lines = self._merge_trace(self._path)
         if not self.summary:
             return lines
-        self._tell(str(self._path))
+        self._announce_trace(str(self._path))
         return [*lines, f"the timeline of all ranks is in {self._path}"]
 
-    def _tell(self, place: str) -> None:
-        if self.tell is not None:
-            self.tell(place)
+    def _announce_trace(self, place: str) -> None:
+        if self.on_written is not None:
+            self.on_written(place)
 
-    def _merged(self, path: Path) -> list[str]:
+    def _merge_trace(self, path: Path) -> list[str]:
         try:
-            summary, lines = self._pieces.merge(path)
+            summary, lines = self._pieces.merge_pieces(path)
         except OSError as error:
             return [f"the timelines of the ranks could not be merged: {error}"]
         self.summary = json.loads(summary)
         return lines
 
 
-def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
+def _timeline_start(piece: bytes) -> tuple[tuple[int, int], int] | None:
     """Returns the rank and the world of a timeline, and when it started, if this is its first
     piece.
     """
@@ -185,12 +187,14 @@ def _title(piece: bytes) -> tuple[tuple[int, int], int] | None:
 
 
 @contextlib.contextmanager
-def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering | None]:
-    """Gathers the timelines of the jobs that run inside, and merges them at the end, also after a
+def collect_timelines(
+    path: str | os.PathLike[str] | bool | None,
+) -> Iterator[TimelineCollector | None]:
+    """Collects the timelines of the jobs that run inside, and merges them at the end, also after a
     failure.
 
     Args:
-        path: File for the trace; `True` keeps it in the directory of the run; `None` gathers
+        path: File for the trace; `True` keeps it in the directory of the run; `None` collects
             nothing.
 
     Yields:
@@ -202,57 +206,59 @@ def gathered(path: str | os.PathLike[str] | bool | None) -> Iterator[Gathering |
     if path is None or path is False:
         yield None
         return
-    gathering = Gathering(None if isinstance(path, bool) else Path(path).absolute())
-    token = _CURRENT.set(gathering)
+    gathering = TimelineCollector(None if isinstance(path, bool) else Path(path).absolute())
+    token = _CURRENT_COLLECTOR.set(gathering)
     try:
         yield gathering
     finally:
-        _CURRENT.reset(token)
-        for line in gathering.end():
+        _CURRENT_COLLECTOR.reset(token)
+        for line in gathering.finish_trace():
             sys.stderr.write(f"farandole: {line}\n")
         sys.stderr.flush()
 
 
-def variables() -> dict[str, str | None]:
+def worker_variables() -> dict[str, str | None]:
     """Returns variables for the workers of a new job, with which their agents send timelines."""
-    gathering = _CURRENT.get()
+    gathering = _CURRENT_COLLECTOR.get()
     if gathering is None:
         return {}
-    gathering.begin()
+    gathering.begin_job()
     return {"FARANDOLE_TIMELINE": "GATHER"}
 
 
-def take(task: int, piece: bytes) -> None:
-    """Takes a piece where timelines are gathered; else nothing.
+def collect_piece(task: int, piece: bytes) -> None:
+    """Takes a piece if timelines are collected; else does nothing.
 
     Args:
-        task: The worker's.
-        piece: As agents send it.
+        task: Task of the worker.
+        piece: A piece as agents send it.
     """
-    gathering = _CURRENT.get()
+    gathering = _CURRENT_COLLECTOR.get()
     if gathering is not None:
-        gathering.take(task, piece)
+        gathering.add_piece(task, piece)
 
 
-def tell(told: Callable[[str], object]) -> None:
-    """Calls a function with the path of the trace once it is written, if timelines are gathered.
+def on_trace_written(told: Callable[[str], object]) -> None:
+    """Calls a function with the path of the trace once it is written, if timelines are collected.
 
     Args:
-        told: Gets a path or URL.
+        told: Called with a path or URL.
     """
-    gathering = _CURRENT.get()
+    gathering = _CURRENT_COLLECTOR.get()
     if gathering is not None:
-        gathering.tell = told
+        gathering.on_written = told
 
 
-def keep(remote: RemoteStore) -> None:
-    """Writes the trace into the directory of a run that ends, where that was asked for.
+def write_trace_to_run(remote: RemoteStore) -> None:
+    """Writes the trace into the directory of a run that ends, if it belongs there.
 
     Args:
         remote: The run's paths.
     """
-    gathering = _CURRENT.get()
+    gathering = _CURRENT_COLLECTOR.get()
     if gathering is not None and remote.run_path is not None:
         from farandole._native import store as native  # noqa: PLC0415 - `import farandole` stays light
 
-        gathering.keep(remote.write, native.Store(remote.run_path).local_path or remote.run_path)
+        gathering.write_to_run(
+            remote.write, native.Store(remote.run_path).local_path or remote.run_path
+        )

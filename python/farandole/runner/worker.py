@@ -21,11 +21,11 @@ import traceback
 from typing import Any, Final, NoReturn
 
 from farandole.common import pickling
-from farandole.runner.watcher import TOLD
+from farandole.runner.job_observer import REPORTS_VARIABLE
 
 PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
 RESULT_FD: Final = "FARANDOLE_RESULT_FD"
-EXECUTOR: Final = "FARANDOLE_SPARK_EXECUTOR"
+EXECUTOR_VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
 """The worker's Spark executor or Ray node, which the driver of an elastic job asks for."""
 
 
@@ -35,8 +35,8 @@ def main() -> int:
     Returns:
         The exit status.
     """
-    payload = _take(PAYLOAD_FD)
-    result = _take(RESULT_FD)
+    payload = _take_descriptor(PAYLOAD_FD)
+    result = _take_descriptor(RESULT_FD)
     if payload is None or result is None:
         sys.stderr.write(
             f"farandole.runner.worker is started by an agent, which sets {PAYLOAD_FD} and "
@@ -45,29 +45,29 @@ def main() -> int:
         return 2
     with os.fdopen(payload, "rb") as pipe:
         packed = pipe.read()
-    if EXECUTOR in os.environ:
+    if EXECUTOR_VARIABLE in os.environ:
         from farandole._native import launcher  # noqa: PLC0415 - other workers need not load it first
 
-        launcher.report(EXECUTOR, os.environ[EXECUTOR].encode())
-    if TOLD in os.environ:
+        launcher.report_record(EXECUTOR_VARIABLE, os.environ[EXECUTOR_VARIABLE].encode())
+    if REPORTS_VARIABLE in os.environ:
         from farandole.runner import load  # noqa: PLC0415 - as above
 
-        load.introduce()
-    status, record = _call(packed)
+        load.start_rank_reports()
+    status, record = _call_function(packed)
     del packed
     try:
-        answer = pickling.dumps(record)
+        answer = pickling.pickle_by_value(record)
     except Exception as error:  # noqa: BLE001 - the value's own fault
         failure = TypeError(f"the function returned a value that cannot be pickled: {error}")
         sys.stderr.write(f"{failure}\n")
-        status, answer = 1, pickling.dumps(_failure(failure))
-    _flush()
+        status, answer = 1, pickling.pickle_by_value(_failure_record(failure))
+    _flush_streams()
     with os.fdopen(result, "wb") as pipe:
         pipe.write(answer)
     return status
 
 
-def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
+def _call_function(packed: bytes) -> tuple[int, tuple[Any, ...]]:
     try:
         fn, args, kwargs = pickle.loads(packed)  # noqa: S301 - the agent's own pipe
         return 0, ("ok", fn(*args, **kwargs))
@@ -78,48 +78,50 @@ def _call(packed: bytes) -> tuple[int, tuple[Any, ...]]:
             return 0, ("ok", None)
         if not isinstance(error.code, int):
             sys.stderr.write(f"{error.code}\n")
-        return (error.code & 0xFF or 1) if isinstance(error.code, int) else 1, _failure(error)
+        return (error.code & 0xFF or 1) if isinstance(error.code, int) else 1, _failure_record(
+            error
+        )
     except KeyboardInterrupt as error:
-        return 130, _failure(error)
+        return 130, _failure_record(error)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the driver wants to know
-        record = _failure(error)
+        record = _failure_record(error)
         # Also on stderr, as of any script: logs have it even if the result is lost.
         sys.stderr.write(record[3])
         return 1, record
 
 
-def _failure(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
+def _failure_record(error: BaseException) -> tuple[str, str, str, str, bytes | None]:
     kind = type(error)
     name = (
         kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-    # The first frame is `_call`, which does not help the user.
+    # The first frame is `_call_function`, which does not help the user.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     text = "".join(traceback.format_exception(kind, error, frames))
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 - an exception that cannot describe itself
         message = ""
-    return "error", name, message, text, _pickled(error)
+    return "error", name, message, text, _pickle_exception(error)
 
 
-def _pickled(error: BaseException) -> bytes | None:
-    """Returns the exception, if it survives a round trip: many take arguments that they do not
-    keep.
+def _pickle_exception(error: BaseException) -> bytes | None:
+    """Returns the pickled exception; `None` if it cannot be unpickled, because many exceptions
+    take arguments that they do not keep.
     """
     try:
-        packed = pickling.dumps(error)
+        packed = pickling.pickle_by_value(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
     except Exception:  # noqa: BLE001 - the traceback tells it, too
         return None
     return packed if same else None
 
 
-def _take(variable: str) -> int | None:
-    """Returns the descriptor named by a variable, which is then forgotten: it is not for the
-    worker's own children.
+def _take_descriptor(variable: str) -> int | None:
+    """Returns the descriptor that a variable names, and removes the variable: the worker's child
+    processes must not use the descriptor.
     """
     number = os.environ.pop(variable, None)
     if number is None:
@@ -128,7 +130,7 @@ def _take(variable: str) -> int | None:
     return int(number)
 
 
-def _flush() -> None:
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -136,7 +138,7 @@ def _flush() -> None:
             continue  # closed by the function: nothing is left in it
 
 
-def _leave(status: int) -> NoReturn:
+def _exit_process(status: int) -> NoReturn:
     """Ends the process as the interpreter would, but does not unload modules: with torch that takes
     seconds.
 
@@ -145,9 +147,9 @@ def _leave(status: int) -> NoReturn:
     """
     threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
     atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs
-    _flush()
+    _flush_streams()
     os._exit(status)
 
 
 if __name__ == "__main__":
-    _leave(main())
+    _exit_process(main())

@@ -13,16 +13,16 @@ Setting = tuple[str, str]
 SPARK_CONF_MAX_INT: Final = "2147483647"
 SPARK_CONF_MAX_INT_MINUS_ONE: Final = "2147483646"
 
-_OLD: Final = "spark.blacklist."
-_NEW: Final = "spark.excludeOnFailure."
+_BLACKLIST_PREFIX: Final = "spark.blacklist."
+_EXCLUDE_ON_FAILURE_PREFIX: Final = "spark.excludeOnFailure."
 
 SPARK_CONF_ALWAYS_RESTART_FAILED_TASK: Final[Setting] = (
     "spark.task.maxFailures",
     SPARK_CONF_MAX_INT,
 )
 
-SPARK_CONF_BLACKLIST_DISABLED: Final[Setting] = (_OLD + "enabled", "false")
-SPARK_CONF_BLACKLIST_ENABLED: Final[Setting] = (_OLD + "enabled", "true")
+SPARK_CONF_BLACKLIST_DISABLED: Final[Setting] = (_BLACKLIST_PREFIX + "enabled", "false")
+SPARK_CONF_BLACKLIST_ENABLED: Final[Setting] = (_BLACKLIST_PREFIX + "enabled", "true")
 
 _STAGE_TASKS: Final = "stage.maxFailedTasksPerExecutor"
 _STAGE_EXECUTORS: Final = "stage.maxFailedExecutorsPerNode"
@@ -31,36 +31,54 @@ _TASK_NODE: Final = "task.maxTaskAttemptsPerNode"
 _APP_TASKS: Final = "application.maxFailedTasksPerExecutor"
 _APP_EXECUTORS: Final = "application.maxFailedExecutorsPerNode"
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR: Final[Setting] = (_OLD + _STAGE_TASKS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final[Setting] = (_OLD + _STAGE_TASKS, "1")
-
-SPARK_CONF_REUSE_FAILING_NODE: Final[Setting] = (
-    _OLD + _STAGE_EXECUTORS,
-    SPARK_CONF_MAX_INT_MINUS_ONE,
-)
-SPARK_CONF_DONT_REUSE_FAILING_NODE: Final[Setting] = (_OLD + _STAGE_EXECUTORS, "1")
-
-SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
-    _OLD + _TASK_EXECUTOR,
+SPARK_CONF_REUSE_FAILED_EXECUTOR: Final[Setting] = (
+    _BLACKLIST_PREFIX + _STAGE_TASKS,
     SPARK_CONF_MAX_INT,
 )
-SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_EXECUTOR, "2")
-SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_EXECUTOR, "1")
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR: Final[Setting] = (_BLACKLIST_PREFIX + _STAGE_TASKS, "1")
 
-SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
-    _OLD + _TASK_NODE,
+SPARK_CONF_REUSE_FAILING_NODE: Final[Setting] = (
+    _BLACKLIST_PREFIX + _STAGE_EXECUTORS,
     SPARK_CONF_MAX_INT_MINUS_ONE,
 )
-SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_NODE, "2")
-SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final[Setting] = (_OLD + _TASK_NODE, "1")
+SPARK_CONF_DONT_REUSE_FAILING_NODE: Final[Setting] = (_BLACKLIST_PREFIX + _STAGE_EXECUTORS, "1")
 
-SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final[Setting] = (_OLD + _APP_TASKS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP: Final[Setting] = (_OLD + _APP_TASKS, "1")
+SPARK_CONF_REUSE_EXECUTOR_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
+    _BLACKLIST_PREFIX + _TASK_EXECUTOR,
+    SPARK_CONF_MAX_INT,
+)
+SPARK_CONF_REUSE_EXECUTOR_ONCE_FOR_SAME_TASK: Final[Setting] = (
+    _BLACKLIST_PREFIX + _TASK_EXECUTOR,
+    "2",
+)
+SPARK_CONF_DONT_REUSE_EXECUTOR_FOR_SAME_TASK: Final[Setting] = (
+    _BLACKLIST_PREFIX + _TASK_EXECUTOR,
+    "1",
+)
 
-SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final[Setting] = (_OLD + _APP_EXECUTORS, SPARK_CONF_MAX_INT)
-SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP: Final[Setting] = (_OLD + _APP_EXECUTORS, "1")
+SPARK_CONF_REUSE_NODE_ALWAYS_FOR_SAME_TASK: Final[Setting] = (
+    _BLACKLIST_PREFIX + _TASK_NODE,
+    SPARK_CONF_MAX_INT_MINUS_ONE,
+)
+SPARK_CONF_REUSE_NODE_ONCE_FOR_SAME_TASK: Final[Setting] = (_BLACKLIST_PREFIX + _TASK_NODE, "2")
+SPARK_CONF_DONT_REUSE_NODE_FOR_SAME_TASK: Final[Setting] = (_BLACKLIST_PREFIX + _TASK_NODE, "1")
 
-_DEFAULTS: Final = {
+SPARK_CONF_REUSE_FAILED_EXECUTOR_IN_APP: Final[Setting] = (
+    _BLACKLIST_PREFIX + _APP_TASKS,
+    SPARK_CONF_MAX_INT,
+)
+SPARK_CONF_DONT_REUSE_FAILED_EXECUTOR_IN_APP: Final[Setting] = (_BLACKLIST_PREFIX + _APP_TASKS, "1")
+
+SPARK_CONF_REUSE_FAILING_NODE_IN_APP: Final[Setting] = (
+    _BLACKLIST_PREFIX + _APP_EXECUTORS,
+    SPARK_CONF_MAX_INT,
+)
+SPARK_CONF_DONT_REUSE_FAILING_NODE_IN_APP: Final[Setting] = (
+    _BLACKLIST_PREFIX + _APP_EXECUTORS,
+    "1",
+)
+
+_DEFAULT_SETTINGS: Final = {
     "enabled": "false",
     _STAGE_TASKS: "2",
     _STAGE_EXECUTORS: "2",
@@ -72,7 +90,11 @@ _DEFAULTS: Final = {
 
 SPARK_CONF_DEFAULT_VALUES: Final[dict[str, str]] = {
     "spark.task.maxFailures": "4",
-    **{prefix + key: value for prefix in (_OLD, _NEW) for key, value in _DEFAULTS.items()},
+    **{
+        prefix + key: value
+        for prefix in (_BLACKLIST_PREFIX, _EXCLUDE_ON_FAILURE_PREFIX)
+        for key, value in _DEFAULT_SETTINGS.items()
+    },
 }
 """Spark's own defaults of every key above, under the old names and the new ones."""
 
@@ -87,6 +109,6 @@ def both(setting: Setting) -> list[Setting]:
         The pair itself and, when its key has a newer name, the pair with that name.
     """
     key, value = setting
-    if not key.startswith(_OLD):
+    if not key.startswith(_BLACKLIST_PREFIX):
         return [setting]
-    return [setting, (_NEW + key.removeprefix(_OLD), value)]
+    return [setting, (_EXCLUDE_ON_FAILURE_PREFIX + key.removeprefix(_BLACKLIST_PREFIX), value)]

@@ -9,7 +9,7 @@ change, with `transform` and a saved model. The command cannot run that file, be
 without a checkout.
 """
 
-# ruff: noqa: T201 - printing is what it is for
+# ruff: noqa: T201 - the demo prints its results
 
 from __future__ import annotations
 
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     import torch
     from pyspark.sql import SparkSession
 
-_NEEDED: Final = {"torch": "torch", "pyspark": "spark", "pyarrow": "spark", "pandas": "spark"}
+_EXTRA_BY_MODULE: Final = {
+    "torch": "torch",
+    "pyspark": "spark",
+    "pyarrow": "spark",
+    "pandas": "spark",
+}
 """Modules, and the extra that installs each."""
-_ROWS: Final = 2000
-_CLASSES: Final = 10
-_PIXELS: Final = 64
-_BLUR: Final = 2.0
+_ROW_COUNT: Final = 2000
+_CLASS_COUNT: Final = 10
+_PIXEL_COUNT: Final = 64
+_NOISE_DEVIATION: Final = 2.0
 """Standard deviation of the noise on the pixels. The distance between two classes is about 11."""
 
 
@@ -46,16 +51,16 @@ def main(words: Sequence[str]) -> int:
         The exit status; 1 if a package is missing, with a message that names the extras that
         install it.
     """
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _EXTRA_BY_MODULE if find_spec(name) is None]
     if missing:
-        extras = ",".join(dict.fromkeys(_NEEDED[name] for name in missing))
+        extras = ",".join(dict.fromkeys(_EXTRA_BY_MODULE[name] for name in missing))
         print(
             f"farandole: the demo needs {', '.join(missing)}: pip install 'farandole[{extras}]'",
             file=sys.stderr,
         )
         return 1
     store, local = words[0], "local" in words[1:] or not _has_java()
-    _train(store, local=local)
+    _train_and_report(store, local=local)
     command = (
         "farandole"
         if shutil.which("farandole")
@@ -71,22 +76,22 @@ def _has_java() -> bool:
     return shutil.which(f"{home}/bin/java" if home else "java") is not None
 
 
-def _rows() -> tuple[np.ndarray, np.ndarray]:
+def _generate_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes.
     Always the same.
     """
     import numpy as np  # noqa: PLC0415 - `main` checks first what is installed
 
     random = np.random.default_rng(1)
-    classes = random.integers(_CLASSES, size=_ROWS)
-    pictures = random.normal(size=(_CLASSES, _PIXELS))
-    return (pictures[classes] + random.normal(scale=_BLUR, size=(_ROWS, _PIXELS))).astype(
-        np.float32
-    ), classes
+    classes = random.integers(_CLASS_COUNT, size=_ROW_COUNT)
+    pictures = random.normal(size=(_CLASS_COUNT, _PIXEL_COUNT))
+    return (
+        pictures[classes] + random.normal(scale=_NOISE_DEVIATION, size=(_ROW_COUNT, _PIXEL_COUNT))
+    ).astype(np.float32), classes
 
 
 def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    """Returns the share of rows for which the largest output is that of their class.
+    """Returns the share of rows whose largest output belongs to their class.
 
     Args:
         output: One number for each class, by row.
@@ -95,7 +100,7 @@ def accuracy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return (output.argmax(dim=1) == label).float().mean()
 
 
-def _session() -> SparkSession | None:
+def _start_local_spark() -> SparkSession | None:
     """Returns a session of Spark on this host with two slots; `None`, with a message, if Spark
     cannot start.
     """
@@ -114,7 +119,7 @@ def _session() -> SparkSession | None:
     return session
 
 
-def _train(path: str, *, local: bool) -> None:
+def _train_and_report(path: str, *, local: bool) -> None:
     """Fits a network with two processes, and prints the result."""
     import pyarrow as pa  # noqa: PLC0415
     import torch  # noqa: PLC0415
@@ -122,12 +127,12 @@ def _train(path: str, *, local: bool) -> None:
     from farandole.spark.common import LocalBackend  # noqa: PLC0415
     from farandole.spark.torch import TorchEstimator  # noqa: PLC0415
 
-    features, classes = _rows()
-    session = None if local else _session()
+    features, classes = _generate_digits()
+    session = None if local else _start_local_spark()
     local = session is None
     if session is None:
         print("training on two processes of this host, without Spark", flush=True)
-        flat = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), _PIXELS)
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), _PIXEL_COUNT)
         frame = pa.table({"features": flat, "label": classes})
     else:
         print(f"training on Spark {session.version}, local[2]", flush=True)
@@ -135,7 +140,7 @@ def _train(path: str, *, local: bool) -> None:
         frame = session.createDataFrame(rows, "features array<float>, label long")
     torch.manual_seed(1)
     network = torch.nn.Sequential(
-        torch.nn.Linear(_PIXELS, 128), torch.nn.ReLU(), torch.nn.Linear(128, _CLASSES)
+        torch.nn.Linear(_PIXEL_COUNT, 128), torch.nn.ReLU(), torch.nn.Linear(128, _CLASS_COUNT)
     )
     fitted = TorchEstimator(
         num_proc=None if local else 2,

@@ -10,26 +10,25 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.common.check import at_least
-from farandole.runner import outcome, timelines
-from farandole.runner import warm as warm_workers
-from farandole.runner.agent import Work
-from farandole.runner.elastic import conduct as elastic
+from farandole.common.check import integer_at_least
+from farandole.runner import outcome, timelines, warm_workers
+from farandole.runner.agent import WorkerSpec
+from farandole.runner.elastic import driver_loop as elastic
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import Output, conduct, payload
-from farandole.runner.limits import elastic_limit, elastic_sizes, start_limit
-from farandole.runner.show.training import Training, telling
-from farandole.runner.show.watched import watched
-from farandole.spark.job import ahead
-from farandole.spark.job.agents import LEFT_ALONE, SparkAgents
-from farandole.spark.job.decommission import Decommissions
-from farandole.spark.job.elastic import SparkCrew
-from farandole.spark.job.meeting import Meeting
-from farandole.spark.job.queue import queue
-from farandole.spark.job.reasons import Word
-from farandole.spark.job.session import Cluster
-from farandole.spark.job.spill import Spill
-from farandole.spark.shim import Shim
+from farandole.runner.gang import JobOutput, pickle_payload, run_gang
+from farandole.runner.limits import elastic_sizes, elastic_timeout_seconds, start_timeout_seconds
+from farandole.runner.show.training import TrainingRun, report_run
+from farandole.runner.show.watched import view_run
+from farandole.spark.job import connect_artifacts
+from farandole.spark.job.agents import BARRIER_REJOIN_SECONDS, SparkAgents
+from farandole.spark.job.decommission import ExecutorDecommissions
+from farandole.spark.job.elastic import SparkAgentPool
+from farandole.spark.job.executor_loss import ExecutorLossReasons
+from farandole.spark.job.queue import slot_queue
+from farandole.spark.job.session import SparkCluster
+from farandole.spark.job.spill import TaskSpill
+from farandole.spark.job.task_rendezvous import TaskRendezvous
+from farandole.spark.shim import SparkPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,9 +38,11 @@ if TYPE_CHECKING:
     from farandole._native.registrar import Registrar
     from farandole.stores.store import Store
 
-DIAL_OUT = "FARANDOLE_DIAL_OUT"
-"""Hosts open connections and accept none, so a gang can meet only at its driver."""
-GRADIENTS = "FARANDOLE_GRADIENT_CONVENTION"
+DIAL_OUT_VARIABLE = "FARANDOLE_DIAL_OUT"
+"""Variable which says that hosts open connections and accept none, so that a gang can use only the
+registrar of its driver.
+"""
+GRADIENT_CONVENTION_VARIABLE = "FARANDOLE_GRADIENT_CONVENTION"
 
 
 def run(  # noqa: D417 - the ignored ones are named in one line
@@ -75,7 +76,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
 
     A worker starts with the environment of its Spark task, not with the driver's, changed by `env`.
     Spark sets `OMP_NUM_THREADS` there to `spark.task.cpus`, the task's share of its executor's
-    cores; set it in `env` to give workers more. A worker imports what its task can import.
+    cores; set it in `env` to give workers more. A worker can import the modules that its task can
+    import.
 
     Args:
         fn: The function. It is pickled by cloudpickle once, on the driver.
@@ -90,14 +92,14 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         stdout: Text stream that gets the workers' stdout, each line as `[rank]<stdout>:line`; by
             default it stays in the logs of the Spark tasks.
         stderr: The same for stderr.
-        verbose: 0 shows nothing, 1 what the job waits for, 2 also where each rank runs.
+        verbose: 0 shows nothing, 1 the reasons of waits, 2 also the host of each rank.
         prefix_output_with_timestamp: Whether those lines also start with the time.
         executable: Python interpreter of the workers; default: the one that runs the Spark task.
         use_mpi, use_gloo, extra_mpi_args, nics: Accepted for compatibility with Horovod. There is
             one transport, and its addresses are found by trying them; a value that asks for
             something else gets a warning.
-        resource_profile: What each task needs, for Spark's stage-level scheduling; pyspark 4.0 and
-            newer.
+        resource_profile: Resources of each task, for Spark's stage-level scheduling; pyspark 4.0
+            and newer.
         store: Where results of more than 16 MiB travel, and a function with its arguments that is
             as large: a store or its URL, which every executor and this process must reach. Without
             it they travel in Spark's rows, which `spark.driver.maxResultSize` bounds, and its
@@ -108,10 +110,10 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         timeline: File for one timeline of all ranks, with aligned clocks, that opens in Perfetto;
             `True` keeps it in the run of `ui`.
         ui: `True` opens the run viewer, prints its link and keeps the run in `farandole-runs` of
-            the current directory; a store, or its path or URL, keeps it there. Shows ranks, their
-            load, events and what `farandole.spark.task.report` says. Of what ranks print, a local
-            store gets all lines that go to `stdout` and `stderr` of this call; without these, the
-            last lines of stderr of each rank.
+            the current directory; a store, or its path or URL, keeps the run there. The viewer
+            shows ranks, their load, events and the reports of `farandole.spark.task.report`. With
+            `stdout` and `stderr` of this call, a local store also gets all their lines; without
+            them, it gets the last lines of stderr of each rank.
 
     Returns:
         The results by rank.
@@ -125,10 +127,10 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         Exception: There is no active Spark session.
     """
     with (
-        timelines.gathered(timeline),
-        watched(ui, fn, num_proc, "run", Shim.active(), writes_output=True),
+        timelines.collect_timelines(timeline),
+        view_run(ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True),
     ):
-        return run_with(
+        return run_with_progress(
             fn,
             args,
             kwargs,
@@ -176,14 +178,14 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
 ) -> list[Any]:
-    """Runs a function on Spark tasks whose number changes while it runs, and returns its results on
-    the last ones.
+    """Runs a function on Spark tasks whose number changes while it runs, and returns the results of
+    the tasks of the last world.
 
     There is no barrier stage: each worker is a Spark job of one task. When an executor is lost, the
-    other workers continue in a new world, and a new one joins as soon as Spark offers a slot; when
-    Spark decommissions an executor its workers leave before that. `fn` keeps what it needs in a
-    `State` and trains in a function of `farandole.torch.elastic.run` or its siblings, or uses an
-    optimizer that is fault tolerant.
+    other workers continue in a new world, and a new worker joins as soon as Spark offers a slot.
+    When Spark decommissions an executor, its workers leave before the executor stops. `fn` keeps
+    its state in a `State` and trains in a function of `farandole.torch.elastic.run` or its
+    siblings, or uses an optimizer that is fault tolerant.
 
     Args:
         fn: The function. It is pickled by cloudpickle once, on the driver.
@@ -205,7 +207,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         executable: As for `run`.
         resource_profile: As for `run`.
         store: As for `run`.
-        timeline: As for `run`: that of the last world.
+        timeline: As for `run`; the timeline of the last world.
         ui: As for `run`.
         nics: Accepted for compatibility with Horovod, with a warning.
         min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
@@ -222,19 +224,19 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         warnings.warn(
             f"nics={sorted(set(nics))} is ignored: addresses are found by trying them", stacklevel=2
         )
-    shim = Shim.active()
+    shim = SparkPlugin.from_active_context()
     with (
-        timelines.gathered(timeline),
-        watched(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
+        timelines.collect_timelines(timeline),
+        view_run(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
     ):
-        return run_elastic_with(
+        return run_elastic_with_progress(
             fn,
             args,
             kwargs,
             None,
             num_proc=num_proc,
-            min_num_proc=_one_of("min_num_proc", min_num_proc, "min_np", min_np),
-            max_num_proc=_one_of("max_num_proc", max_num_proc, "max_np", max_np),
+            min_num_proc=_merge_aliases("min_num_proc", min_num_proc, "min_np", min_np),
+            max_num_proc=_merge_aliases("max_num_proc", max_num_proc, "max_np", max_np),
             start_timeout=start_timeout,
             elastic_timeout=elastic_timeout,
             reset_limit=reset_limit,
@@ -249,7 +251,7 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         )
 
 
-def run_elastic_with(
+def run_elastic_with_progress(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -275,50 +277,53 @@ def run_elastic_with(
 
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
-    cluster = Cluster.active()
+    cluster = SparkCluster.from_active_session()
     first, least, most = elastic_sizes(
         num_proc, min_num_proc, max_num_proc, cluster.default_parallelism
     )
-    cluster.check(least)
+    cluster.check_job_size(least)
     if resource_profile is not None:
-        cluster.check_profiles()
-    start_limit(start_timeout)
-    patience = elastic_limit(elastic_timeout)
-    output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
-    job = _Job(
+        cluster.check_profile_support()
+    start_timeout_seconds(start_timeout)
+    patience = elastic_timeout_seconds(elastic_timeout)
+    output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
+    job = _SparkJob(
         cluster,
         output,
-        payload(fn, args, kwargs),
-        None if store is None else Spill.below(store),
+        pickle_payload(fn, args, kwargs),
+        None if store is None else TaskSpill.create_in_store(store),
         env,
         executable,
     )
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    # With fewer slots than it may have workers it would hold some that the next gang in the queue
-    # counts on.
-    with job.begun(fn, "run_elastic", most, start_timeout, resource_profile) as (limit, training):
-        registrar = Registrar.elastic(
+    # Wait for slots for the maximum number of workers. Otherwise this job would later take slots
+    # that the next gang in the queue needs.
+    with job.hold_resources(fn, "run_elastic", most, start_timeout, resource_profile) as (
+        limit,
+        training,
+    ):
+        registrar = Registrar.start_elastic(
             first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
         )
-        work = job.work(registrar.ticket, training, limit, elastic=True)
-        crew = SparkCrew(cluster, work, most, output, resource_profile)
-        with job.heard(crew.tag, first, training):
-            found = elastic.conduct(
+        work = job.agent_work(registrar.ticket, training, limit, elastic=True)
+        crew = SparkAgentPool(cluster, work, most, output, resource_profile)
+        with job.explain_failures(crew.tag, first, training):
+            found = elastic.run_elastic_job(
                 registrar,
                 crew,
                 output,
                 on_progress,
-                Decommissions(cluster),
+                ExecutorDecommissions(cluster),
                 training,
                 ends_on_error=ends_on_error,
             )
-        return job.fetched(found)
+        return job.load_results(found)
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SparkJob:
     """The base of jobs of fixed size and elastic jobs.
 
     Attributes:
@@ -330,87 +335,103 @@ class _Job:
         executable: Their interpreter.
     """
 
-    cluster: Cluster
-    output: Output
+    cluster: SparkCluster
+    output: JobOutput
     packed: bytes
-    spill: Spill | None
+    spill: TaskSpill | None
     env: Mapping[str, str | None] | None
     executable: str | None
 
     @contextlib.contextmanager
-    def begun(
+    def hold_resources(
         self,
         fn: Callable[..., Any],
         kind: str,
         number: int,
         start_timeout: float | None,
         profile: ResourceProfile | None,
-    ) -> Iterator[tuple[float, Training]]:
-        """Holds what the job needs: the seconds that are left for its start, and what tells the
-        plugin of it.
+    ) -> Iterator[tuple[float, TrainingRun]]:
+        """Holds the slots and the spill of the job; yields the seconds that are left for its start,
+        and the run that reports to the plugin.
         """
         from farandole.common import logs  # noqa: PLC0415 - starts its threads here
 
-        logs.start()
+        logs.start_logging()
         with contextlib.ExitStack() as held:
             if self.spill is not None:
-                held.callback(self.spill.clear)
+                held.callback(self.spill.delete_directory)
             limit = held.enter_context(
-                _turn(self.cluster, number, self.output, start_timeout, profile)
+                _hold_slots(self.cluster, number, self.output, start_timeout, profile)
             )
-            shim = Shim.of(self.cluster.context)
-            yield limit, held.enter_context(telling(shim, getattr(fn, "__qualname__", "run"), kind))
+            shim = SparkPlugin.from_context(self.cluster.context)
+            yield (
+                limit,
+                held.enter_context(report_run(shim, getattr(fn, "__qualname__", "run"), kind)),
+            )
 
-    def work(self, ticket: str, training: Training, limit: float, **more: Any) -> Work:
+    def agent_work(
+        self, ticket: str, training: TrainingRun, limit: float, **more: Any
+    ) -> WorkerSpec:
         """Returns the description of the job for its agents."""
         packed = (
-            ahead.sent(self.cluster.session, self.packed)
+            connect_artifacts.prestage_if_large(self.cluster.session, self.packed)
             if self.spill is None
-            else self.spill.carried(self.packed)
+            else self.spill.pack_call(self.packed)
         )
-        changes = _handed_on() | training.variables() | dict(self.env or {}) | timelines.variables()
-        return Work(ticket, packed, changes, self.executable, self.output.streaming, limit, **more)
+        changes = (
+            _inherited_variables()
+            | training.worker_variables()
+            | dict(self.env or {})
+            | timelines.worker_variables()
+        )
+        return WorkerSpec(
+            ticket, packed, changes, self.executable, self.output.is_streaming, limit, **more
+        )
 
     @contextlib.contextmanager
-    def heard(self, tag: str, number: int, training: Training) -> Iterator[None]:
-        """Hears what Spark says of the job while it runs, and explains its failure by that."""
-        training.tagged(tag, number)
-        word = Word(Shim.of(self.cluster.context), tag, training, self.output)
-        training.asking(word.look)
+    def explain_failures(self, tag: str, number: int, training: TrainingRun) -> Iterator[None]:
+        """Polls Spark's messages about the job, and adds the reason of a loss to its failure."""
+        training.set_job_tag(tag, number)
+        word = ExecutorLossReasons(
+            SparkPlugin.from_context(self.cluster.context), tag, training, self.output
+        )
+        training.set_poll_callback(word.poll_messages)
         try:
             yield
         except FarandoleJobError as error:
-            word.explain(error)
+            word.add_loss_reason(error)
             raise
 
-    def fetched(self, found: list[Any]) -> list[Any]:
-        """Returns the results, those that travelled by the store too."""
-        return found if self.spill is None else [self.spill.fetched(value) for value in found]
+    def load_results(self, found: list[Any]) -> list[Any]:
+        """Returns the results, including the results that were passed through the store."""
+        return found if self.spill is None else [self.spill.load_result(value) for value in found]
 
 
 @contextlib.contextmanager
-def _turn(
-    cluster: Cluster,
+def _hold_slots(
+    cluster: SparkCluster,
     number: int,
-    output: Output,
+    output: JobOutput,
     start_timeout: float | None,
     profile: ResourceProfile | None,
 ) -> Iterator[float]:
     """Waits for a job's slots and holds them; the seconds that are left for its start."""
     if profile is not None:
-        yield start_limit(start_timeout)  # the slots of another profile are unknown
+        yield start_timeout_seconds(start_timeout)  # the slots of another profile are unknown
         return
-    with queue(cluster).started(number, output.say, start_timeout) as left:
+    with slot_queue(cluster).hold_slots_for_start(
+        number, output.print_message, start_timeout
+    ) as left:
         yield left
 
 
-def _one_of(name: str, value: int | None, old: str, given: int | None) -> int | None:
+def _merge_aliases(name: str, value: int | None, old: str, given: int | None) -> int | None:
     if value is not None and given is not None and value != given:
         raise ValueError(f"{name} and {old} are two names of one argument: {value} and {given}")
     return value if value is not None else given
 
 
-def run_with(
+def run_with_progress(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -446,30 +467,36 @@ def run_with(
             "driver's",
             stacklevel=3,
         )
-    cluster = Cluster.active()
-    size = cluster.default_parallelism() if num_proc is None else at_least(1)("num_proc", num_proc)
-    cluster.check(size)
+    cluster = SparkCluster.from_active_session()
+    size = (
+        cluster.default_parallelism()
+        if num_proc is None
+        else integer_at_least(1)("num_proc", num_proc)
+    )
+    cluster.check_job_size(size)
     if resource_profile is not None:
-        cluster.check_profiles()
-    start_limit(start_timeout)
-    output = Output(stdout, stderr, prefix_output_with_timestamp, verbose)
-    warmth = warm_workers.wanted(warm, by_default=False)
-    spill = None if store is None else Spill.below(store)
-    job = _Job(cluster, output, payload(fn, args, kwargs), spill, env, executable)
+        cluster.check_profile_support()
+    start_timeout_seconds(start_timeout)
+    output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
+    warmth = warm_workers.choose_warm_workers(warm, by_default=False)
+    spill = None if store is None else TaskSpill.create_in_store(store)
+    job = _SparkJob(cluster, output, pickle_payload(fn, args, kwargs), spill, env, executable)
 
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    with job.begun(fn, "run", size, start_timeout, resource_profile) as (limit, training):
+    with job.hold_resources(fn, "run", size, start_timeout, resource_profile) as (limit, training):
         # The tasks of a local master are threads of this process's JVM.
         here = cluster.context is not None and cluster.is_local
         where = {"host": "127.0.0.1", "bind": ""} if here else {}
         registrar = Registrar(size, start_timeout=limit, **where)
-        rejoin_after = 0.0 if cluster.is_dynamic else LEFT_ALONE
-        work = job.work(registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after)
-        meeting = _meeting(cluster, registrar, size, spill)
+        rejoin_after = 0.0 if cluster.uses_dynamic_allocation else BARRIER_REJOIN_SECONDS
+        work = job.agent_work(
+            registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
+        )
+        meeting = _make_rendezvous(cluster, registrar, size, spill)
         agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
-        with job.heard(agents.tag, size, training):
-            endings = conduct(
+        with job.explain_failures(agents.tag, size, training):
+            endings = run_gang(
                 registrar,
                 agents,
                 size,
@@ -479,25 +506,29 @@ def run_with(
                 "Spark tasks to start",
                 training,
             )
-            found = outcome.results(endings, size)
-        return job.fetched(found)
+            found = outcome.results_by_rank(endings, size)
+        return job.load_results(found)
 
 
-def _handed_on() -> dict[str, str | None]:
+def _inherited_variables() -> dict[str, str | None]:
     """Returns the settings of the driver on which driver and ranks must agree."""
-    return {name: os.environ[name] for name in (DIAL_OUT, GRADIENTS) if name in os.environ}
+    return {
+        name: os.environ[name]
+        for name in (DIAL_OUT_VARIABLE, GRADIENT_CONVENTION_VARIABLE)
+        if name in os.environ
+    }
 
 
-def _meeting(
-    cluster: Cluster, registrar: Registrar, size: int, spill: Spill | None
-) -> Meeting | None:
+def _make_rendezvous(
+    cluster: SparkCluster, registrar: Registrar, size: int, spill: TaskSpill | None
+) -> TaskRendezvous | None:
     """Executors of classic Spark reach the driver, or there would be no job; a Connect client
     may be anywhere.
     """
     if (
         cluster.context is not None
-        or cluster.is_dynamic
-        or os.environ.get(DIAL_OUT, "0") not in ("", "0")
+        or cluster.uses_dynamic_allocation
+        or os.environ.get(DIAL_OUT_VARIABLE, "0") not in ("", "0")
     ):
         return None
-    return Meeting(tuple(registrar.addresses), size, spill)
+    return TaskRendezvous(tuple(registrar.addresses), size, spill)

@@ -15,30 +15,30 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner import warm as warm_workers
-from farandole.runner.show.told import Told
+from farandole.runner import warm_workers
+from farandole.runner.show.run_reporter import RunReporter
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-CLASS: Final = "io.farandole.spark.FarandolePlugin"
+PLUGIN_CLASS: Final = "io.farandole.spark.FarandolePlugin"
 """The class to name in `spark.plugins`."""
 
-WARM: Final = "spark.farandole.warmWorkers"
+WARM_WORKERS_SETTING: Final = "spark.farandole.warmWorkers"
 """The setting by which executors start a fork server of warm workers when they start."""
 
-JAR: Final = Path(__file__).with_name("farandole-spark.jar")
+JAR_PATH: Final = Path(__file__).with_name("farandole-spark.jar")
 """The jar that travels in the wheel."""
 
-_LOG = logging.getLogger("farandole.spark")
+_PLUGIN_LOGGER = logging.getLogger("farandole.spark")
 
 
 def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkSession.Builder:
     """Enables the Spark plugin for a session that does not exist yet.
 
-    Jars and plugins that the builder was given stay. Those of `spark-defaults.conf` do not, as with
-    any setting that a builder is given: where that file has `spark.jars` or `spark.plugins`, add to
-    them there instead.
+    Jars and plugins that the builder was given stay. As with every setting of a builder, the jars
+    and plugins of `spark-defaults.conf` are replaced: if this file has `spark.jars` or
+    `spark.plugins`, add the plugin in the file instead.
 
     Args:
         builder: `SparkSession.builder`, of a session that does not exist yet.
@@ -54,20 +54,21 @@ def plugin(builder: SparkSession.Builder, *, warm: bool | None = None) -> SparkS
             has not run.
         ValueError: `FARANDOLE_WARM_WORKERS` or `FARANDOLE_WARM_IDLE_SECONDS` does not parse.
     """
-    if not JAR.is_file():
+    if not JAR_PATH.is_file():
         raise FileNotFoundError(
-            f"the jar of the Spark plugin is not installed: {JAR}; in a checkout run: make shim"
+            f"the jar of the Spark plugin is not installed: {JAR_PATH}; in a checkout run: make "
+            f"shim"
         )
     given: dict[str, Any] = getattr(builder, "_options", {})
-    for name, value in (("spark.jars", str(JAR)), ("spark.plugins", CLASS)):
+    for name, value in (("spark.jars", str(JAR_PATH)), ("spark.plugins", PLUGIN_CLASS)):
         before = [one.strip() for one in str(given.get(name) or "").split(",") if one.strip()]
         builder.config(name, ",".join([*before, *([] if value in before else [value])]))
-    if warm_workers.wanted(warm, by_default=False) is not None:
-        builder.config(WARM, "true")
+    if warm_workers.choose_warm_workers(warm, by_default=False) is not None:
+        builder.config(WARM_WORKERS_SETTING, "true")
     return builder
 
 
-class Shim(Told):
+class SparkPlugin(RunReporter):
     """The plugin of the driver's SparkContext. Nothing here raises: after the first error it is
     left alone.
 
@@ -76,11 +77,11 @@ class Shim(Told):
     """
 
     def __init__(self, door: Any) -> None:
-        self._door: Any = door
-        self._next = 0
+        self._java_class: Any = door
+        self._next_message = 0
 
     @classmethod
-    def of(cls, context: Any) -> Shim | None:
+    def from_context(cls, context: Any) -> SparkPlugin | None:
         """Returns the plugin of a context; `None` where it has none, as on Connect.
 
         Args:
@@ -95,59 +96,59 @@ class Shim(Told):
             return None
 
     @classmethod
-    def active(cls) -> Shim | None:
+    def from_active_context(cls) -> SparkPlugin | None:
         """Returns the plugin of the context that runs in this process, if there is one; loads no
         pyspark.
         """
         context = getattr(sys.modules.get("pyspark"), "SparkContext", None)
-        return cls.of(getattr(context, "_active_spark_context", None))
+        return cls.from_context(getattr(context, "_active_spark_context", None))
 
-    def put(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
+    def put_row(self, run: str, key: str, body: dict[str, Any], *, logged: bool = True) -> None:
         """Writes a row of a run, instead of the one of that name.
 
         Args:
             run: The run; empty for the application.
             key: The row's name within it.
-            body: What it holds.
+            body: Content of the row.
             logged: Whether the event log keeps it.
         """
-        self._call("put", run, key, json.dumps(body, allow_nan=False, default=str), logged)
+        self._call_plugin("put", run, key, json.dumps(body, allow_nan=False, default=str), logged)
 
-    def gauge(self, name: str, value: float) -> None:
+    def set_gauge(self, name: str, value: float) -> None:
         """Sets a number in Spark's metrics system.
 
         Args:
-            name: One of those that the plugin registers.
+            name: Name of a gauge that the plugin registers.
             value: The number.
         """
-        self._call("gauge", name, float(value))
+        self._call_plugin("gauge", name, float(value))
 
-    def timeline(self, run: str, path: str) -> None:
-        """Like `Told.timeline`: the tab offers the file while the driver lives.
+    def publish_timeline(self, run: str, path: str) -> None:
+        """Like `RunReporter.publish_timeline`: the tab offers the file while the driver lives.
 
         Args:
             run: The run.
             path: The file's.
         """
-        self._call("timeline", run, path)
+        self._call_plugin("timeline", run, path)
 
-    def news(self) -> list[dict[str, str]]:
+    def fetch_messages(self) -> list[dict[str, str]]:
         """Returns Spark's news of executors and of the gangs' stages and tasks since the last
         call of this object.
         """
-        told = self._call("news", self._next)
+        told = self._call_plugin("news", self._next_message)
         if told is None:
             return []
         answer = json.loads(told)
-        self._next = answer["next"]
+        self._next_message = answer["next"]
         return answer["news"]
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        if self._door is None:
+    def _call_plugin(self, name: str, *arguments: Any) -> Any:
+        if self._java_class is None:
             return None
         try:
-            return getattr(self._door, name)(*arguments)
+            return getattr(self._java_class, name)(*arguments)
         except Exception as error:  # noqa: BLE001 - a context that has stopped; a training continues without its tab
-            _LOG.debug("the Spark plugin no longer answers: %s", error)
-            self._door = None
+            _PLUGIN_LOGGER.debug("the Spark plugin no longer answers: %s", error)
+            self._java_class = None
             return None

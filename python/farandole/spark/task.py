@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import load
-from farandole.runner.agent import RESOURCES
-from farandole.runner.watcher import RANK, TOLD
+from farandole.runner.agent import RESOURCES_VARIABLE
+from farandole.runner.job_observer import RANK_KIND, REPORTS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-BY_LOCAL_RANK: Final = (
+LOCAL_RANK_GPU_VARIABLES: Final = (
     "FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX",
     "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
 )
@@ -31,34 +31,34 @@ def get_available_devices() -> list[str]:
         The addresses of resource `gpu`, such as `["0"]`; empty when Spark assigned none, or outside
         Spark. `CUDA_VISIBLE_DEVICES` is left as it is.
     """
-    told = os.environ.get(RESOURCES)
+    told = os.environ.get(RESOURCES_VARIABLE)
     if told is not None:
         return [str(address) for address in json.loads(told).get("gpu", [])]
-    return resources().get("gpu", [])
+    return task_resources().get("gpu", [])
 
 
 @dataclass(frozen=True)
-class Choice:
+class GpuChoice:
     """The GPU of one rank.
 
     Attributes:
-        index: Its number among those that this process sees, as `torch.device("cuda", index)`
+        index: Its number among the GPUs that this process sees, as `torch.device("cuda", index)`
             counts.
-        reason: What decided.
+        reason: Reason of the choice.
     """
 
     index: int
     reason: str
 
 
-def choose_device(
+def choose_gpu(
     count: int,
     local_rank: int,
     local_size: int,
     addresses: Sequence[str],
     visible: str | None = None,
     by_local_rank: bool = False,
-) -> Choice | None:
+) -> GpuChoice | None:
     """Chooses the GPU of a rank.
 
     Spark's address has priority. It counts the host's GPUs. If `CUDA_VISIBLE_DEVICES` hides some of
@@ -83,15 +83,15 @@ def choose_device(
         address = str(addresses[0])
         mask = [part.strip() for part in visible.split(",")] if visible else []
         if address in mask[:count]:
-            return Choice(
+            return GpuChoice(
                 mask.index(address),
                 f"Spark assigned {address}, which CUDA_VISIBLE_DEVICES={visible} lists",
             )
         if address.isdigit() and int(address) < count:
             within = f" within CUDA_VISIBLE_DEVICES={visible}" if mask else ""
-            return Choice(int(address), f"Spark assigned {address}{within}")
+            return GpuChoice(int(address), f"Spark assigned {address}{within}")
         if count == 1:
-            return Choice(0, f"Spark assigned {address}, and it is the only one here")
+            return GpuChoice(0, f"Spark assigned {address}, and it is the only one here")
         why = (
             f"Spark assigned {address}, which is not among the {count} here, so local rank "
             f"{local_rank} decides"
@@ -99,11 +99,11 @@ def choose_device(
     else:
         why = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
     shared = f", {local_size} ranks share {count}" if local_size > count else ""
-    return Choice(local_rank % count, f"{why}{shared}")
+    return GpuChoice(local_rank % count, f"{why}{shared}")
 
 
-def device(count: int, local_rank: int, local_size: int) -> Choice | None:
-    """This rank's GPU by `choose_device`, said in one line on stderr.
+def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | None:
+    """Chooses this rank's GPU by `choose_gpu`, and prints the choice in one line on stderr.
 
     Args:
         count: GPUs that this process sees, as `torch.cuda.device_count()`.
@@ -113,23 +113,25 @@ def device(count: int, local_rank: int, local_size: int) -> Choice | None:
     Returns:
         The choice; `None` where there is no GPU.
     """
-    by_local_rank = any(os.environ.get(name, "0") not in ("", "0") for name in BY_LOCAL_RANK)
+    by_local_rank = any(
+        os.environ.get(name, "0") not in ("", "0") for name in LOCAL_RANK_GPU_VARIABLES
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    choice = choose_device(
+    choice = choose_gpu(
         count, local_rank, local_size, get_available_devices(), visible, by_local_rank
     )
     if choice is not None:
         rank = os.environ.get("RANK", str(local_rank))
-        load.takes(choice.index)
-        if is_told():
-            say({"gpu": choice.index})
+        load.set_gpu_index(choice.index)
+        if has_rank_display():
+            report_rank_state({"gpu": choice.index})
         sys.stderr.write(
             f"farandole: rank {rank} takes GPU {choice.index} of {count}: {choice.reason}\n"
         )
     return choice
 
 
-def resources() -> dict[str, list[str]]:
+def task_resources() -> dict[str, list[str]]:
     """Addresses by resource name of the Spark task this process runs; empty when it runs none."""
     pyspark = sys.modules.get("pyspark")
     context = pyspark.TaskContext.get() if pyspark is not None else None
@@ -138,12 +140,12 @@ def resources() -> dict[str, list[str]]:
     return {name: list(resource.addresses) for name, resource in context.resources().items()}
 
 
-def is_told() -> bool:
+def has_rank_display() -> bool:
     """Returns whether this worker's driver shows the reports of its ranks."""
-    return TOLD in os.environ
+    return REPORTS_VARIABLE in os.environ
 
 
-def say(record: Mapping[str, Any]) -> bool:
+def report_rank_state(record: Mapping[str, Any]) -> bool:
     """Says something of this rank that the driver shows: its process, its GPU, where its time goes.
 
     Args:
@@ -154,7 +156,7 @@ def say(record: Mapping[str, Any]) -> bool:
     """
     from farandole._native import launcher  # noqa: PLC0415 - only workers need it
 
-    return launcher.report(RANK, json.dumps(record).encode())
+    return launcher.report_record(RANK_KIND, json.dumps(record).encode())
 
 
 def report(record: Mapping[str, Any]) -> bool:
@@ -171,6 +173,6 @@ def report(record: Mapping[str, Any]) -> bool:
         Whether there is a driver to report to.
     """
     from farandole._native import launcher  # noqa: PLC0415 - only workers need it
-    from farandole.runner.hearing import PROGRESS  # noqa: PLC0415 - as above
+    from farandole.runner.event_handler import PROGRESS_KIND  # noqa: PLC0415 - as above
 
-    return launcher.report(PROGRESS, json.dumps(record).encode())
+    return launcher.report_record(PROGRESS_KIND, json.dumps(record).encode())

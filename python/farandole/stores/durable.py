@@ -3,15 +3,16 @@
 """Checkpoints that survive a loss of power, and the use of the previous one if the last one is
 damaged.
 
-On a file system, a checkpoint is written to a temporary name and synchronized. Then the previous
-one gets its second name, the new one gets its name, and the directory is synchronized:
+On a file system, a new checkpoint is written to a temporary name and synchronized. Then the
+previous checkpoint is renamed to its second name, the new checkpoint is renamed to its final name,
+and the directory is synchronized:
 
-    checkpoint             the last one
-    checkpoint.previous    the one before
+    checkpoint             the last checkpoint
+    checkpoint.previous    the checkpoint before
 
-Object stores show a file only when it is complete. There, the previous one is copied, then the new
-one is written. On HDFS the previous one is renamed, and the settings of the data nodes decide what
-survives a loss of power.
+Object stores show a file only when it is complete. There, the previous checkpoint is copied, then
+the new checkpoint is written. On HDFS the previous checkpoint is renamed, and the settings of the
+data nodes decide whether files survive a loss of power.
 
 Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is
 complete.
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 
     Fault = Callable[[str, bytes], str | None]
 
-PREVIOUS = ".previous"
-_NOT_SUPPORTED = (errno.EINVAL, errno.ENOTSUP)
-_numbers = itertools.count(1)
+PREVIOUS_SUFFIX = ".previous"
+_UNSUPPORTED_SYNC_ERRNOS = (errno.EINVAL, errno.ENOTSUP)
+_temporary_numbers = itertools.count(1)
 _log = logging.getLogger("farandole")
 
 
-class Disk:
+class DurableFiles:
     """The operations of a file system that matter here."""
 
     def make_directory(self, path: Path) -> None:
@@ -50,41 +51,46 @@ class Disk:
         with contextlib.suppress(FileExistsError):
             path.mkdir()
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write_new_file(self, path: Path, data: bytes) -> None:
         """Writes a new file."""
         with path.open("xb") as file:
             file.write(data)
 
-    def sync(self, path: Path) -> None:
+    def sync_path(self, path: Path) -> None:
         """Returns when a file's content, or a directory's entries, are on the disk."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
             # Some network file systems have no such call for directories.
-            if error.errno not in _NOT_SUPPORTED or not path.is_dir():
+            if error.errno not in _UNSUPPORTED_SYNC_ERRNOS or not path.is_dir():
                 raise
         finally:
             os.close(descriptor)
 
-    def link(self, path: Path, name: Path) -> None:
+    def link_file(self, path: Path, name: Path) -> None:
         """Gives a file a second name."""
         os.link(path, name)
 
-    def rename(self, path: Path, name: Path) -> None:
+    def rename_file(self, path: Path, name: Path) -> None:
         """Gives a file another name, which stood for another file until then."""
         path.replace(name)
 
-    def remove(self, path: Path) -> None:
+    def remove_file(self, path: Path) -> None:
         """Deletes a file; a missing one is no error."""
         path.unlink(missing_ok=True)
 
 
-_DISK = Disk()
+_LOCAL_FILES = DurableFiles()
 
 
-def write(
-    store: native.Store, name: str, data: bytes, *, keeps: bool = False, disk: Disk = _DISK
+def write_durably(
+    store: native.Store,
+    name: str,
+    data: bytes,
+    *,
+    keeps: bool = False,
+    disk: DurableFiles = _LOCAL_FILES,
 ) -> None:
     """Writes a file that is whole, or the one before, after a loss of power at any moment.
 
@@ -102,38 +108,42 @@ def write(
         _write_locally(Path(store.local_path), name, data, keeps=keeps, disk=disk)
         return
     if keeps and store.exists(name):
-        store.write(name + PREVIOUS, store.read(name))
+        store.write(name + PREVIOUS_SUFFIX, store.read(name))
     store.write(name, data)
 
 
-def _write_locally(directory: Path, name: str, data: bytes, *, keeps: bool, disk: Disk) -> None:
+def _write_locally(
+    directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
+) -> None:
     missing = [one for one in (directory, *directory.parents) if not one.exists()]
     for one in reversed(missing):
         disk.make_directory(one)
-        disk.sync(one.parent)
+        disk.sync_path(one.parent)
     # Names of unfinished files end so everywhere in a store.
-    fresh, second = (directory / f"{name}#{os.getpid()}{next(_numbers):06}" for _ in range(2))
+    fresh, second = (
+        directory / f"{name}#{os.getpid()}{next(_temporary_numbers):06}" for _ in range(2)
+    )
     path = directory / name
     try:
-        disk.write(fresh, data)
-        disk.sync(fresh)
+        disk.write_new_file(fresh, data)
+        disk.sync_path(fresh)
         if keeps and path.exists():
             try:
-                disk.link(path, second)
+                disk.link_file(path, second)
             # a file system without links: for a moment there is the one before alone
             except OSError:
-                disk.rename(path, directory / (name + PREVIOUS))
+                disk.rename_file(path, directory / (name + PREVIOUS_SUFFIX))
             else:
-                disk.rename(second, directory / (name + PREVIOUS))
-        disk.rename(fresh, path)
-        disk.sync(directory)
+                disk.rename_file(second, directory / (name + PREVIOUS_SUFFIX))
+        disk.rename_file(fresh, path)
+        disk.sync_path(directory)
     except BaseException:
-        disk.remove(fresh)
-        disk.remove(second)
+        disk.remove_file(fresh)
+        disk.remove_file(second)
         raise
 
 
-def synchronize(directory: Path, disk: Disk = _DISK) -> None:
+def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
     """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
 
     Args:
@@ -142,26 +152,26 @@ def synchronize(directory: Path, disk: Disk = _DISK) -> None:
     """
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            disk.sync(Path(folder) / name)
-        disk.sync(Path(folder))
+            disk.sync_path(Path(folder) / name)
+        disk.sync_path(Path(folder))
     for above in directory.parents:
         # a directory of another user, which existed before
         with contextlib.suppress(PermissionError):
-            disk.sync(above)
+            disk.sync_path(above)
 
 
-def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """Returns a checkpoint, if it exists and is whole; a damaged one causes a warning.
+def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
+    """Returns a checkpoint if it exists and is intact; logs a warning if it is damaged.
 
     Args:
         store: directory of the run.
-        name: of the file.
-        fault: says what else may be wrong with a file of this name and this content.
+        name: name of the file.
+        fault: takes the name and the content, and returns a further reason to refuse the file.
     """
     data = store.read(name) if store.exists(name) else None
     if data is None:
         return None
-    why = damage(data)
+    why = find_damage(data)
     if why is not None:
         _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
         return None
@@ -172,30 +182,31 @@ def read(store: native.Store, name: str, fault: Fault | None = None) -> bytes | 
     return data
 
 
-def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
-    """Returns the checkpoint to continue from: the last one, or where that is damaged or missing,
-    the one before.
+def read_last_intact(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
+    """Returns the checkpoint to continue from: the last checkpoint, or the previous checkpoint if
+    the last is damaged or missing.
 
-    The one before then replaces the damaged one, so that the next write does not keep that.
+    The previous checkpoint then replaces a damaged checkpoint, so that the next write does not keep
+    the damaged file.
 
     Args:
         store: directory of the run.
-        name: of the checkpoint.
-        fault: as in `read`.
+        name: name of the checkpoint.
+        fault: as in `read_intact`.
 
     Returns:
-        Its bytes; `None` where there are none, for a fresh run.
+        The bytes of the checkpoint; `None` if there is no checkpoint, for a fresh run.
 
     Raises:
         ValueError: there are checkpoints, and none of them can be used.
     """
-    found = read(store, name, fault)
+    found = read_intact(store, name, fault)
     if found is not None:
         return found
     there = store.exists(name)
-    found = read(store, name + PREVIOUS, fault)
+    found = read_intact(store, name + PREVIOUS_SUFFIX, fault)
     if found is None:
-        if there or store.exists(name + PREVIOUS):
+        if there or store.exists(name + PREVIOUS_SUFFIX):
             raise ValueError(
                 "the run has no usable checkpoint (see the warnings): choose another run_id, or "
                 f"delete {store.url} to start the run from the beginning"
@@ -208,13 +219,13 @@ def resume(store: native.Store, name: str, fault: Fault | None = None) -> bytes 
         name,
         state,
         name,
-        PREVIOUS,
+        PREVIOUS_SUFFIX,
     )
-    write(store, name, found)
+    write_durably(store, name, found)
     return found
 
 
-def damage(data: bytes) -> str | None:
+def find_damage(data: bytes) -> str | None:
     """Returns the defect of a checkpoint; `None` if it is complete.
 
     Args:

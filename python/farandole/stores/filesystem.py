@@ -48,7 +48,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         return path.rstrip("/") or "/"
 
     @staticmethod
-    def _at(path: str) -> tuple[native.Store, str]:
+    def _store_and_name(path: str) -> tuple[native.Store, str]:
         directory, _, name = native.full_path(path).rstrip("/").rpartition("/")
         if directory.endswith(("/", ":")):  # the path is a whole bucket, or the root
             return native.Store(path), ""
@@ -56,27 +56,27 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         """Name, size and type; raises `FileNotFoundError` when nothing is there."""
-        store, name = self._at(path)
+        store, name = self._store_and_name(path)
         _name, size, modified, is_directory = store.stat(name)
-        return self._described(path.rstrip("/"), size, modified, is_directory)
+        return self._file_entry(path.rstrip("/"), size, modified, is_directory)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Returns the entries of a directory, or the file itself."""
         base = path.rstrip("/")
-        items = native.Store(path).look()
+        items = native.Store(path).list_directory()
         if not items:
             found = self.info(path)
             items = (
                 [] if found["type"] == "directory" else [("", found["size"], found["mtime"], False)]
             )
         described = [
-            self._described(f"{base}/{name}" if name else base, size, modified, is_directory)
+            self._file_entry(f"{base}/{name}" if name else base, size, modified, is_directory)
             for name, size, modified, is_directory in items
         ]
         return described if detail else [one["name"] for one in described]
 
     @staticmethod
-    def _described(
+    def _file_entry(
         name: str, size: int, modified: float | None, is_directory: bool
     ) -> dict[str, Any]:
         kind = "directory" if is_directory else "file"
@@ -91,7 +91,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         self, path: str, start: int | None = None, end: int | None = None, **_: Any
     ) -> bytes:
         """Returns the bytes of a file; negative positions count from its end."""
-        store, name = self._at(path)
+        store, name = self._store_and_name(path)
         if start is None and end is None:
             return store.read(name)
         size = store.size(name)
@@ -100,14 +100,14 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         """Writes a file so that no reader sees half of it."""
-        store, name = self._at(path)
+        store, name = self._store_and_name(path)
         if mode == "create" and store.exists(name):
             raise FileExistsError(path)
         store.write(name, value)
 
     def rm_file(self, path: str) -> None:
         """Deletes a file."""
-        store, name = self._at(path)
+        store, name = self._store_and_name(path)
         store.delete(name)
 
     _rm = rm_file
@@ -155,25 +155,27 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         **_: Any,
     ) -> Any:
         if mode == "rb":
-            return _Reading(self, path, mode, block_size or 4 << 20, cache_options=cache_options)
+            return _RangeReadFile(
+                self, path, mode, block_size or 4 << 20, cache_options=cache_options
+            )
         if mode in ("wb", "xb"):
             if mode == "xb" and self.exists(path):
                 raise FileExistsError(path)
-            return _Writing(self, path)
+            return _WriteOnCloseFile(self, path)
         raise ValueError(
             "files of a store can only be read or written as a whole, not opened with mode "
             f"{mode!r}: {path}"
         )
 
 
-class _Reading(AbstractBufferedFile):  # pyright: ignore[reportGeneralTypeIssues]
+class _RangeReadFile(AbstractBufferedFile):  # pyright: ignore[reportGeneralTypeIssues]
     """A file read by ranges."""
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return self.fs.cat_file(self.path, start, end)
 
 
-class _Writing(io.BytesIO):
+class _WriteOnCloseFile(io.BytesIO):
     """A file that appears when it is closed."""
 
     def __init__(self, fs: StoreFileSystem, path: str) -> None:

@@ -14,7 +14,7 @@ from farandole._native import store as native
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HADOOP_USER = "hadoop.user.name"
+HADOOP_USER_OPTION = "hadoop.user.name"
 """Option with the name of the user in HDFS."""
 
 
@@ -29,17 +29,17 @@ class StorageOptions:
 
     def __init__(self, places: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
         self._places = places
-        self._options = _flat(options or {})
+        self._options = _flatten_options(options or {})
         self.apply()
 
     def apply(self) -> None:
         """Puts them in force in this process."""
-        user = self._options.get(HADOOP_USER)
+        user = self._options.get(HADOOP_USER_OPTION)
         if user is not None:
             os.environ.setdefault("HADOOP_USER_NAME", user)
         if self._options:
             for place in self._places:
-                native.configure(place, self._options)
+                native.configure_options(place, self._options)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores and applies."""
@@ -63,11 +63,11 @@ class StorageOptions:
         return f"StorageOptions({', '.join(sorted(self._options))})"
 
 
-def _flat(options: Mapping[str, Any]) -> dict[str, str]:
+def _flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in options.items():
         if isinstance(value, dict):
-            flat |= _flat(value)
+            flat |= _flatten_options(value)
         elif value is not None:
             flat[key] = str(value).lower() if isinstance(value, bool) else str(value)
     return flat

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from farandole._native import store as native
-from farandole.stores import durable, seals
+from farandole.stores import checkpoint_signatures, durable
 
 if TYPE_CHECKING:
     from farandole.stores.options import StorageOptions
@@ -64,8 +64,8 @@ class RemoteStore:
         """
         if self.run_path is not None:
             run = native.Store(self.run_path)
-            seals.note(run, name, data, self.seal_key)
-            durable.write(run, name, data, keeps=name == self.checkpoint_filename)
+            checkpoint_signatures.record_checkpoint(run, name, data, self.seal_key)
+            durable.write_durably(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not
@@ -77,7 +77,7 @@ class RemoteStore:
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
-        return durable.read(run, name, partial(self._fault, run))
+        return durable.read_intact(run, name, partial(self._find_mismatch, run))
 
     def resume(self) -> bytes | None:
         """Returns the checkpoint that the run continues from, or `None` for a fresh run.
@@ -88,7 +88,9 @@ class RemoteStore:
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
-        return durable.resume(run, self.checkpoint_filename, partial(self._fault, run))
+        return durable.read_last_intact(
+            run, self.checkpoint_filename, partial(self._find_mismatch, run)
+        )
 
-    def _fault(self, run: native.Store, name: str, data: bytes) -> str | None:
-        return seals.fault(run, name, data, self.seal_key)
+    def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
+        return checkpoint_signatures.find_mismatch(run, name, data, self.seal_key)

@@ -10,8 +10,8 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
-from farandole.stores.options import HADOOP_USER
-from farandole.stores.store import AbstractFilesystemStore, scheme
+from farandole.stores.options import HADOOP_USER_OPTION
+from farandole.stores.store import AbstractFilesystemStore, url_scheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class ObjectStore(AbstractFilesystemStore):
 
     def check_path(self, path: str) -> None:
         """Refuses a path that is not in an object store."""
-        if scheme(path) not in self.SCHEMES:
+        if url_scheme(path) not in self.SCHEMES:
             known = ", ".join(sorted(self.SCHEMES))
             raise ValueError(
                 f"not a URL of an object store (its scheme is one of {known}): {path!r}"
@@ -49,7 +49,7 @@ class ObjectStore(AbstractFilesystemStore):
             "store"
         )
         try:
-            once, twice = store.create(name, b""), store.create(name, b"")
+            once, twice = store.create_if_absent(name, b""), store.create_if_absent(name, b"")
         except (OSError, ValueError) as error:
             raise OSError(f"{told}: {error}") from error
         finally:
@@ -95,7 +95,7 @@ class HDFSStore(AbstractFilesystemStore):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        kind = scheme(prefix_path) or "hdfs"
+        kind = url_scheme(prefix_path) or "hdfs"
         authority = (
             prefix_path.partition("://")[2].partition("/")[0] if "://" in prefix_path else ""
         )
@@ -104,7 +104,7 @@ class HDFSStore(AbstractFilesystemStore):
         self._root = f"{kind}://{authority}"
         options = {**(extra_conf or {}), **(kwargs.pop("storage_options", None) or {})}
         if user is not None:
-            options[HADOOP_USER] = user
+            options[HADOOP_USER_OPTION] = user
         super().__init__(prefix_path, *args, storage_options=options or None, **kwargs)
         hadoop = {
             "host": host,
@@ -118,7 +118,7 @@ class HDFSStore(AbstractFilesystemStore):
     @classmethod
     def matches(cls, path: str) -> bool:
         """Returns whether a path is a URL of HDFS."""
-        return scheme(path) in cls.SCHEMES
+        return url_scheme(path) in cls.SCHEMES
 
     def parse_url(self, url: str) -> tuple[str | None, str | None, int | None, str | None, int]:
         """Returns the parts of a URL: prefix, host, port, path, and the position of the path."""
@@ -135,20 +135,20 @@ class HDFSStore(AbstractFilesystemStore):
 
     def check_path(self, path: str) -> None:
         """Refuses another scheme, and a URL without a path."""
-        if scheme(path) not in (None, *self.SCHEMES):
+        if url_scheme(path) not in (None, *self.SCHEMES):
             raise ValueError(f"not a path in HDFS: {path}")
         if not self.get_localized_path(path).strip("/"):
             raise ValueError(f"a store in HDFS needs a path below the root: {path!r}")
 
     def get_full_path(self, path: str) -> str:
         """Returns the path with this store's scheme and name node in front."""
-        return path if scheme(path) else f"{self._root}/{path.lstrip('/')}"
+        return path if url_scheme(path) else f"{self._root}/{path.lstrip('/')}"
 
     def get_localized_path(self, path: str) -> str:
-        """Returns the path as the name node knows it."""
+        """Returns the path in the form that the name node uses."""
         return native.localized_path(self.get_full_path(path))
 
     def get_full_path_fn(self) -> Callable[[str], str]:
-        """`get_full_path` as a function that travels to executors."""
+        """Returns `get_full_path` as a function that can be sent to executors."""
         root = self._root
-        return lambda path: path if scheme(path) else f"{root}/{path.lstrip('/')}"
+        return lambda path: path if url_scheme(path) else f"{root}/{path.lstrip('/')}"

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 from farandole.common import scratch
-from farandole.common.check import number_of_bytes
-from farandole.stores import seals
+from farandole.common.check import byte_count
+from farandole.stores import checkpoint_signatures
 from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.options import StorageOptions
 from farandole.stores.remote_store import RemoteStore
@@ -39,9 +39,9 @@ from farandole.stores.remote_store import RemoteStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-_SECRET = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
-_PATHS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+_URL_SECRET_PATTERN = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
+_PATH_ARGUMENTS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
+_SCHEME_PATTERN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
 class Store:
@@ -64,7 +64,7 @@ class Store:
         from farandole.stores.databricks import DBFSLocalStore  # noqa: PLC0415 - they derive from this class
         from farandole.stores.services import HDFSStore, ObjectStore  # noqa: PLC0415
 
-        kind = scheme(prefix_path)
+        kind = url_scheme(prefix_path)
         if kind in HDFSStore.SCHEMES:
             return HDFSStore(prefix_path, *args, **kwargs)
         if kind in ObjectStore.SCHEMES:
@@ -80,19 +80,19 @@ class Store:
         raise NotImplementedError
 
     def get_parquet_dataset(self, path: str) -> Any:
-        """The Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
+        """Returns the Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
         raise NotImplementedError
 
     def get_train_data_path(self, idx: int | None = None) -> str:
-        """The path of prepared training rows."""
+        """Returns the path of prepared training rows."""
         raise NotImplementedError
 
     def get_val_data_path(self, idx: int | None = None) -> str:
-        """The path of prepared validation rows."""
+        """Returns the path of prepared validation rows."""
         raise NotImplementedError
 
     def get_test_data_path(self, idx: int | None = None) -> str:
-        """The path of prepared test rows."""
+        """Returns the path of prepared test rows."""
         raise NotImplementedError
 
     def saving_runs(self) -> bool:
@@ -100,31 +100,31 @@ class Store:
         raise NotImplementedError
 
     def get_runs_path(self) -> str:
-        """The directory of all runs."""
+        """Returns the directory of all runs."""
         raise NotImplementedError
 
     def get_run_path(self, run_id: str) -> str:
-        """The directory of one run."""
+        """Returns the directory of one run."""
         raise NotImplementedError
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """The directory the run's checkpoint is in, or `None` when runs are not saved."""
+        """Returns the directory of the run's checkpoint, or `None` when runs are not saved."""
         raise NotImplementedError
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Every file of the run that ends in `suffix`, sorted."""
+        """Returns every file of the run that ends in `suffix`, sorted."""
         raise NotImplementedError
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """The directory of the run's logs, or `None` when runs are not saved."""
+        """Returns the directory of the run's logs, or `None` when runs are not saved."""
         raise NotImplementedError
 
     def get_checkpoint_filename(self) -> str:
-        """The checkpoint's name in its directory."""
+        """Returns the checkpoint's name in its directory."""
         raise NotImplementedError
 
     def get_logs_subdir(self) -> str:
-        """The name of the logs' directory in a run's."""
+        """Returns the name of the logs' directory in the directory of a run."""
         raise NotImplementedError
 
     def exists(self, path: str) -> bool:
@@ -132,7 +132,7 @@ class Store:
         raise NotImplementedError
 
     def read(self, path: str) -> bytes:
-        """A whole file."""
+        """Returns the content of a file."""
         raise NotImplementedError
 
     def write_text(self, path: str, text: str) -> None:
@@ -142,15 +142,17 @@ class Store:
     def get_local_output_dir_fn(
         self, run_id: str
     ) -> Callable[[], contextlib.AbstractContextManager[str]]:
-        """A function that opens a temporary local directory for the run's files."""
+        """Returns a function that opens a temporary local directory for the run's files."""
         raise NotImplementedError
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
-        """A function that copies the content of a local directory to the directory of the run."""
+        """Returns a function that copies the content of a local directory to the directory of the
+        run.
+        """
         raise NotImplementedError
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
-        """The paths of one run, as values that are sent to training processes."""
+        """Returns the paths of one run, as values that are sent to training processes."""
         raise NotImplementedError
 
 
@@ -158,7 +160,7 @@ class AbstractFilesystemStore(Store):
     """A store with the layout that this module describes.
 
     Args:
-        prefix_path: where everything lives, unless one of the next says otherwise.
+        prefix_path: the directory of everything for which no path is given below.
         train_path: training data, instead of `<prefix>/intermediate_train_data`.
         val_path: validation data, instead of `<prefix>/intermediate_val_data`.
         test_path: test data, instead of `<prefix>/intermediate_test_data`.
@@ -194,7 +196,7 @@ class AbstractFilesystemStore(Store):
             if path is not None
         ]
         for path in given:
-            if scheme(path) != "file" and _SECRET.search(path):
+            if url_scheme(path) != "file" and _URL_SECRET_PATTERN.search(path):
                 raise ValueError(
                     "a URL may not carry a password or a signature: pass storage_options"
                 )
@@ -205,7 +207,7 @@ class AbstractFilesystemStore(Store):
         )
         checkpoint_filename = checkpoint_filename or self.CHECKPOINT
         self._save_runs = save_runs
-        self._layout = native.Layout(
+        self._layout = native.StoreLayout(
             self.prefix_path,
             train_path=None if train_path is None else self.get_full_path(train_path),
             val_path=None if val_path is None else self.get_full_path(val_path),
@@ -227,14 +229,16 @@ class AbstractFilesystemStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the constructor's arguments."""
-        return _rebuild, (type(self), self._arguments)
+        return _rebuild_store, (type(self), self._arguments)
 
     def plain(self) -> dict[str, Any]:
         """Returns the arguments that make a store of the same places: no options, no user, no
         credentials.
         """
         paths = {
-            name: self._arguments[name] for name in _PATHS if self._arguments[name] is not None
+            name: self._arguments[name]
+            for name in _PATH_ARGUMENTS
+            if self._arguments[name] is not None
         }
         whole = {name: self.get_full_path(path) for name, path in paths.items()}
         return whole | {
@@ -287,8 +291,10 @@ class AbstractFilesystemStore(Store):
         if age is not None and not age >= 0:
             raise ValueError(f"older_than must be at least 0: {older_than!r}")
         seconds = None if age is None else float(age)
-        size = None if max_size is None else number_of_bytes("max_size", max_size)
-        return [path for path, _, _ in native.Store(self.prefix_path).sweep(seconds, size)]
+        size = None if max_size is None else byte_count("max_size", max_size)
+        return [
+            path for path, _, _ in native.Store(self.prefix_path).sweep_stale_data(seconds, size)
+        ]
 
     def __repr__(self) -> str:
         """Shows the prefix."""
@@ -314,7 +320,7 @@ class AbstractFilesystemStore(Store):
         return native.localized_path(path)
 
     def get_full_path_fn(self) -> Callable[[str], str]:
-        """`get_full_path` as a function that travels to executors."""
+        """Returns `get_full_path` as a function that can be sent to executors."""
         return native.full_path
 
     def check_writable(self) -> None:
@@ -362,11 +368,11 @@ class AbstractFilesystemStore(Store):
 
     def get_runs_path(self) -> str:
         """Like `Store.get_runs_path`."""
-        return self._layout.runs
+        return self._layout.runs_path
 
     def get_run_path(self, run_id: str) -> str:
         """Like `Store.get_run_path`."""
-        return self._layout.run(run_id)
+        return self._layout.run_path(run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
         """Like `Store.get_checkpoint_path`."""
@@ -384,7 +390,7 @@ class AbstractFilesystemStore(Store):
 
     def get_logs_path(self, run_id: str) -> str | None:
         """Like `Store.get_logs_path`."""
-        return self._layout.logs(run_id) if self._save_runs else None
+        return self._layout.logs_path(run_id) if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
         """Like `Store.get_checkpoint_filename`."""
@@ -400,7 +406,7 @@ class AbstractFilesystemStore(Store):
 
     def read(self, path: str) -> bytes:
         """Like `Store.read`."""
-        directory, name = self._split(path)
+        directory, name = self._split_path(path)
         return native.Store(directory).read(name)
 
     def write_text(self, path: str, text: str) -> None:
@@ -414,7 +420,7 @@ class AbstractFilesystemStore(Store):
             path: path or URL of the file.
             data: the whole content.
         """
-        directory, name = self._split(path)
+        directory, name = self._split_path(path)
         native.Store(directory).write(name, data)
 
     def get_local_output_dir_fn(
@@ -429,7 +435,7 @@ class AbstractFilesystemStore(Store):
 
         @contextlib.contextmanager
         def local_output_dir() -> Iterator[str]:
-            with scratch.directory() as directory:
+            with scratch.temporary_directory() as directory:
                 yield str(directory)
 
         return local_output_dir
@@ -443,13 +449,13 @@ class AbstractFilesystemStore(Store):
         """
         run = self.get_run_path(run_id)
 
-        def sync(local_dir: str) -> None:
+        def copy_directory(local_dir: str) -> None:
             target = native.Store(run)
             for path in sorted(Path(local_dir).rglob("*")):
                 if path.is_file():
                     target.write(path.relative_to(local_dir).as_posix(), path.read_bytes())
 
-        return sync
+        return copy_directory
 
     def to_remote(self, run_id: str, dataset_idx: int | None = None) -> RemoteStore:
         """Like `Store.to_remote`."""
@@ -465,10 +471,10 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
-            seal_key=seals.run_key(run_id),
+            seal_key=checkpoint_signatures.run_key(run_id),
         )
 
-    def _split(self, path: str) -> tuple[str, str]:
+    def _split_path(self, path: str) -> tuple[str, str]:
         directory, _, name = self.get_full_path(path).rpartition("/")
         return directory, name
 
@@ -480,7 +486,7 @@ class FilesystemStore(AbstractFilesystemStore):
         """Refuses a scheme other than `file`."""
         if not path:
             raise ValueError("a store needs a path, got an empty one")
-        if scheme(path) not in (None, "file"):
+        if url_scheme(path) not in (None, "file"):
             raise ValueError(
                 f"not a path of a file system; use Store.create for its scheme: {path}"
             )
@@ -488,7 +494,7 @@ class FilesystemStore(AbstractFilesystemStore):
     @classmethod
     def matches(cls, path: str) -> bool:
         """Returns whether this kind of store serves a path: one without a scheme, or `file`."""
-        return bool(path) and scheme(path) in (None, "file")
+        return bool(path) and url_scheme(path) in (None, "file")
 
     def get_filesystem(self) -> StoreFileSystem:
         """Like `fs`."""
@@ -527,13 +533,13 @@ class LocalStore(FilesystemStore):
     """Horovod's older name of `FilesystemStore`."""
 
 
-def scheme(path: str) -> str | None:
+def url_scheme(path: str) -> str | None:
     """Returns the scheme of a URL in lower case; `None` for a path."""
-    found = _SCHEME.match(path)
+    found = _SCHEME_PATTERN.match(path)
     return found[1].lower() if found else None
 
 
-def _rebuild(
+def _rebuild_store(
     kind: type[AbstractFilesystemStore], arguments: dict[str, Any]
 ) -> AbstractFilesystemStore:
     return kind(**arguments)

@@ -180,15 +180,15 @@ __all__ = [
     "vars_to_refs",
 ]
 
-_LATER = {
+_LAZY_ATTRIBUTES = {
     "SyncBatchNormalization": ("farandole.tensorflow.sync_batch_norm", "SyncBatchNormalization"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what needs Keras when it is asked for: Keras may run on another backend."""
-    if name in _LATER:
-        module, attribute = _LATER[name]
+    """Loads modules that need Keras at first use, because Keras may run on another backend."""
+    if name in _LAZY_ATTRIBUTES:
+        module, attribute = _LAZY_ATTRIBUTES[name]
         return getattr(importlib.import_module(module), attribute)
     if name in ("elastic", "keras"):
         return importlib.import_module(f"farandole.tensorflow.{name}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, choose_op, rounded, rounds_sums
+from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, choose_op, rounded_op
 from farandole.tensorflow import xla
 from farandole.tensorflow._eager import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
@@ -75,7 +75,7 @@ def allreduce(
                 tensor, op, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
             )
         value, ctx = compression.compress(tensor)
-        number = rounded(op, rounds_sums(compression))
+        number = rounded_op(op, allows_rounded_sums(compression))
         reduced = reduce_eagerly(
             value, number, prescale_factor, postscale_factor, name, process_set, ignore_name_scope
         )
@@ -117,9 +117,9 @@ def grouped_allreduce(
         tensors = [as_tensor(tensor) for tensor in tensors]
     sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
-    with _on(device_dense):
+    with _device_scope(device_dense):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in dense]
-        number = rounded(op, rounds_sums(compression))
+        number = rounded_op(op, allows_rounded_sums(compression))
         reduced = grouped_reduce(
             [pair[0] for pair in pairs], number, factors, name, process_set, ignore_name_scope
         )
@@ -130,14 +130,14 @@ def grouped_allreduce(
     if not sparse:
         return done
     done = iter(done)
-    with _on(device_sparse):
+    with _device_scope(device_sparse):
         gathered = iter(_gather_slices(sparse, op, factors, name, process_set, ignore_name_scope))
     return [
         next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors
     ]
 
 
-def _on(device: str) -> Any:
+def _device_scope(device: str) -> Any:
     """Places ops; nowhere in particular when no device is named, which costs nothing then."""
     return tf.device(device) if device else nullcontext()
 
@@ -174,7 +174,7 @@ def _gather_slices(
     results = []
     for entry, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
         scaled = (
-            values / tf.cast(size_op(_number(process_set)), values.dtype)
+            values / tf.cast(size_op(_set_number_or_zero(process_set)), values.dtype)
             if op == Average
             else values
         )
@@ -182,7 +182,7 @@ def _gather_slices(
     return results
 
 
-def _number(process_set: ProcessSet) -> int:
+def _set_number_or_zero(process_set: ProcessSet) -> int:
     return process_set.process_set_id or 0
 
 
@@ -218,7 +218,7 @@ def reducescatter(
         NotImplementedError: For an `IndexedSlices`.
     """
     factors = (prescale_factor, postscale_factor)
-    return _scatter(
+    return _reducescatter_tensors(
         [tensor], device_dense, compression, op, name, process_set, ignore_name_scope, factors
     )[0]
 
@@ -234,10 +234,12 @@ def grouped_reducescatter(
 ) -> list[Any]:
     """Like `reducescatter` for several tensors as one unit."""
     factors = (prescale_factor, postscale_factor)
-    return _scatter(tensors, device_dense, compression, op, None, process_set, False, factors)
+    return _reducescatter_tensors(
+        tensors, device_dense, compression, op, None, process_set, False, factors
+    )
 
 
-def _scatter(
+def _reducescatter_tensors(
     tensors: Sequence[Any],
     device: str,
     compression: type[Compressor],
@@ -249,10 +251,10 @@ def _scatter(
 ) -> list[Any]:
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
         raise NotImplementedError("slices cannot be reduced and scattered: convert them to tensors")
-    with _on(device):
+    with _device_scope(device):
         pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
         values = [pair[0] for pair in pairs]
-        number = rounded(op, rounds_sums(compression))
+        number = rounded_op(op, allows_rounded_sums(compression))
         parts = grouped_reduce(
             values, number, factors, name, process_set, ignore_name_scope, scatter=True
         )

@@ -3,8 +3,8 @@
 """The fastest call of an eager op.
 
 It does the same as TensorFlow's generated functions, but omits attributes that have their default
-values, each of which costs a small op more than half a microsecond. The needed parts are in no
-public module of TensorFlow. If they are missing, the generated functions are used.
+values: every attribute costs a small op more than half a microsecond. The needed parts are private
+to TensorFlow. If they are missing, the generated functions are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-IS_POSSIBLE = True
+FAST_PATH_AVAILABLE = True
 """Whether this TensorFlow has the parts."""
 eager_tensor: Any = type(None)
 """The type of tensors with a value; no tensor's where there is no short way."""
@@ -25,14 +25,16 @@ try:
     _core: Any = importlib.import_module("tensorflow.python.eager.core")
     _ops: Any = importlib.import_module("tensorflow.python.framework.ops")
     _execute: Any = _pywrap.TFE_Py_FastPathExecute
-    _failed: Any = _core._NotOkStatusException  # noqa: SLF001 - what _execute raises
-    _unfit: Any = _core._FallbackException  # noqa: SLF001
-    _raise: Any = _ops.raise_from_not_ok_status
-    _current, _executing_eagerly = _context.context, _context.executing_eagerly
+    _status_error: Any = _core._NotOkStatusException  # noqa: SLF001 - what _execute raises
+    _fallback_error: Any = _core._FallbackException  # noqa: SLF001
+    _raise_status: Any = _ops.raise_from_not_ok_status
+    _current_context, _executing_eagerly = _context.context, _context.executing_eagerly
     eager_tensor = _ops.EagerTensor
 except (ImportError, AttributeError):
-    IS_POSSIBLE = False
-    _current = _execute = _raise = _failed = _unfit = cast("Any", None)
+    FAST_PATH_AVAILABLE = False
+    _current_context = _execute = _raise_status = _status_error = _fallback_error = cast(
+        "Any", None
+    )
     _executing_eagerly = tf.executing_eagerly
 
 
@@ -41,17 +43,17 @@ def is_eager(value: Any) -> bool:
     return type(value) is eager_tensor and _executing_eagerly()
 
 
-def run(op: str, tensor: Any, told: tuple[Any, ...]) -> Any:
-    """Runs a native op on an eager tensor; `None` when TensorFlow wants that to go another way.
+def run_fast_path(op: str, tensor: Any, told: tuple[Any, ...]) -> Any:
+    """Runs a native op on an eager tensor; returns `None` if TensorFlow refuses the fast path.
 
     Args:
         op: The op.
         tensor: Its input.
-        told: Names and values of attributes, by turns.
+        told: Attribute names and values, alternating.
     """
     try:
-        return _execute(_current(), op, None, tensor, *told)
-    except _failed as error:
-        _raise(error, None)
-    except _unfit:
+        return _execute(_current_context(), op, None, tensor, *told)
+    except _status_error as error:
+        _raise_status(error, None)
+    except _fallback_error:
         return None

@@ -20,42 +20,42 @@ import tensorflow as tf
 import farandole.numpy as hvd
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import exact
-from farandole.tensorflow._names import ONE, double
+from farandole.common.util import unrounded_op
+from farandole.tensorflow._names import ONE_BITS, double_from_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_LAST = "_farandole_last"
+_LAST_OP_ATTRIBUTE = "_farandole_last"
 """Attribute of a graph: the op made last in it."""
 
 
-_CANNOT = re.compile(r"^\w+ of .* failed: ")
+_UNSUPPORTED_DTYPE_PATTERN = re.compile(r"^\w+ of .* failed: ")
 """The beginning of the engine's error about an operation that does not support a dtype."""
 
 
-class Gathered(NamedTuple):
+class PyAllgatherOutput(NamedTuple):
     """Result of an allgather."""
 
     output: Any
     rows: Any
 
 
-class GroupedGathered(NamedTuple):
+class PyGroupedAllgatherOutput(NamedTuple):
     """Result of a grouped allgather."""
 
     outputs: list[Any]
     rows: Any
 
 
-class Dealt(NamedTuple):
+class PyAlltoallOutput(NamedTuple):
     """Result of an all-to-all."""
 
     output: Any
     received_splits: Any
 
 
-def _set(number: int) -> ProcessSet:
+def _find_process_set(number: int) -> ProcessSet:
     """Returns the process set of this number.
 
     Raises:
@@ -73,23 +73,25 @@ def _set(number: int) -> ProcessSet:
     return process_set
 
 
-def _wrong(text: str) -> tf.errors.OpError:
+def _usage_error(text: str) -> tf.errors.OpError:
     """Returns the native ops' error for a wrong call. The engine's error only differs in its
     text.
     """
     if text.startswith("Mismatched ") or "has not been initialized" in text:
         return tf.errors.FailedPreconditionError(None, None, text)
-    if _CANNOT.search(text):
+    if _UNSUPPORTED_DTYPE_PATTERN.search(text):
         return tf.errors.AbortedError(None, None, text)
     return tf.errors.InvalidArgumentError(None, None, text)
 
 
-def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+def _run_py_function(
+    function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]
+) -> list[Any]:
     """Runs `function` on arrays when the graph runs; in sequence in graphs that would not order
     the calls.
     """
 
-    def run(*tensors: Any) -> list[Any]:
+    def run_on_arrays(*tensors: Any) -> list[Any]:
         # In a graph a ValueError becomes an InvalidArgumentError; what TensorFlow does not know, an
         # UnknownError.
         try:
@@ -102,21 +104,26 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[
     if tf.executing_eagerly():
         try:
             return [
-                tf.convert_to_tensor(value) for value in run(*map(tf.convert_to_tensor, inputs))
+                tf.convert_to_tensor(value)
+                for value in run_on_arrays(*map(tf.convert_to_tensor, inputs))
             ]
         except ValueError as error:
-            raise _wrong(str(error)) from error
+            raise _usage_error(str(error)) from error
     graph = tf.compat.v1.get_default_graph()
-    last = None if isinstance(graph, tf.__internal__.FuncGraph) else getattr(graph, _LAST, None)
+    last = (
+        None
+        if isinstance(graph, tf.__internal__.FuncGraph)
+        else getattr(graph, _LAST_OP_ATTRIBUTE, None)
+    )
     before = [] if last is None else [last]
     with tf.control_dependencies(before):
-        results = tf.py_function(run, list(inputs), list(dtypes))
+        results = tf.py_function(run_on_arrays, list(inputs), list(dtypes))
     results = results if isinstance(results, list) else [results]
-    setattr(graph, _LAST, results[0].op)
+    setattr(graph, _LAST_OP_ATTRIBUTE, results[0].op)
     return results
 
 
-def _collective(
+def _run_with_gradient(
     function: Callable[..., Any],
     tensors: Sequence[Any],
     gradient: Callable[..., Any],
@@ -125,14 +132,14 @@ def _collective(
     more: Sequence[Any] = (),
     more_dtypes: Sequence[Any] = (),
 ) -> list[Any]:
-    """Runs `function` on tensors, with a gradient of its own.
+    """Runs `function` on tensors, with a custom gradient.
 
     Args:
         function: Takes one array for each of `tensors` and `more`, returns one for each tensor and
             of `more_dtypes`.
         tensors: The tensors to send.
-        gradient: Takes the module, gradients of results for `tensors`, and the further results;
-            returns those of `tensors`.
+        gradient: Takes the module, gradients of the results for `tensors`, and the further results;
+            returns the gradients of `tensors`.
         rows_differ: Whether results have other numbers of rows.
         more: Further inputs, which have no gradient.
         more_dtypes: Of further results, which have none either.
@@ -140,8 +147,8 @@ def _collective(
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
 
     @tf.custom_gradient
-    def run(*values: Any) -> tuple[list[Any], Any]:
-        results = _call(
+    def run_on_tensors(*values: Any) -> tuple[list[Any], Any]:
+        results = _run_py_function(
             function, [*values, *more], [*(value.dtype for value in values), *more_dtypes]
         )
         for result, value in zip(results, values, strict=False):
@@ -151,43 +158,45 @@ def _collective(
             if not tf.executing_eagerly():
                 result.set_shape(shape)
 
-        def backward(*grads: Any) -> list[Any]:
+        def backward_pass(*grads: Any) -> list[Any]:
             return gradient(
                 sys.modules[__name__], list(grads[: len(values)]), *results[len(values) :]
             )
 
-        return results, backward
+        return results, backward_pass
 
-    results = run(*tensors)
+    results = run_on_tensors(*tensors)
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def _gradients() -> Any:
+def _import_gradients() -> Any:
     from farandole.tensorflow import _gradients  # noqa: PLC0415 - it asks whether these functions are needed
 
     return _gradients
 
 
-def _reduce(
+def _reduce_tensors(
     reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]
 ) -> list[Any]:
     """Returns a reduction of several tensors; `gradient` names its gradient."""
     tensor_name, process_set = told["tensor_name"], told["process_set"]
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+    def reduce_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
         return reduce(
             list(arrays),
             name=tensor_name or None,
-            op=exact(told["reduce_op"]),
-            prescale_factor=double(told["prescale"]),
-            postscale_factor=double(told["postscale"]),
-            process_set=_set(process_set),
+            op=unrounded_op(told["reduce_op"]),
+            prescale_factor=double_from_bits(told["prescale"]),
+            postscale_factor=double_from_bits(told["postscale"]),
+            process_set=_find_process_set(process_set),
         )
 
-    def backward(here: Any, grads: list[Any]) -> list[Any]:
-        return getattr(_gradients(), gradient)(here, grads, told)
+    def reduction_gradient(here: Any, grads: list[Any]) -> list[Any]:
+        return getattr(_import_gradients(), gradient)(here, grads, told)
 
-    return _collective(run, tensors, backward, rows_differ=gradient == "reducescatter")
+    return _run_with_gradient(
+        reduce_arrays, tensors, reduction_gradient, rows_differ=gradient == "reducescatter"
+    )
 
 
 def farandole_grouped_allreduce(
@@ -196,8 +205,8 @@ def farandole_grouped_allreduce(
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001 - the native op's
     reduce_op: int = 0,
-    prescale: int = ONE,
-    postscale: int = ONE,
+    prescale: int = ONE_BITS,
+    postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors as one unit."""
     told = {
@@ -207,7 +216,7 @@ def farandole_grouped_allreduce(
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce(hvd.grouped_allreduce, "allreduce", tensors, told)
+    return _reduce_tensors(hvd.grouped_allreduce, "allreduce", tensors, told)
 
 
 def farandole_grouped_reducescatter(
@@ -216,8 +225,8 @@ def farandole_grouped_reducescatter(
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
     reduce_op: int = 0,
-    prescale: int = ONE,
-    postscale: int = ONE,
+    prescale: int = ONE_BITS,
+    postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors and keeps this rank's rows."""
     told = {
@@ -227,7 +236,7 @@ def farandole_grouped_reducescatter(
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce(hvd.grouped_reducescatter, "reducescatter", tensors, told)
+    return _reduce_tensors(hvd.grouped_reducescatter, "reducescatter", tensors, told)
 
 
 def farandole_grouped_broadcast(
@@ -239,16 +248,22 @@ def farandole_grouped_broadcast(
 ) -> list[Any]:
     """Returns the root's tensors on every rank."""
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
+    def broadcast_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
         names = [f"{tensor_name}_{index}" if tensor_name else None for index in range(len(arrays))]
         handles = [
-            hvd.broadcast_async(array, root_rank, name=name, process_set=_set(process_set))
+            hvd.broadcast_async(
+                array, root_rank, name=name, process_set=_find_process_set(process_set)
+            )
             for array, name in zip(arrays, names, strict=True)
         ]
         return [hvd.synchronize(handle) for handle in handles]
 
     told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
-    return _collective(run, tensors, lambda here, grads: _gradients().broadcast(here, grads, told))
+    return _run_with_gradient(
+        broadcast_arrays,
+        tensors,
+        lambda here, grads: _import_gradients().broadcast(here, grads, told),
+    )
 
 
 def farandole_grouped_allgather(
@@ -256,11 +271,11 @@ def farandole_grouped_allgather(
     tensor_name: str = "",
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
-) -> GroupedGathered:
+) -> PyGroupedAllgatherOutput:
     """Returns all ranks' tensors, and how many rows each rank gave of each."""
 
-    def run(*arrays: np.ndarray) -> list[np.ndarray]:
-        chosen = _set(process_set)
+    def gather_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
+        chosen = _find_process_set(process_set)
         counts = np.array([[len(array) if array.ndim else 0] for array in arrays], np.int64)
         name = f"{tensor_name}.rows" if tensor_name else None
         rows = hvd.allgather(counts.reshape(1, -1), name=name, process_set=chosen)
@@ -268,14 +283,14 @@ def farandole_grouped_allgather(
         return [*gathered, rows.T.copy()]
 
     told = {"tensor_name": tensor_name, "process_set": process_set}
-    *outputs, rows = _collective(
-        run,
+    *outputs, rows = _run_with_gradient(
+        gather_arrays,
         tensors,
-        lambda here, grads, rows: _gradients().allgather(here, grads, told, rows),
+        lambda here, grads, rows: _import_gradients().allgather(here, grads, told, rows),
         rows_differ=True,
         more_dtypes=[tf.int64],
     )
-    return GroupedGathered(outputs, rows)
+    return PyGroupedAllgatherOutput(outputs, rows)
 
 
 def farandole_alltoall(
@@ -284,11 +299,11 @@ def farandole_alltoall(
     tensor_name: str = "",
     process_set: int = 0,
     attended: bool = False,  # noqa: ARG001
-) -> Dealt:
+) -> PyAlltoallOutput:
     """Deals rows out to all ranks."""
 
-    def run(array: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
-        chosen, sent = _set(process_set), splits.astype(np.int32)
+    def exchange_rows(array: np.ndarray, splits: np.ndarray) -> list[np.ndarray]:
+        chosen, sent = _find_process_set(process_set), splits.astype(np.int32)
         if not len(sent):
             size = chosen.size() or 1
             if not array.ndim or len(array) % size:
@@ -298,15 +313,17 @@ def farandole_alltoall(
         return [output, np.asarray(received, np.int32)]
 
     told = {"tensor_name": tensor_name, "process_set": process_set}
-    output, received = _collective(
-        run,
+    output, received = _run_with_gradient(
+        exchange_rows,
         [tensor],
-        lambda here, grads, received: [_gradients().alltoall(here, grads[0], told, received)],
+        lambda here, grads, received: [
+            _import_gradients().alltoall(here, grads[0], told, received)
+        ],
         rows_differ=True,
         more=[splits],
         more_dtypes=[tf.int32],
     )
-    return Dealt(output, received)
+    return PyAlltoallOutput(output, received)
 
 
 def farandole_allreduce(tensor: Any, **arguments: Any) -> Any:
@@ -324,41 +341,43 @@ def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
     return farandole_grouped_broadcast([tensor], **arguments)[0]
 
 
-def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
+def farandole_allgather(tensor: Any, **arguments: Any) -> PyAllgatherOutput:
     """Returns all ranks' tensors."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
-    return Gathered(outputs[0], rows)
+    return PyAllgatherOutput(outputs[0], rows)
 
 
 def farandole_join(tensor_name: str = "", process_set: int = 0, attended: bool = False) -> Any:  # noqa: ARG001
     """Waits for all ranks to join."""
-    return _call(lambda: [np.int32(hvd.join())], [], [tf.int32])[0]
+    return _run_py_function(lambda: [np.int32(hvd.join())], [], [tf.int32])[0]
 
 
-def _number(question: Callable[[ProcessSet], int], process_set: int) -> Any:
-    return _call(lambda: [np.int32(question(_set(process_set)))], [], [tf.int32])[0]
+def _query_process_set(question: Callable[[ProcessSet], int], process_set: int) -> Any:
+    return _run_py_function(
+        lambda: [np.int32(question(_find_process_set(process_set)))], [], [tf.int32]
+    )[0]
 
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Returns the ranks in the set."""
-    return _number(lambda chosen: chosen.size() or 0, process_set)
+    return _query_process_set(lambda chosen: chosen.size() or 0, process_set)
 
 
 def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Position in the set."""
-    return _number(lambda chosen: chosen.rank() or 0, process_set)
+    """Returns this rank's position in the set."""
+    return _query_process_set(lambda chosen: chosen.rank() or 0, process_set)
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns the ranks on this host."""
-    return _number(lambda _: hvd.local_size(), process_set)
+    return _query_process_set(lambda _: hvd.local_size(), process_set)
 
 
 def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Position on this host."""
-    return _number(lambda _: hvd.local_rank(), process_set)
+    """Returns this rank's position on its host."""
+    return _query_process_set(lambda _: hvd.local_rank(), process_set)
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns whether this rank is in the set."""
-    return _number(lambda chosen: int(bool(chosen.included())), process_set)
+    return _query_process_set(lambda chosen: int(bool(chosen.included())), process_set)

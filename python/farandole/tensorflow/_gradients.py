@@ -3,12 +3,12 @@
 """Gradients of the ops. The loss is the sum of all ranks' losses, so ranks send gradients back to
 the sender.
 
-By Horovod's convention (`farandole.common.convention`) some are averages, or larger by the number
-of ranks.
+By Horovod's convention (`farandole.common.gradient_convention`) some are averages, or larger by the
+number of ranks.
 
 Each function takes the module whose ops it uses, the gradients of the results and the arguments of
-the forward op, and returns the gradients of the tensors. Those of the native ops are registered
-with TensorFlow here. The substitutes call them directly.
+the forward op, and returns the gradients of the tensors. This module registers the functions of the
+native ops with TensorFlow. The substitutes call the functions directly.
 """
 
 from __future__ import annotations
@@ -17,44 +17,52 @@ from typing import Any
 
 import tensorflow as tf
 
-from farandole.common import convention
-from farandole.common.util import Average, Sum, exact
+from farandole.common import gradient_convention
+from farandole.common.util import Average, Sum, unrounded_op
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import ONE, double, gradient_arguments, normalize
+from farandole.tensorflow._names import (
+    ONE_BITS,
+    double_from_bits,
+    gradient_arguments,
+    normalize_name,
+)
 
-REDUCTION = ("reduce_op", "prescale", "postscale")
+REDUCTION_ATTRIBUTES = ("reduce_op", "prescale", "postscale")
 """Names of a reduction's arguments."""
-DEFAULTS = {
+DEFAULT_ATTRIBUTES = {
     "tensor_name": b"",
     "process_set": 0,
     "reduce_op": Average,
-    "prescale": ONE,
-    "postscale": ONE,
+    "prescale": ONE_BITS,
+    "postscale": ONE_BITS,
 }
 """Default arguments of eager ops."""
 
 
-def _reduction(told: dict[str, Any]) -> dict[str, Any]:
+def _reduction_attributes(told: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes of a reduction.
 
     Raises:
         ValueError: When it has no gradient.
     """
-    if exact(told["reduce_op"]) not in (Average, Sum) and not convention.is_horovods():
+    if (
+        unrounded_op(told["reduce_op"]) not in (Average, Sum)
+        and not gradient_convention.uses_horovod_gradients()
+    ):
         raise ValueError("only Average and Sum have a gradient")
-    return {key: told[key] for key in REDUCTION}
+    return {key: told[key] for key in REDUCTION_ATTRIBUTES}
 
 
-def total() -> int:
+def gradient_reduce_op() -> int:
     """Returns the reduction of the gradients that ranks derive for values of one of them."""
-    return Average if convention.is_horovods() else Sum
+    return Average if gradient_convention.uses_horovod_gradients() else Sum
 
 
 def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Returns the same reduction of the gradients."""
     return list(
         here.farandole_grouped_allreduce(
-            tensors=grads, **_reduction(told), **gradient_arguments(told)
+            tensors=grads, **_reduction_attributes(told), **gradient_arguments(told)
         )
     )
 
@@ -62,16 +70,18 @@ def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
 def broadcast(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Sums of gradients where the values came from, nothing elsewhere."""
     summed = here.farandole_grouped_allreduce(
-        tensors=grads, reduce_op=total(), **gradient_arguments(told)
+        tensors=grads, reduce_op=gradient_reduce_op(), **gradient_arguments(told)
     )
     is_root = tf.equal(here.farandole_rank(), told["root_rank"])
     return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
 
 
 def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> list[Any]:
-    """Sums of gradients, of which each rank takes the rows it gave."""
+    """Sums the gradients of all ranks; each rank takes the rows that it has sent."""
     arguments = gradient_arguments(told)
-    summed = here.farandole_grouped_allreduce(tensors=grads, reduce_op=total(), **arguments)
+    summed = here.farandole_grouped_allreduce(
+        tensors=grads, reduce_op=gradient_reduce_op(), **arguments
+    )
     rank = here.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
     return [
@@ -87,12 +97,15 @@ def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
 
 def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
     """Returns every rank's part of the gradient, by the factors."""
-    reduction, arguments = _reduction(told), gradient_arguments(told)
+    reduction, arguments = _reduction_attributes(told), gradient_arguments(told)
     parts = here.farandole_grouped_allgather(tensors=grads, **arguments).outputs
-    factor = double(reduction["prescale"]) * double(reduction["postscale"])
+    factor = double_from_bits(reduction["prescale"]) * double_from_bits(reduction["postscale"])
     if factor != 1.0:
         parts = [part * tf.cast(factor, part.dtype) for part in parts]
-    averages, larger = exact(reduction["reduce_op"]) == Average, convention.is_horovods()
+    averages, larger = (
+        unrounded_op(reduction["reduce_op"]) == Average,
+        gradient_convention.uses_horovod_gradients(),
+    )
     if averages == larger:
         return list(parts)
     size = here.farandole_size(process_set=arguments["process_set"])
@@ -100,41 +113,46 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
     return [apply(part, tf.cast(size, part.dtype)) for part in parts]
 
 
-def _told(op: Any, *more: str) -> dict[str, Any]:
+def _op_arguments(op: Any, *more: str) -> dict[str, Any]:
     """Returns the arguments of a native op."""
 
-    def told_of(key: str) -> Any:
+    def attribute_value(key: str) -> Any:
         try:
             return op.get_attr(key)
         except KeyError:
-            return DEFAULTS[key]
+            return DEFAULT_ATTRIBUTES[key]
 
-    name = tf.compat.as_text(told_of("tensor_name"))
+    name = tf.compat.as_text(attribute_value("tensor_name"))
     if not name and not tf.executing_eagerly():
-        name = f"Farandole_{normalize(op.name)}"
-    told = {key: told_of(key) for key in ("process_set", *more)}
+        name = f"Farandole_{normalize_name(op.name)}"
+    told = {key: attribute_value(key) for key in ("process_set", *more)}
     return {"tensor_name": name, **told}
 
 
-def _register() -> None:
-    def one(gradient: Any, *more: str) -> Any:
-        return lambda op, grad: gradient(ops, [grad], _told(op, *more))[0]
+def _register_gradients() -> None:
+    def single_tensor_gradient(gradient: Any, *more: str) -> Any:
+        return lambda op, grad: gradient(ops, [grad], _op_arguments(op, *more))[0]
 
-    def several(gradient: Any, *more: str) -> Any:
-        return lambda op, *grads: gradient(ops, list(grads), _told(op, *more))
+    def grouped_gradient(gradient: Any, *more: str) -> Any:
+        return lambda op, *grads: gradient(ops, list(grads), _op_arguments(op, *more))
 
     gradients = {
-        "Allreduce": one(allreduce, *REDUCTION),
-        "GroupedAllreduce": several(allreduce, *REDUCTION),
-        "Broadcast": one(broadcast, "root_rank"),
-        "GroupedBroadcast": several(broadcast, "root_rank"),
-        "Allgather": lambda op, grad, _rows: allgather(ops, [grad], _told(op), op.outputs[1])[0],
+        "Allreduce": single_tensor_gradient(allreduce, *REDUCTION_ATTRIBUTES),
+        "GroupedAllreduce": grouped_gradient(allreduce, *REDUCTION_ATTRIBUTES),
+        "Broadcast": single_tensor_gradient(broadcast, "root_rank"),
+        "GroupedBroadcast": grouped_gradient(broadcast, "root_rank"),
+        "Allgather": lambda op, grad, _rows: allgather(
+            ops, [grad], _op_arguments(op), op.outputs[1]
+        )[0],
         "GroupedAllgather": lambda op, *grads: allgather(
-            ops, list(grads[:-1]), _told(op), op.outputs[-1]
+            ops, list(grads[:-1]), _op_arguments(op), op.outputs[-1]
         ),
-        "Alltoall": lambda op, grad, _splits: [alltoall(ops, grad, _told(op), op.outputs[1]), None],
-        "Reducescatter": one(reducescatter, *REDUCTION),
-        "GroupedReducescatter": several(reducescatter, *REDUCTION),
+        "Alltoall": lambda op, grad, _splits: [
+            alltoall(ops, grad, _op_arguments(op), op.outputs[1]),
+            None,
+        ],
+        "Reducescatter": single_tensor_gradient(reducescatter, *REDUCTION_ATTRIBUTES),
+        "GroupedReducescatter": grouped_gradient(reducescatter, *REDUCTION_ATTRIBUTES),
     }
     for name, gradient in gradients.items():
         tf.RegisterGradient(f"Farandole{name}")(gradient)
@@ -142,4 +160,4 @@ def _register() -> None:
         tf.no_gradient(f"Farandole{name}")
 
 
-_register()
+_register_gradients()

@@ -14,34 +14,38 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_USED = "_farandole_names"
+_NAME_COUNTS_ATTRIBUTE = "_farandole_names"
 """Attribute of a graph: how often each name was asked for."""
-_OTHER = re.compile(r"[^a-zA-Z0-9]")
+_NON_ALPHANUMERIC_PATTERN = re.compile(r"[^a-zA-Z0-9]")
 
 
-def normalize(name: str) -> str:
-    """`name` with `_` for all that is neither letter nor digit."""
-    return _OTHER.sub("_", name)
+def normalize_name(name: str) -> str:
+    """Replaces each character of `name` that is neither letter nor digit by `_`."""
+    return _NON_ALPHANUMERIC_PATTERN.sub("_", name)
 
 
 def base_name(name: str, ignore_name_scope: bool) -> str:
-    """`name`, or its part after the last `/`."""
+    """Returns `name`, or its part after the last `/`."""
     return name.rsplit("/", 1)[-1] if ignore_name_scope else name
 
 
 def eager_arguments(
     operation: str, name: str | None, process_set: Any, ignore_name_scope: bool
 ) -> dict[str, Any]:
-    """Like `arguments`, when running eagerly.
+    """Like `collective_arguments`, when running eagerly.
 
-    The thread that runs the op drives it to its end: it would wait for that anyway, and when
-    TensorFlow runs eager ops asynchronously, it is one that does them one after the other.
+    The thread that runs the op drives it to completion, because the thread would wait for the op
+    anyway. If TensorFlow runs eager ops asynchronously, the thread runs them one after the other.
     """
     chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
-    return {"tensor_name": chosen, "process_set": number_of(process_set), "attended": True}
+    return {
+        "tensor_name": chosen,
+        "process_set": registered_set_number(process_set),
+        "attended": True,
+    }
 
 
-def number_of(process_set: Any) -> int:
+def registered_set_number(process_set: Any) -> int:
     """Returns the engine's number of a process set.
 
     Raises:
@@ -53,7 +57,7 @@ def number_of(process_set: Any) -> int:
     return number
 
 
-def arguments(
+def collective_arguments(
     operation: str,
     tensors: Sequence[Any],
     name: str | None,
@@ -72,52 +76,52 @@ def arguments(
     """
     if tf.executing_eagerly():
         return eager_arguments(operation, name, process_set, ignore_name_scope)
-    number = number_of(process_set)
+    number = registered_set_number(process_set)
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
         # A tensor made eagerly outside of the graph has none.
         labels = [getattr(tensor, "name", "captured") for tensor in ends]
-        parts = [normalize(base_name(label, ignore_name_scope)) for label in labels]
-        chosen = unique("_".join([f"Farandole{operation}", *parts]))
+        parts = [normalize_name(base_name(label, ignore_name_scope)) for label in labels]
+        chosen = unique_operation_name("_".join([f"Farandole{operation}", *parts]))
     else:
-        chosen = f"Farandole{operation}_{normalize(base_name(name, ignore_name_scope))}"
+        chosen = f"Farandole{operation}_{normalize_name(base_name(name, ignore_name_scope))}"
     return {"tensor_name": chosen, "process_set": number}
 
 
-def unique(name: str) -> str:
-    """`name`, made different from those this graph has already, in the order it is built: equal on
-    equal programs.
+def unique_operation_name(name: str) -> str:
+    """Returns `name`, made distinct from the names that this graph has already. Equal programs get
+    equal names, because the names follow the order in which the graph is built.
 
-    The graph's own `unique_name` would put the scope before it, in which Keras numbers optimizers
-    and layers by the order in which a process made them. A branch or a loop of a `tf.compat.v1`
-    graph runs beside the rest of that, so they count together; functions count by themselves,
-    wherever they are called.
+    The graph's own `unique_name` would prepend the scope, in which Keras numbers optimizers and
+    layers by the order in which a process made them. A branch or a loop of a `tf.compat.v1` graph
+    runs beside the rest of the graph, so branch, loop and graph share one count. Every function has
+    a separate count, wherever the function is called.
     """
     graph: Any = tf.compat.v1.get_default_graph()
     if not tf.compat.v1.executing_eagerly_outside_functions():
         while isinstance(graph, tf.__internal__.FuncGraph):
             graph = graph.outer_graph
-    if not hasattr(graph, _USED):
-        setattr(graph, _USED, collections.Counter())
-    used = getattr(graph, _USED)
+    if not hasattr(graph, _NAME_COUNTS_ATTRIBUTE):
+        setattr(graph, _NAME_COUNTS_ATTRIBUTE, collections.Counter())
+    used = getattr(graph, _NAME_COUNTS_ATTRIBUTE)
     number = used[name]
     used[name] += 1
     return f"{name}_{number}" if number else name
 
 
-ONE = 4607182418800017408
+ONE_BITS = 4607182418800017408
 """1.0 by its bits."""
 
 
-def double(number: int) -> float:
+def double_from_bits(number: int) -> float:
     """Inverts `bits`."""
     return struct.unpack("<d", struct.pack("<q", number))[0]
 
 
-def bits(factor: float) -> int:
+def double_bits(factor: float) -> int:
     """Returns a double by its bits: attributes of ops are singles."""
     if factor == 1.0:
-        return ONE
+        return ONE_BITS
     return struct.unpack("<q", struct.pack("<d", float(factor)))[0]
 
 
@@ -129,6 +133,6 @@ def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
     if tf.executing_eagerly():
         return {"tensor_name": "", "process_set": number, "attended": True}
     return {
-        "tensor_name": unique(f"{told['tensor_name'] or 'Farandole'}_grad"),
+        "tensor_name": unique_operation_name(f"{told['tensor_name'] or 'Farandole'}_grad"),
         "process_set": number,
     }

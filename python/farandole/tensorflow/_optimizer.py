@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Optimizers of `tf.compat.v1.train` whose gradients are those of all ranks."""
+"""Optimizers of `tf.compat.v1.train` that reduce gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from farandole.tensorflow.reducer import GradientReducer
 _Base: Any = tf.compat.v1.train.Optimizer
 
 
-class _Wrapped(_Base):
+class _WrappingOptimizer(_Base):
     """Hands everything but gradients to the wrapped optimizer."""
 
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool) -> None:
@@ -41,7 +41,7 @@ class _Wrapped(_Base):
         return self._optimizer.variables(*args, **kwargs)
 
 
-class _DistributedOptimizer(_Wrapped):
+class _DistributedOptimizer(_WrappingOptimizer):
     """Reduces gradients where they are computed, before any clipping."""
 
     def __init__(
@@ -96,7 +96,7 @@ class _DistributedOptimizer(_Wrapped):
         )
 
 
-class _AdasumOptimizer(_Wrapped):
+class _AdasumOptimizer(_WrappingOptimizer):
     """Takes each rank's own step, then adds the Adasum of the steps to where all started.
 
     Steps are dense, and no rank's step is scaled: `sparse_as_dense` and `scale_local_gradients`
@@ -114,9 +114,9 @@ class _AdasumOptimizer(_Wrapped):
         super().__init__(optimizer, name, use_locking)
         self._reducer = reducer
         self._reducer.scale_local_gradients = False
-        self._passes = passes
-        self._starts: list[Any] = []
-        self._count: Any = None
+        self._passes_per_step = passes
+        self._start_variables: list[Any] = []
+        self._call_counter: Any = None
 
     def register_local_var(self, var: Any) -> None:
         """Leaves a variable to this rank, which takes its own steps."""
@@ -141,31 +141,33 @@ class _AdasumOptimizer(_Wrapped):
         """
         pairs = [(grad, variable) for grad, variable in grads_and_vars if grad is not None]
         variables = [variable for _, variable in pairs]
-        self._make(variables)
-        count = self._count.assign_add(1)
+        self._create_variables(variables)
+        count = self._call_counter.assign_add(1)
         is_first, is_due = (
-            tf.equal((count - 1) % self._passes, 0),
-            tf.equal(count % self._passes, 0),
+            tf.equal((count - 1) % self._passes_per_step, 0),
+            tf.equal(count % self._passes_per_step, 0),
         )
         stored = [
             start.assign(tf.where(is_first, variable, start))
-            for start, variable in zip(self._starts, variables, strict=True)
+            for start, variable in zip(self._start_variables, variables, strict=True)
         ]
         with tf.control_dependencies(stored):
             applied = self._optimizer.apply_gradients(pairs, global_step)
         with tf.control_dependencies([applied] if applied is not None else []):
-            merged = tf.cond(is_due, lambda: self._merge(variables), lambda: tf.constant(False))
+            merged = tf.cond(
+                is_due, lambda: self._apply_combined_steps(variables), lambda: tf.constant(False)
+            )
         return tf.group(merged, name=name or self._name)
 
-    def _make(self, variables: list[Any]) -> None:
-        if self._count is not None:
+    def _create_variables(self, variables: list[Any]) -> None:
+        if self._call_counter is not None:
             return
         make: Any = (
             tf.Variable if tf.executing_eagerly() or tf.inside_function() else tf.compat.v1.Variable
         )
         with tf.init_scope() if tf.inside_function() else tf.name_scope(self._name):
-            self._count = make(0, trainable=False, dtype=tf.int64, name="calls")
-            self._starts = [
+            self._call_counter = make(0, trainable=False, dtype=tf.int64, name="calls")
+            self._start_variables = [
                 make(
                     tf.zeros(variable.shape, variable.dtype.base_dtype),
                     trainable=False,
@@ -174,12 +176,15 @@ class _AdasumOptimizer(_Wrapped):
                 for variable in variables
             ]
 
-    def _merge(self, variables: list[Any]) -> Any:
-        deltas = [variable - start for variable, start in zip(variables, self._starts, strict=True)]
+    def _apply_combined_steps(self, variables: list[Any]) -> Any:
+        deltas = [
+            variable - start
+            for variable, start in zip(variables, self._start_variables, strict=True)
+        ]
         merged = self._reducer(deltas, variables) if size() > 1 else deltas
         done = [
             tf.compat.v1.assign(variable, start + delta)
-            for variable, start, delta in zip(variables, self._starts, merged, strict=True)
+            for variable, start, delta in zip(variables, self._start_variables, merged, strict=True)
         ]
         with tf.control_dependencies([entry for entry in done if entry is not None]):
             return tf.constant(True)
@@ -280,4 +285,4 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
     )
-    return _keras.distribute(optimizer, settings)
+    return _keras.distribute_optimizer(optimizer, settings)

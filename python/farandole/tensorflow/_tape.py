@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Gradient tapes whose gradients are those of all ranks."""
+"""Gradient tapes that reduce gradients over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.reducer import GradientReducer
 
 
-class _Distributed(tf.GradientTape):
+class _DistributedTape(tf.GradientTape):
     """A distributed tape. It shares its recording with the tape that it was made from."""
 
     _reducer: GradientReducer
@@ -57,13 +57,13 @@ class _Distributed(tf.GradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Like `gradient`, but parts the gradients of local sources from the reduced ones.
+        """Like `gradient`, but separates the gradients of local sources from the reduced gradients.
 
         Args:
-            target: As there.
-            sources: As there; what it has in nested structures comes in their order.
-            output_gradients: As there.
-            use_generic_names: As there.
+            target: As in `gradient`.
+            sources: As in `gradient`; nested structures are flattened in their order.
+            output_gradients: As in `gradient`.
+            use_generic_names: As in `gradient`.
 
         Returns:
             Pairs of local sources and their gradients, and pairs of the other sources and theirs.
@@ -137,9 +137,9 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
         name=name,
     )
     kind = type(gradtape)
-    if issubclass(kind, _Distributed):
+    if issubclass(kind, _DistributedTape):
         raise ValueError("the tape is distributed already")
-    tape = object.__new__(type(kind.__name__, (_Distributed, kind), {"_reducer": reducer}))
+    tape = object.__new__(type(kind.__name__, (_DistributedTape, kind), {"_reducer": reducer}))
     # One state of both: the given tape may still record, and whichever ends that first ends it for
     # the other, too.
     tape.__dict__ = gradtape.__dict__

@@ -45,14 +45,14 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-def _cast(tensor: Any, dtype: tf.DType) -> tuple[Any, Any]:
+def _cast_to_narrower(tensor: Any, dtype: tf.DType) -> tuple[Any, Any]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     if tensor.dtype.is_floating and tensor.dtype.size > dtype.size:
         return tf.cast(tensor, dtype), tensor.dtype
     return tensor, None
 
 
-def _uncast(tensor: Any, dtype: Any) -> Any:
+def _cast_back(tensor: Any, dtype: Any) -> Any:
     return tensor if dtype is None else tf.cast(tensor, dtype)
 
 
@@ -64,12 +64,12 @@ class FP16Compressor(Compressor):
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts floating tensors to float16."""
-        return _cast(tensor, tf.float16)
+        return _cast_to_narrower(tensor, tf.float16)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Casts back."""
-        return _uncast(tensor, ctx)
+        return _cast_back(tensor, ctx)
 
 
 class BF16Compressor(Compressor):
@@ -80,12 +80,12 @@ class BF16Compressor(Compressor):
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
         """Casts floating tensors to bfloat16."""
-        return _cast(tensor, tf.bfloat16)
+        return _cast_to_narrower(tensor, tf.bfloat16)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Casts back."""
-        return _uncast(tensor, ctx)
+        return _cast_back(tensor, ctx)
 
 
 class Compression:

@@ -65,11 +65,11 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
     """
 
     @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> _Result:
+    def run_translating_errors(*args: Any, **kwargs: Any) -> _Result:
         try:
             return func(*args, **kwargs)
         except tf.errors.OpError as error:
-            # In functions that XLA compiled all failures have one code, whatever was the matter.
+            # In functions that XLA compiled, all failures have the same error code.
             compiled = "FarandoleInternalError: " in error.message
             if compiled or (
                 isinstance(error, tf.errors.UnknownError) and "Farandole" in error.message
@@ -77,7 +77,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
                 raise FarandoleInternalError(error.message) from error
             raise
 
-    return run_fn(translated, leave_and_join)
+    return run_fn(run_translating_errors, leave_and_join)
 
 
 class TensorFlowState(ObjectState):
@@ -101,29 +101,29 @@ class TensorFlowState(ObjectState):
             variables = tf.compat.v1.global_variables()
         self.variables: list[Any] = list(variables or [])
         self.session = session
-        self._kept: list[Any] = []
-        self._spread: Any = None
+        self._variable_snapshots: list[Any] = []
+        self._broadcast_op: Any = None
         super().__init__(broadcast_object, basics.rank, **kwargs)
-        self._keep()
+        self._snapshot_variables()
 
-    def _keep(self) -> None:
+    def _snapshot_variables(self) -> None:
         if self.session is None:
-            self._kept = [tf.identity(variable) for variable in self.variables]
+            self._variable_snapshots = [tf.identity(variable) for variable in self.variables]
         else:
-            self._kept = self.session.run(self.variables)
+            self._variable_snapshots = self.session.run(self.variables)
 
     def save(self) -> None:
         """Keeps copies of the variables, and the attributes."""
-        self._keep()
+        self._snapshot_variables()
         super().save()
 
     def restore(self) -> None:
         """Restores the last saved state."""
-        self._put_back()
+        self._restore_variables()
         super().restore()
 
-    def _put_back(self) -> None:
-        for variable, value in zip(self.variables, self._kept, strict=True):
+    def _restore_variables(self) -> None:
+        for variable, value in zip(self.variables, self._variable_snapshots, strict=True):
             if self.session is None:
                 variable.assign(value)
             else:
@@ -135,20 +135,25 @@ class TensorFlowState(ObjectState):
             broadcast_variables(self.variables, root_rank=0)
         else:
             with self.session.graph.as_default():
-                self._spread = self._spread or broadcast_variables(self.variables, root_rank=0)
-            self.session.run(self._spread)
-        self._keep()
+                self._broadcast_op = self._broadcast_op or broadcast_variables(
+                    self.variables, root_rank=0
+                )
+            self.session.run(self._broadcast_op)
+        self._snapshot_variables()
         super().sync()
 
-    def _arrays(self) -> list[Any]:
-        return [value.numpy() if isinstance(value, tf.Tensor) else value for value in self._kept]
+    def _saved_arrays(self) -> list[Any]:
+        return [
+            value.numpy() if isinstance(value, tf.Tensor) else value
+            for value in self._variable_snapshots
+        ]
 
-    def _take_arrays(self, arrays: list[Any]) -> None:
-        self._kept = [
+    def _apply_arrays(self, arrays: list[Any]) -> None:
+        self._variable_snapshots = [
             value.view(variable.dtype.base_dtype.as_numpy_dtype)
             for variable, value in zip(self.variables, arrays, strict=True)
         ]
-        self._put_back()
+        self._restore_variables()
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Overwrites variables with those of one rank, so that all ranks start from the same model.
+    """Overwrites variables with one rank's values, so that all ranks start from the same model.
 
     Args:
         variables: TensorFlow's, Keras's or `tf.compat.v1`'s.
@@ -106,7 +106,7 @@ def allgather_object(
 
 def broadcast_global_variables(root_rank: int) -> Any:
     """Returns an op that overwrites all global variables of the default `tf.compat.v1` graph with
-    those of one rank.
+    the values of one rank.
 
     Raises:
         RuntimeError: When executing eagerly, where there are none: use `broadcast_variables`.
@@ -120,7 +120,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Overwrites all global variables with those of one rank when a monitored session has begun.
+    """Overwrites all global variables with one rank's values when a monitored session has begun.
 
     Args:
         root_rank: The rank whose values count.

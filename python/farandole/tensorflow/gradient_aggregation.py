@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.tensorflow.reducer import key_of
+from farandole.tensorflow.reducer import variable_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,14 +79,14 @@ class LocalGradientAggregationHelper:
         self.name = name
         self.counter: Any = None
         self.sums: dict[int, Any] = {}
-        self._due: Any = None
-        self._local: set[Any] = set()
+        self._due_flag: Any = None
+        self._local_keys: set[Any] = set()
 
     def register_local_var(self, var: Any) -> None:
         """Excludes the gradients of a variable from the reduction."""
-        self._local.add(key_of(var))
+        self._local_keys.add(variable_key(var))
 
-    def _variable(self, initial: Any, name: str) -> Any:
+    def _create_variable(self, initial: Any, name: str) -> Any:
         label = f"{self.name}_{name}" if self.name else name
         if tf.executing_eagerly() or tf.inside_function():
             with tf.init_scope():
@@ -110,16 +110,18 @@ class LocalGradientAggregationHelper:
             ValueError: For `IndexedSlices` without `sparse_as_dense`.
         """
         present = [index for index, grad in enumerate(grads) if grad is not None]
-        dense = {index: self._dense(grads[index]) for index in present}
+        dense = {index: self._to_dense(grads[index]) for index in present}
         if self.backward_passes_per_step == 1:
-            return self._reduced([dense.get(index) for index in range(len(grads))], list(vars))
+            return self._reduce_shared(
+                [dense.get(index) for index in range(len(grads))], list(vars)
+            )
         if self.counter is None:
-            self.counter = self._variable(lambda: tf.constant(0, tf.int64), "passes")
+            self.counter = self._create_variable(lambda: tf.constant(0, tf.int64), "passes")
         for index in present:
             if index not in self.sums:
                 like = vars[index]
                 shape, dtype = like.shape, dense[index].dtype
-                self.sums[index] = self._variable(
+                self.sums[index] = self._create_variable(
                     lambda shape=shape, dtype=dtype: tf.zeros(shape, dtype), f"gradient_{index}"
                 )
         added = [self.sums[index].assign_add(dense[index], read_value=False) for index in present]
@@ -129,9 +131,9 @@ class LocalGradientAggregationHelper:
             values = [self.sums[index].read_value() for index in present]
         # Asked once: in a graph without automatic control dependencies a second look could come too
         # early.
-        self._due = due = tf.equal(count, self.backward_passes_per_step)
+        self._due_flag = due = tf.equal(count, self.backward_passes_per_step)
 
-        def reduce() -> list[Any]:
+        def reduce_sums() -> list[Any]:
             scale = self.backward_passes_per_step if self.average_aggregated_gradients else 1
             scaled = [
                 value / tf.cast(scale, value.dtype) if scale != 1 else tf.identity(value)
@@ -139,14 +141,14 @@ class LocalGradientAggregationHelper:
             ]
             return [
                 tf.convert_to_tensor(grad)
-                for grad in self._reduced(scaled, [vars[index] for index in present])
+                for grad in self._reduce_shared(scaled, [vars[index] for index in present])
             ]
 
-        chosen = tf.cond(due, reduce, lambda: [tf.identity(value) for value in values])
+        chosen = tf.cond(due, reduce_sums, lambda: [tf.identity(value) for value in values])
         chosen = iter(chosen if isinstance(chosen, list | tuple) else [chosen])
         return [next(chosen) if index in dense else None for index in range(len(grads))]
 
-    def _dense(self, grad: Any) -> Any:
+    def _to_dense(self, grad: Any) -> Any:
         if not isinstance(grad, tf.IndexedSlices):
             return grad
         if self.backward_passes_per_step > 1 and not self.sparse_as_dense:
@@ -155,8 +157,8 @@ class LocalGradientAggregationHelper:
             )
         return tf.convert_to_tensor(grad) if self.sparse_as_dense else grad
 
-    def _reduced(self, grads: list[Any], variables: list[Any]) -> list[Any]:
-        local = [key_of(variable) in self._local for variable in variables]
+    def _reduce_shared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+        local = [variable_key(variable) in self._local_keys for variable in variables]
         shared = [index for index, is_local in enumerate(local) if not is_local]
         results = list(grads)
         reduced = self.allreduce_func(
@@ -192,7 +194,7 @@ class LocalGradientAggregationHelper:
         if self.backward_passes_per_step == 1:
             return apply_grads_closure()
 
-        def apply() -> Any:
+        def apply_and_clear() -> Any:
             applied = apply_grads_closure()
             with tf.control_dependencies([applied] if applied is not None else []):
                 cleared = [
@@ -203,7 +205,7 @@ class LocalGradientAggregationHelper:
                 with tf.control_dependencies([entry for entry in cleared if entry is not None]):
                     return tf.constant(True)
 
-        if self._due is None:
+        if self._due_flag is None:
             raise ValueError("compute_gradients comes before apply_gradients")
-        due, self._due = self._due, None
-        return tf.cond(due, apply, lambda: tf.constant(False))
+        due, self._due_flag = self._due_flag, None
+        return tf.cond(due, apply_and_clear, lambda: tf.constant(False))

@@ -56,7 +56,13 @@ from farandole.common.timeline import start_timeline, stop_timeline
 from farandole.common.util import Adasum, Average, Max, Min, Product, Sum, num_rank_is_power_2
 from farandole.tensorflow import _eager, _library, splitting, xla
 from farandole.tensorflow._library import ops
-from farandole.tensorflow._names import arguments, base_name, bits, eager_arguments, number_of
+from farandole.tensorflow._names import (
+    base_name,
+    collective_arguments,
+    double_bits,
+    eager_arguments,
+    registered_set_number,
+)
 from farandole.tensorflow.util import (
     check_num_rank_power_of_2,
     gpu_available,
@@ -123,7 +129,7 @@ _also = (
 _basics = HorovodBasics()
 """The object that scripts for Horovod use as `mpi_ops._basics`."""
 
-_native = ops if _eager.IS_POSSIBLE and _library.library is not None else None
+_fast_path_ops = ops if _eager.FAST_PATH_AVAILABLE and _library.library is not None else None
 """The ops, where they are native and there is a shorter way to them."""
 
 
@@ -137,18 +143,20 @@ def as_tensor(value: Any) -> Any:
 
 
 def native_variable(value: Any) -> Any:
-    """TensorFlow's variable under a Keras one; anything else as it is."""
+    """Returns TensorFlow's variable under a Keras variable; any other value unchanged."""
     inner = getattr(value, "value", None)
     return inner if isinstance(inner, tf.Variable) else value
 
 
-def chosen() -> Any:
+def ops_for_context() -> Any:
     """Returns the ops for where one is about to be made: in a function that XLA will compile, or
     anywhere else.
 
     Where XLA cannot hold them, the function is split around them, if that can be.
     """
-    if not xla.is_tracing() or (xla.problem() is not None and splitting.split()):
+    if not xla.is_tracing() or (
+        xla.unsupported_reason() is not None and splitting.split_traced_function()
+    ):
         return ops
     return xla
 
@@ -166,24 +174,28 @@ def grouped_reduce(
     tensors = [as_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []
-    attributes = {"reduce_op": op, "prescale": bits(factors[0]), "postscale": bits(factors[1])}
+    attributes = {
+        "reduce_op": op,
+        "prescale": double_bits(factors[0]),
+        "postscale": double_bits(factors[1]),
+    }
     kind = "Reducescatter" if scatter else "Allreduce"
-    here = chosen()
+    here = ops_for_context()
     if len(tensors) == 1:
-        told = arguments(kind, tensors, name, process_set, ignore_name_scope)
+        told = collective_arguments(kind, tensors, name, process_set, ignore_name_scope)
         one = here.farandole_reducescatter if scatter else here.farandole_allreduce
         return [one(tensor=tensors[0], **attributes, **told)]
-    told = arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
+    told = collective_arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
     several = here.farandole_grouped_reducescatter if scatter else here.farandole_grouped_allreduce
-    return _as_one(here, several(tensors=tensors, **attributes, **told))
+    return _join_results(here, several(tensors=tensors, **attributes, **told))
 
 
-def _as_one(here: Any, results: Any) -> list[Any]:
-    """Results of an op of a graph, which come all at once, as those of one that does nothing.
+def _join_results(here: Any, results: Any) -> list[Any]:
+    """Passes the results of an op of a graph through an identity op.
 
     Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a
-    plain op continue on its thread. With many small gradients that is half of what their reduction
-    costs a step.
+    plain op continue on its thread. With many small gradients, the identity op saves half of the
+    time of their reduction in a step.
     """
     if tf.executing_eagerly() or here is not ops or _library.library is None:
         return list(results)
@@ -200,20 +212,20 @@ def reduce_eagerly(
     ignore_name_scope: bool,
 ) -> Any:
     """Reduces one eager tensor, by the shortest way."""
-    if ops is _native and prescale_factor == postscale_factor == 1.0:
+    if ops is _fast_path_ops and prescale_factor == postscale_factor == 1.0:
         told: tuple[Any, ...] = ("attended", True, "reduce_op", op)
         if name is not None:
             told += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
         if process_set is not global_process_set:
-            told += ("process_set", number_of(process_set))
-        reduced = _eager.run("FarandoleAllreduce", tensor, told)
+            told += ("process_set", registered_set_number(process_set))
+        reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, told)
         if reduced is not None:
             return reduced
     return ops.farandole_allreduce(
         tensor=tensor,
         reduce_op=op,
-        prescale=bits(prescale_factor),
-        postscale=bits(postscale_factor),
+        prescale=double_bits(prescale_factor),
+        postscale=double_bits(postscale_factor),
         **eager_arguments("Allreduce", name, process_set, ignore_name_scope),
     )
 
@@ -265,8 +277,8 @@ def allgather(
         The ranks' tensors in rank order. Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
-    return chosen().farandole_allgather(tensor=tensor, **told).output
+    told = collective_arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
+    return ops_for_context().farandole_allgather(tensor=tensor, **told).output
 
 
 def grouped_allgather(
@@ -279,8 +291,8 @@ def grouped_allgather(
     tensors = [as_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []
-    told = arguments("GroupedAllgather", tensors, name, process_set, ignore_name_scope)
-    return list(chosen().farandole_grouped_allgather(tensors=tensors, **told).outputs)
+    told = collective_arguments("GroupedAllgather", tensors, name, process_set, ignore_name_scope)
+    return list(ops_for_context().farandole_grouped_allgather(tensors=tensors, **told).outputs)
 
 
 def broadcast(
@@ -303,8 +315,8 @@ def broadcast(
         A new tensor. Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
-    return chosen().farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
+    told = collective_arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
+    return ops_for_context().farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
 
 
 def broadcast_(
@@ -328,12 +340,14 @@ def broadcast_(
     if not targets:
         return []
     tensors = [tf.convert_to_tensor(target) for target in targets]
-    told = arguments("Broadcast", tensors, name, process_set)
-    values = chosen().farandole_grouped_broadcast(tensors=tensors, root_rank=root_rank, **told)
-    return [_assign(target, value) for target, value in zip(targets, values, strict=True)]
+    told = collective_arguments("Broadcast", tensors, name, process_set)
+    values = ops_for_context().farandole_grouped_broadcast(
+        tensors=tensors, root_rank=root_rank, **told
+    )
+    return [_assign_variable(target, value) for target, value in zip(targets, values, strict=True)]
 
 
-def _assign(target: Any, value: Any) -> Any:
+def _assign_variable(target: Any, value: Any) -> Any:
     if isinstance(target, tf.Variable):
         return target.assign(value, read_value=False)
     return tf.compat.v1.assign(target, value)
@@ -360,13 +374,13 @@ def alltoall(
         Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
+    told = collective_arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
     sent = (
         tf.constant([], tf.int64)
         if splits is None
         else tf.cast(tf.convert_to_tensor(splits), tf.int64)
     )
-    output, received = chosen().farandole_alltoall(tensor=tensor, splits=sent, **told)
+    output, received = ops_for_context().farandole_alltoall(tensor=tensor, splits=sent, **told)
     return output if splits is None else (output, received)
 
 
@@ -407,33 +421,33 @@ def join() -> Any:
         The rank that joined last, the same on all.
     """
     told = {} if tf.executing_eagerly() else {"tensor_name": "join"}
-    return chosen().farandole_join(**told)
+    return ops_for_context().farandole_join(**told)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Returns the number of ranks in a process set, as an int32 that is read when the graph
     runs.
     """
-    return chosen().farandole_size(process_set=process_set_id, name=name)
+    return ops_for_context().farandole_size(process_set=process_set_id, name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 if this rank is a member of a process set, else 0, as an int32 that is read when the
-    graph runs.
+    """Returns 1 if this rank is a member of a process set, else 0, as an int32 that is read when
+    the graph runs.
     """
-    return chosen().farandole_included(process_set=process_set_id, name=name)
+    return ops_for_context().farandole_included(process_set=process_set_id, name=name)
 
 
 def rank_op(name: str | None = None) -> Any:
     """This rank, as an int32 that is read when the graph runs."""
-    return chosen().farandole_rank(name=name)
+    return ops_for_context().farandole_rank(name=name)
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """This rank's number on its host, as an int32 that is read when the graph runs."""
-    return chosen().farandole_local_rank(name=name)
+    return ops_for_context().farandole_local_rank(name=name)
 
 
 def local_size_op(name: str | None = None) -> Any:
     """Returns the number of ranks on this host, as an int32 that is read when the graph runs."""
-    return chosen().farandole_local_size(name=name)
+    return ops_for_context().farandole_local_size(name=name)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.reduction import check_groups, check_predivide, partition
+from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
 from farandole.common.util import Average, Min
 from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
-from farandole.tensorflow._names import unique
+from farandole.tensorflow._names import unique_operation_name
 from farandole.tensorflow.compression import Compression, Compressor
 from farandole.tensorflow.mpi_ops import grouped_reduce, native_variable, size_op
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def key_of(variable: Any) -> Any:
+def variable_key(variable: Any) -> Any:
     """Returns a variable's identity, which is the same for a Keras variable and the TensorFlow
     variable in it.
     """
@@ -44,7 +44,8 @@ class GradientReducer:
         process_set: The ranks that take part; others keep their gradients.
         scale_local_gradients: Whether gradients of local variables are divided by the number of
             ranks.
-        name: Names the reductions, which those that run at the same time in several threads need.
+        name: Name of the reductions; reductions that run at the same time in several threads need
+            one.
 
     Raises:
         ValueError: If arguments contradict each other.
@@ -69,8 +70,8 @@ class GradientReducer:
         self.compression = compression
         self.sparse_as_dense = sparse_as_dense
         self.op = op
-        self.factors = check_predivide(gradient_predivide_factor, op)
-        self.groups = check_groups(groups, key_of)
+        self.factors = predivide_factors(gradient_predivide_factor, op)
+        self.groups = check_groups(groups, variable_key)
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self.local: set[Any] = set()
@@ -79,11 +80,11 @@ class GradientReducer:
 
     def register_local(self, variable: Any) -> None:
         """Excludes the gradients of a variable from the reduction."""
-        self.local.add(key_of(variable))
+        self.local.add(variable_key(variable))
 
     def is_local(self, variable: Any) -> bool:
         """Returns whether a variable's gradients are left to this rank."""
-        return key_of(variable) in self.local
+        return variable_key(variable) in self.local
 
     def __call__(
         self, grads: Sequence[Any], variables: Sequence[Any], name: str | None = None
@@ -92,36 +93,36 @@ class GradientReducer:
         results = list(grads)
         if not self.process_set.included():
             return results
-        keys = [key_of(variable) for variable in variables]
+        keys = [variable_key(variable) for variable in variables]
         shared = []
         for index, (grad, key) in enumerate(zip(results, keys, strict=True)):
             if grad is None:
                 continue
             if key in self.local:
-                results[index] = self._scaled(grad) if self.scale_local_gradients else grad
+                results[index] = self._divide_by_size(grad) if self.scale_local_gradients else grad
             else:
                 shared.append(index)
         # The last ones first: the backward pass comes to them first, and in functions TensorFlow
         # runs reductions in the order in which they were made, each as soon as it has its
         # gradients.
-        for group in reversed(partition(shared, keys, self.groups)):
-            reduced = self._reduce([self._dense(results[index]) for index in group], name)
+        for group in reversed(partition_gradients(shared, keys, self.groups)):
+            reduced = self._reduce_group([self._to_dense(results[index]) for index in group], name)
             for index, grad in zip(group, reduced, strict=True):
                 results[index] = grad
         return results
 
-    def agree(self, flag: Any) -> Any:
+    def is_true_on_all_ranks(self, flag: Any) -> Any:
         """Returns whether a boolean is true on all ranks."""
         if not self.process_set.included():
             return flag
-        name = self._chosen(f"finite_{self.name}")
+        name = self._operation_name(f"finite_{self.name}")
         number = tf.cast(flag, tf.int32)
         return tf.cast(
             grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool
         )
 
-    def _reduce(self, grads: list[Any], name: str | None) -> list[Any]:
-        name = self._chosen(name or self.name)
+    def _reduce_group(self, grads: list[Any], name: str | None) -> list[Any]:
+        name = self._operation_name(name or self.name)
         pre, post = self.factors
         return grouped_allreduce(
             grads,
@@ -135,22 +136,22 @@ class GradientReducer:
             name=name,
         )
 
-    def _chosen(self, name: str) -> str | None:
+    def _operation_name(self, name: str) -> str | None:
         """Returns an operation's name; in eager mode `None` if the reducer has no name: the
         engine then numbers it.
         """
         if tf.executing_eagerly():
             return name if self.is_named else None
-        return unique(name)
+        return unique_operation_name(name)
 
-    def _dense(self, grad: Any) -> Any:
+    def _to_dense(self, grad: Any) -> Any:
         return (
             tf.convert_to_tensor(grad)
             if self.sparse_as_dense and isinstance(grad, tf.IndexedSlices)
             else grad
         )
 
-    def _scaled(self, grad: Any) -> Any:
+    def _divide_by_size(self, grad: Any) -> Any:
         size = size_op(self.process_set.process_set_id or 0)
         if isinstance(grad, tf.IndexedSlices):
             values = grad.values / tf.cast(size, grad.values.dtype)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Sum
-from farandole.tensorflow._names import unique
+from farandole.tensorflow._names import unique_operation_name
 from farandole.tensorflow.mpi_ops import grouped_reduce
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             config["process_set"] = self.process_set.ranks
         return config
 
-    def _members(self) -> ProcessSet:
-        """Returns the process set; one that was only known by its ranks is the registered one of
+    def _registered_process_set(self) -> ProcessSet:
+        """Returns the process set; if the layer has only its ranks, returns the registered set of
         these ranks.
         """
         if self.process_set.process_set_id is None:
@@ -66,7 +66,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return self.process_set
 
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance through sums of values and squares, which add up over ranks."""
+        """Computes mean and variance from sums of values and squares over all ranks."""
         axes = self._reduction_axes
         if mask is None:
             weights = tf.ones_like(inputs)
@@ -82,8 +82,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
                 tf.reduce_sum(weights, axes),
             ]
         )
-        name = None if tf.executing_eagerly() else unique("SyncBatchNormalization")
-        total = grouped_reduce([sums], Sum, name=name, process_set=self._members())[0]
+        name = None if tf.executing_eagerly() else unique_operation_name("SyncBatchNormalization")
+        total = grouped_reduce([sums], Sum, name=name, process_set=self._registered_process_set())[
+            0
+        ]
         count = tf.maximum(total[2], 1.0)
         mean = total[0] / count
         return mean, tf.maximum(total[1] / count - tf.square(mean), 0.0)

@@ -50,7 +50,7 @@ def handle_average_backwards_compatibility(op: int | None, average: bool | None)
 
 
 def vars_to_refs(vars: Any) -> Any:  # noqa: A002 - Horovod's argument name
-    """Hashable references instead of variables, also in nested lists and tuples."""
+    """Replaces variables by hashable references, also in nested lists and tuples."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(entry) for entry in vars)
     return vars.ref() if hasattr(vars, "ref") else vars

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
-# the one place that tells whether XLA will compile a graph
+# the only function that reports whether XLA will compile a graph
 from tensorflow.python.ops import control_flow_util
 
 from farandole.tensorflow import _gradients, _library
-from farandole.tensorflow._names import ONE, unique
+from farandole.tensorflow._names import ONE_BITS, unique_operation_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,24 +37,24 @@ try:
     from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # custom calls are in no public module
     from tensorflow.python.ops import control_flow_v2_func_graphs as _func_graphs
 
-    _BRANCHES: Any = (
+    _BRANCH_GRAPH_TYPES: Any = (
         _func_graphs.CondBranchFuncGraph,
         _func_graphs.WhileCondFuncGraph,
         _func_graphs.WhileBodyFuncGraph,
     )
 except (ImportError, AttributeError):
     gen_xla_ops = None
-    _BRANCHES = ()
+    _BRANCH_GRAPH_TYPES = ()
 
-TARGET = "farandole"
-"""Name of the custom call; what it says and does is in crates/tensorflow/src/xla."""
+CUSTOM_CALL_TARGET = "farandole"
+"""Name of the custom call, which crates/tensorflow/src/xla implements."""
 ALLREDUCE, BROADCAST, ALLGATHER, ALLTOALL, REDUCESCATTER = range(5)
 SIZE, RANK, LOCAL_SIZE, LOCAL_RANK, INCLUDED = range(100, 105)
-PROBE = 200
+PROBE_CALL = 200
 
-_AFTER = "_farandole_after"
+_LAST_CALL_ATTRIBUTE = "_farandole_after"
 """Attribute of a graph: the token that its last call gave, and how many ops the graph had then."""
-_HOLDS = frozenset(
+_FUNCTION_OP_TYPES = frozenset(
     (
         "If",
         "StatelessIf",
@@ -69,44 +69,46 @@ _HOLDS = frozenset(
 """Ops whose functions may hold calls."""
 
 
-class Gathered(NamedTuple):
+class XlaAllgatherOutput(NamedTuple):
     """Result of an allgather."""
 
     output: Any
     rows: Any
 
 
-class GroupedGathered(NamedTuple):
+class XlaGroupedAllgatherOutput(NamedTuple):
     """Result of a grouped allgather."""
 
     outputs: list[Any]
     rows: Any
 
 
-class Dealt(NamedTuple):
+class XlaAlltoallOutput(NamedTuple):
     """Result of an all-to-all."""
 
     output: Any
     received_splits: Any
 
 
-class _Compiled:
-    """Stands for every function that XLA compiles, where TensorFlow asks whose part is traced."""
+class _XlaFunctionContext:
+    """Context that stands for every function that XLA compiles, when TensorFlow asks for the
+    enclosing context of a trace.
+    """
 
     def RequiresUniqueFunctionRetracing(self) -> bool:  # noqa: N802 - TensorFlow's name
-        """Returns whether a function has a trace of its own there."""
+        """Returns whether a function in this context is traced separately."""
         return True
 
 
-_compiled = _Compiled()
+_xla_function_context = _XlaFunctionContext()
 
 
-def _trace_apart() -> None:
+def _trace_compiled_separately() -> None:
     """Traces a function separately for compiled and for other callers, because they need different
     calls.
 
-    TensorFlow tells them apart for TPUs only. Where it is asked elsewhere than today, nothing
-    changes: then such a function serves those for which it was traced first.
+    TensorFlow separates the traces for TPUs only. If a later TensorFlow does not call the replaced
+    function, nothing changes: the first trace of a function then serves all callers.
     """
     try:
         asked: Any = importlib.import_module(
@@ -119,13 +121,15 @@ def _trace_apart() -> None:
     def enclosing_xla_context(*args: Any, **kwargs: Any) -> Any:
         context = enclosing(*args, **kwargs)
         return (
-            context if context is None or context.RequiresUniqueFunctionRetracing() else _compiled
+            context
+            if context is None or context.RequiresUniqueFunctionRetracing()
+            else _xla_function_context
         )
 
     asked._enclosing_xla_context = enclosing_xla_context  # noqa: SLF001
 
 
-_trace_apart()
+_trace_compiled_separately()
 
 
 def is_tracing() -> bool:
@@ -135,15 +139,15 @@ def is_tracing() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def _is_off() -> bool:
+def _is_disabled_by_env() -> bool:
     name = "ENABLE_XLA_OPS"
     told = os.environ.get(f"FARANDOLE_{name}", os.environ.get(f"HOROVOD_{name}", "1"))
     return told.strip().lower() in ("0", "false", "no", "off")
 
 
-def _missing() -> str | None:
+def _missing_requirement() -> str | None:
     """Returns the missing requirement."""
-    if _is_off():
+    if _is_disabled_by_env():
         return "FARANDOLE_ENABLE_XLA_OPS is off"
     if _library.library is None:
         return "the native ops are not in use"
@@ -155,35 +159,37 @@ def _missing() -> str | None:
 
 
 @functools.cache
-def problem() -> str | None:
+def unsupported_reason() -> str | None:
     """Returns the reason why compiled functions cannot hold collectives; `None` if they can.
     Tries it once.
     """
-    missing = _missing()
+    missing = _missing_requirement()
     if missing is not None or _library.library is None:
         return missing
     reason = _library.library.farandole_tensorflow_register_xla()
     if reason is not None:
         return reason.decode()
 
-    def doubled(number: Any) -> Any:
-        return _custom_call(_text(PROBE), [number], [tf.TensorSpec([], tf.int32)])[0]
+    def call_probe(number: Any) -> Any:
+        return _custom_call(
+            _encode_call_config(PROBE_CALL), [number], [tf.TensorSpec([], tf.int32)]
+        )[0]
 
     try:
         with tf.init_scope(), tf.device("CPU:0"):
-            result = tf.function(doubled, jit_compile=True)(tf.constant(21))
+            result = tf.function(call_probe, jit_compile=True)(tf.constant(21))
     except (tf.errors.OpError, ValueError, TypeError) as error:
         return f"a compiled custom call failed: {error}"
     return None if int(result) == 42 else (f"a compiled custom call returned {result!r}")  # noqa: PLR2004 - twice 21
 
 
-def check() -> None:
+def require_xla_support() -> None:
     """Refuses to put a collective into a compiled function where that cannot be.
 
     Raises:
         NotImplementedError: With the reason.
     """
-    reason = problem()
+    reason = unsupported_reason()
     if reason is not None:
         raise NotImplementedError(
             f"collectives cannot be in a function with jit_compile=True here, for {reason}; "
@@ -191,71 +197,71 @@ def check() -> None:
         )
 
 
-def _text(
+def _encode_call_config(
     kind: int,
     process_set: int = 0,
     name: str = "",
     *,
     op: int = 0,
-    factors: Any = (ONE, ONE),
+    factors: Any = (ONE_BITS, ONE_BITS),
     root: int = 0,
     ranks: int = 0,
 ) -> str:
     return f"{kind},{op},{factors[0]},{factors[1]},{root},{process_set},{ranks},{name}"
 
 
-def _before(graph: Any) -> list[Any]:
+def _preceding_tokens(graph: Any) -> list[Any]:
     """Returns the operation for which a call in this graph must wait."""
-    token, seen = getattr(graph, _AFTER, (None, 0))
+    token, seen = getattr(graph, _LAST_CALL_ATTRIBUTE, (None, 0))
     before = [] if token is None else [token]
     for op in graph.get_operations()[seen:]:
         results = (
-            [result for result in op.outputs if _is_number(result.dtype)]
-            if op.type in _HOLDS
+            [result for result in op.outputs if _is_numeric(result.dtype)]
+            if op.type in _FUNCTION_OP_TYPES
             else []
         )
         if results:
             # The first of a loop counts its turns, the others may be its inputs.
             before.append(
                 tf.stop_gradient(
-                    results[0] if op.type.endswith("While") else min(results, key=_elements)
+                    results[0] if op.type.endswith("While") else min(results, key=_element_count)
                 )
             )
     # A branch or a loop runs where it stands; a function may also be called from elsewhere.
-    if not before and isinstance(graph, _BRANCHES):
-        return _before(graph.outer_graph)
+    if not before and isinstance(graph, _BRANCH_GRAPH_TYPES):
+        return _preceding_tokens(graph.outer_graph)
     return before
 
 
-def _is_number(dtype: tf.DType) -> bool:
+def _is_numeric(dtype: tf.DType) -> bool:
     return dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
 
 
-def _elements(tensor: Any) -> int:
+def _element_count(tensor: Any) -> int:
     return tensor.shape.num_elements() or sys.maxsize
 
 
 def _custom_call(text: str, tensors: Sequence[Any], results: Sequence[tf.TensorSpec]) -> list[Any]:
-    """Returns one call after those that this graph has already."""
+    """Returns the results of a custom call that runs after the graph's earlier calls."""
     graph: Any = tf.compat.v1.get_default_graph()
     calls: Any = gen_xla_ops
     *values, token = calls.xla_custom_call_v2(
-        operands=[*tensors, *(_before(graph) or [tf.constant(0)])],
-        call_target_name=TARGET,
+        operands=[*tensors, *(_preceding_tokens(graph) or [tf.constant(0)])],
+        call_target_name=CUSTOM_CALL_TARGET,
         backend_config=text,
         has_side_effect=True,
         result_dtypes=[*(result.dtype for result in results), tf.int32],
         result_shapes=[*(result.shape for result in results), tf.TensorShape([])],
     )
-    setattr(graph, _AFTER, (token, len(graph.get_operations())))
+    setattr(graph, _LAST_CALL_ATTRIBUTE, (token, len(graph.get_operations())))
     return values
 
 
-def _bytes(spec: Any) -> int:
+def _byte_size(spec: Any) -> int:
     return math.prod(spec.shape) * (1 if spec.dtype == tf.bool else spec.dtype.size)
 
 
-def _collective(
+def _add_collective(
     head: str,
     tensors: Sequence[Any],
     shape_of: Callable[[tf.TensorShape], tf.TensorShape],
@@ -268,7 +274,7 @@ def _collective(
         NotImplementedError: When this TensorFlow cannot carry it.
         ValueError: When a shape is not known.
     """
-    check()
+    require_xla_support()
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     for tensor in tensors:
         if not tensor.shape.is_fully_defined():
@@ -278,33 +284,35 @@ def _collective(
             )
     results = [tf.TensorSpec(shape_of(tensor.shape), tensor.dtype) for tensor in tensors]
     parts = [
-        f"{tensor.dtype.as_datatype_enum}:{_bytes(result)}:{','.join(map(str, tensor.shape))}"
+        f"{tensor.dtype.as_datatype_enum}:{_byte_size(result)}:{','.join(map(str, tensor.shape))}"
         for tensor, result in zip(tensors, results, strict=True)
     ]
 
     @tf.custom_gradient
-    def run(*values: Any) -> tuple[list[Any], Any]:
+    def run_on_tensors(*values: Any) -> tuple[list[Any], Any]:
         return _custom_call(";".join([head, *parts]), values, results), gradient
 
-    reduced = run(*tensors)
+    reduced = run_on_tensors(*tensors)
     return list(reduced) if isinstance(reduced, list | tuple) else [reduced]
 
 
-def _here() -> Any:
+def _this_module() -> Any:
     return sys.modules[__name__]
 
 
-def _same(shape: tf.TensorShape) -> tf.TensorShape:
+def _same_shape(shape: tf.TensorShape) -> tf.TensorShape:
     return shape
 
 
-def _number(question: int, process_set: int) -> Any:
-    check()
-    return _custom_call(_text(question, process_set), [], [tf.TensorSpec([], tf.int32)])[0]
+def _query_number(question: int, process_set: int) -> Any:
+    require_xla_support()
+    return _custom_call(
+        _encode_call_config(question, process_set), [], [tf.TensorSpec([], tf.int32)]
+    )[0]
 
 
-def _members(process_set: int) -> int:
-    """Size of a set as it is while the function is traced: results have shapes that it makes."""
+def _traced_set_size(process_set: int) -> int:
+    """Returns the size of a set at the time of the trace, because result shapes depend on it."""
     with tf.init_scope():
         return int(_library.ops.farandole_size(process_set=process_set))
 
@@ -314,8 +322,8 @@ def farandole_grouped_allreduce(
     tensor_name: str = "",
     process_set: int = 0,
     reduce_op: int = 0,
-    prescale: int = ONE,
-    postscale: int = ONE,
+    prescale: int = ONE_BITS,
+    postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors as one unit."""
     told = {
@@ -325,9 +333,14 @@ def farandole_grouped_allreduce(
         "prescale": prescale,
         "postscale": postscale,
     }
-    head = _text(ALLREDUCE, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale))
-    return _collective(
-        head, tensors, _same, lambda *grads: _gradients.allreduce(_here(), list(grads), told)
+    head = _encode_call_config(
+        ALLREDUCE, process_set, tensor_name, op=reduce_op, factors=(prescale, postscale)
+    )
+    return _add_collective(
+        head,
+        tensors,
+        _same_shape,
+        lambda *grads: _gradients.allreduce(_this_module(), list(grads), told),
     )
 
 
@@ -341,9 +354,12 @@ def farandole_grouped_broadcast(
 ) -> list[Any]:
     """Returns the root's tensors on every rank."""
     told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
-    head = _text(BROADCAST, process_set, tensor_name, root=root_rank)
-    return _collective(
-        head, tensors, _same, lambda *grads: _gradients.broadcast(_here(), list(grads), told)
+    head = _encode_call_config(BROADCAST, process_set, tensor_name, root=root_rank)
+    return _add_collective(
+        head,
+        tensors,
+        _same_shape,
+        lambda *grads: _gradients.broadcast(_this_module(), list(grads), told),
     )
 
 
@@ -354,15 +370,18 @@ def farandole_broadcast(tensor: Any, **arguments: Any) -> Any:
 
 def farandole_grouped_allgather(
     tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0
-) -> GroupedGathered:
+) -> XlaGroupedAllgatherOutput:
     """Returns all ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    size = _members(process_set)
-    rows = [_rows(tensor.shape) for tensor in tensors]
+    size = _traced_set_size(process_set)
+    rows = [_row_count(tensor.shape) for tensor in tensors]
 
-    def gradient(*grads: Any) -> list[Any]:
+    def allgather_gradient(*grads: Any) -> list[Any]:
         summed = farandole_grouped_allreduce(
-            grads, unique(f"{tensor_name}_grad"), process_set, _gradients.total()
+            grads,
+            unique_operation_name(f"{tensor_name}_grad"),
+            process_set,
+            _gradients.gradient_reduce_op(),
         )
         # Asked when it runs: in the next world of an elastic job this may be another rank.
         rank = farandole_rank(process_set)
@@ -372,28 +391,30 @@ def farandole_grouped_allgather(
             parts.append(tf.slice(total, begin, [count, *total.shape[1:]]))
         return parts
 
-    outputs = _collective(
-        _text(ALLGATHER, process_set, tensor_name, ranks=size),
+    outputs = _add_collective(
+        _encode_call_config(ALLGATHER, process_set, tensor_name, ranks=size),
         tensors,
-        lambda shape: _of_rows(shape, _rows(shape) * size),
-        gradient,
+        lambda shape: _with_row_count(shape, _row_count(shape) * size),
+        allgather_gradient,
     )
-    return GroupedGathered(outputs, tf.constant([[count] * size for count in rows], tf.int64))
+    return XlaGroupedAllgatherOutput(
+        outputs, tf.constant([[count] * size for count in rows], tf.int64)
+    )
 
 
-def farandole_allgather(tensor: Any, **arguments: Any) -> Gathered:
+def farandole_allgather(tensor: Any, **arguments: Any) -> XlaAllgatherOutput:
     """Returns all ranks' tensors, which must have the same number of rows."""
     outputs, rows = farandole_grouped_allgather([tensor], **arguments)
-    return Gathered(outputs[0], rows)
+    return XlaAllgatherOutput(outputs[0], rows)
 
 
-def _rows(shape: tf.TensorShape) -> int:
+def _row_count(shape: tf.TensorShape) -> int:
     if not shape.rank:
         raise ValueError("a tensor of at least one dimension is needed")
     return int(shape[0] or 0)
 
 
-def _of_rows(shape: tf.TensorShape, rows: int) -> tf.TensorShape:
+def _with_row_count(shape: tf.TensorShape, rows: int) -> tf.TensorShape:
     return tf.TensorShape([rows, *shape[1:]])
 
 
@@ -402,19 +423,19 @@ def farandole_grouped_reducescatter(
     tensor_name: str = "",
     process_set: int = 0,
     reduce_op: int = 0,
-    prescale: int = ONE,
-    postscale: int = ONE,
+    prescale: int = ONE_BITS,
+    postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors and keeps this rank's rows; all ranks get the same number of
     them.
     """
-    size = _members(process_set)
+    size = _traced_set_size(process_set)
 
-    def share(shape: tf.TensorShape) -> tf.TensorShape:
-        rows = _rows(shape)
+    def share_shape(shape: tf.TensorShape) -> tf.TensorShape:
+        rows = _row_count(shape)
         if rows % size:
             raise ValueError(f"in a compiled function rows must divide by the {size} ranks: {rows}")
-        return _of_rows(shape, rows // size)
+        return _with_row_count(shape, rows // size)
 
     told = {
         "tensor_name": tensor_name,
@@ -424,10 +445,10 @@ def farandole_grouped_reducescatter(
         "postscale": postscale,
     }
 
-    def gradient(*grads: Any) -> list[Any]:
-        return _gradients.reducescatter(_here(), list(grads), told)
+    def reducescatter_gradient(*grads: Any) -> list[Any]:
+        return _gradients.reducescatter(_this_module(), list(grads), told)
 
-    head = _text(
+    head = _encode_call_config(
         REDUCESCATTER,
         process_set,
         tensor_name,
@@ -435,7 +456,7 @@ def farandole_grouped_reducescatter(
         factors=(prescale, postscale),
         ranks=size,
     )
-    return _collective(head, tensors, share, gradient)
+    return _add_collective(head, tensors, share_shape, reducescatter_gradient)
 
 
 def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
@@ -445,22 +466,25 @@ def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
 
 def farandole_alltoall(
     tensor: Any, splits: Any, tensor_name: str = "", process_set: int = 0
-) -> Dealt:
+) -> XlaAlltoallOutput:
     """Deals rows out to all ranks in equal parts."""
     known = tf.get_static_value(splits)
-    size = _members(process_set)
+    size = _traced_set_size(process_set)
     if known is None or len(known):
         raise NotImplementedError("a compiled function can only send equal parts: omit splits")
     tensor = tf.convert_to_tensor(tensor)
 
-    def gradient(grad: Any) -> list[Any]:
-        name = unique(f"{tensor_name}_grad")
+    def alltoall_gradient(grad: Any) -> list[Any]:
+        name = unique_operation_name(f"{tensor_name}_grad")
         return [farandole_alltoall(grad, tf.constant([], tf.int64), name, process_set).output]
 
-    [output] = _collective(
-        _text(ALLTOALL, process_set, tensor_name, ranks=size), [tensor], _same, gradient
+    [output] = _add_collective(
+        _encode_call_config(ALLTOALL, process_set, tensor_name, ranks=size),
+        [tensor],
+        _same_shape,
+        alltoall_gradient,
     )
-    return Dealt(output, tf.fill([size], _rows(tensor.shape) // size))
+    return XlaAlltoallOutput(output, tf.fill([size], _row_count(tensor.shape) // size))
 
 
 def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
@@ -470,24 +494,24 @@ def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Returns the ranks in the set."""
-    return _number(SIZE, process_set)
+    return _query_number(SIZE, process_set)
 
 
 def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
-    """Position in the set."""
-    return _number(RANK, process_set)
+    """Returns this rank's position in the set."""
+    return _query_number(RANK, process_set)
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns the ranks on this host."""
-    return _number(LOCAL_SIZE, process_set)
+    return _query_number(LOCAL_SIZE, process_set)
 
 
 def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
-    """Position on this host."""
-    return _number(LOCAL_RANK, process_set)
+    """Returns this rank's position on its host."""
+    return _query_number(LOCAL_RANK, process_set)
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns whether this rank is in the set."""
-    return _number(INCLUDED, process_set)
+    return _query_number(INCLUDED, process_set)

@@ -9,83 +9,100 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
-from farandole.common import convention
-from farandole.common.handles import set_number
+from farandole.common import gradient_convention
+from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.torch._alltoall import exchange
-from farandole.torch._device import spot, spots
+from farandole.torch._alltoall import alltoall_with_splits
+from farandole.torch._device import device_location, device_locations
 from farandole.torch._handles import (
-    MOVED,
-    adopt,
-    describe,
+    MOVABLE_DTYPES,
+    adopt_rows,
+    describe_tensor,
     require_dimension,
     synchronize,
     table,
-    usable,
+    to_engine_tensor,
     wants_grad,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Rows = tuple[torch.Tensor, list[int]]
-"""A tensor of all ranks' rows, and how many every rank gave."""
+GatheredRows = tuple[torch.Tensor, list[int]]
+"""A tensor of all ranks' rows, and the number of rows of every rank."""
 
 
-def _rows(gathered: Any, source: torch.Tensor, tensor: torch.Tensor) -> Rows:
-    return adopt(gathered, source, tensor.device), gathered.rows if gathered is not None else []
+def _adopt_gathered(gathered: Any, source: torch.Tensor, tensor: torch.Tensor) -> GatheredRows:
+    return adopt_rows(
+        gathered, source, tensor.device
+    ), gathered.rows if gathered is not None else []
 
 
-def _whole(rows: Rows) -> torch.Tensor:
+def _gathered_tensor(rows: GatheredRows) -> torch.Tensor:
     return rows[0]
 
 
-def _start_one(
+def _start_allgather(
     tensor: torch.Tensor,
     name: str | None,
     process_set: ProcessSet,
-    result: Callable[[Rows], Any],
+    result: Callable[[GatheredRows], Any],
     attended: bool,
 ) -> int:
-    """Starts an allgather; `attended` when `synchronize` follows at once."""
+    """Starts an allgather; `attended` if `synchronize` follows at once."""
     require_dimension("allgather", tensor)
-    number = set_number(process_set)
-    source = usable(tensor, MOVED)
-    described = describe(table.name("allgather", name, process_set), source)
+    number = process_set_number(process_set)
+    source = to_engine_tensor(tensor, MOVABLE_DTYPES)
+    described = describe_tensor(table.operation_name("allgather", name, process_set), source)
 
-    def finish(outcomes: list[Any]) -> Any:
-        return result(_rows(outcomes[0], source, tensor))
+    def finish_allgather(outcomes: list[Any]) -> Any:
+        return result(_adopt_gathered(outcomes[0], source, tensor))
 
-    return table.submit(
-        source, finish, engine.allgather, *described, number, attended, spot(source)
+    return table.submit_operation(
+        source,
+        finish_allgather,
+        engine.allgather,
+        *described,
+        number,
+        attended,
+        device_location(source),
     )
 
 
-def _start_group(
+def _start_grouped_allgather(
     tensors: Sequence[torch.Tensor],
     name: str | None,
     process_set: ProcessSet,
-    result: Callable[[Rows], Any],
+    result: Callable[[GatheredRows], Any],
 ) -> int:
     """Starts the allgathers of several tensors as one unit."""
     for tensor in tensors:
         require_dimension("allgather", tensor)
-    number = set_number(process_set)
-    sources = [usable(tensor, MOVED) for tensor in tensors]
-    names = table.names("grouped_allgather", name, len(tensors), process_set)
-    members = [describe(member, source) for member, source in zip(names, sources, strict=True)]
+    number = process_set_number(process_set)
+    sources = [to_engine_tensor(tensor, MOVABLE_DTYPES) for tensor in tensors]
+    names = table.group_names("grouped_allgather", name, len(tensors), process_set)
+    members = [
+        describe_tensor(member, source) for member, source in zip(names, sources, strict=True)
+    ]
 
-    def finish(outcomes: list[Any]) -> list[Any]:
-        return [result(rows) for rows in map(_rows, outcomes, sources, tensors)]
+    def finish_grouped_allgather(outcomes: list[Any]) -> list[Any]:
+        return [result(rows) for rows in map(_adopt_gathered, outcomes, sources, tensors)]
 
-    return table.submit(sources, finish, engine.grouped_allgather, members, number, spots(sources))
+    return table.submit_operation(
+        sources,
+        finish_grouped_allgather,
+        engine.grouped_allgather,
+        members,
+        number,
+        device_locations(sources),
+    )
 
 
 def gather_rows(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set
-) -> Rows:
+) -> GatheredRows:
     """Like `allgather`, without a gradient; returns also the number of rows every rank gave."""
-    return synchronize(_start_one(tensor, name, process_set, tuple, attended=True))
+    return synchronize(_start_allgather(tensor, name, process_set, tuple, attended=True))
 
 
 def allgather_async(
@@ -107,7 +124,7 @@ def allgather_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_one(tensor, name, process_set, _whole, attended=False)
+    return _start_allgather(tensor, name, process_set, _gathered_tensor, attended=False)
 
 
 def grouped_allgather_async(
@@ -118,14 +135,14 @@ def grouped_allgather_async(
     """Starts an allgather of several tensors as one unit; `synchronize` returns the list of
     results.
 
-    Arguments and errors are those of `allgather_async`; the first member is named `<name>`, member
-    `i` of `n` after it `<name>_<i>of<n>`.
+    Takes the arguments and raises the errors of `allgather_async`. The first member is named
+    `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
     """
-    return _start_group(tensors, name, process_set, _whole)
+    return _start_grouped_allgather(tensors, name, process_set, _gathered_tensor)
 
 
-class _Allgather(torch.autograd.Function):
-    """Allgather with a gradient: every rank sends the others what it derived for their rows."""
+class _AllgatherFunction(torch.autograd.Function):
+    """Allgather with a gradient: every rank sends each other rank the gradient of its rows."""
 
     @staticmethod
     def forward(
@@ -134,7 +151,7 @@ class _Allgather(torch.autograd.Function):
         ctx.process_set = process_set
         ctx.backward_name = None if name is None else f"{name}.backward"
         if grouped:
-            results = synchronize(_start_group(tensors, name, process_set, tuple))
+            results = synchronize(_start_grouped_allgather(tensors, name, process_set, tuple))
         else:
             results = [gather_rows(tensors[0], name, process_set)]
         ctx.rows = [rows for _, rows in results]
@@ -151,9 +168,11 @@ class _Allgather(torch.autograd.Function):
                 places.append(None)
                 continue
             name = None if ctx.backward_name is None else f"{ctx.backward_name}.{i}"
-            derived, _ = exchange(grad, rows, name, ctx.process_set)
+            derived, _ = alltoall_with_splits(grad, rows, name, ctx.process_set)
             parts = derived.view(len(rows), rows[mine], *grad.shape[1:])
-            places.append(parts.mean(0) if convention.is_horovods() else parts.sum(0))
+            places.append(
+                parts.mean(0) if gradient_convention.uses_horovod_gradients() else parts.sum(0)
+            )
         return tuple(places)
 
 
@@ -162,8 +181,8 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenates all ranks' tensors along the first dimension, in the order of ranks.
 
-    Differentiable: the gradient of this rank's rows is the *sum* of what all ranks derive for them,
-    as the chain rule and torch.distributed have it; their average where gradients follow Horovod
+    Differentiable: the gradient of this rank's rows is the *sum* of all ranks' gradients for them,
+    by the chain rule and as in torch.distributed; their average where gradients follow Horovod
     (`FARANDOLE_GRADIENT_CONVENTION`).
 
     Args:
@@ -179,7 +198,7 @@ def allgather(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     if wants_grad(tensor):
-        return _Allgather.apply(False, name, process_set, tensor)[0]
+        return _AllgatherFunction.apply(False, name, process_set, tensor)[0]
     return gather_rows(tensor, name, process_set)[0]
 
 
@@ -192,5 +211,5 @@ def grouped_allgather(
     its gradient.
     """
     if wants_grad(*tensors):
-        return list(_Allgather.apply(True, name, process_set, *tensors))
+        return list(_AllgatherFunction.apply(True, name, process_set, *tensors))
     return synchronize(grouped_allgather_async(tensors, name, process_set))

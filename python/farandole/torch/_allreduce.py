@@ -7,9 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import choose_op, rounds_sums
+from farandole.common.util import allows_rounded_sums, choose_op
 from farandole.torch._handles import synchronize
-from farandole.torch._reduce import Reduction, reduce_group, reduce_one, start_group, start_one
+from farandole.torch._reduce import (
+    TensorReduction,
+    reduce_tensor,
+    reduce_tensors,
+    start_allreduce,
+    start_grouped_allreduce,
+)
 from farandole.torch.compression import Compression, Compressor, is_private
 
 if TYPE_CHECKING:
@@ -47,8 +53,10 @@ def allreduce_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
-    return start_one(tensor, name, reduction, in_place=False, attended=False)
+    reduction = TensorReduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set
+    )
+    return start_allreduce(tensor, name, reduction, in_place=False, attended=False)
 
 
 def allreduce_async_(
@@ -63,8 +71,10 @@ def allreduce_async_(
     """Starts an allreduce that overwrites `tensor`, which must be contiguous; else as
     `allreduce_async`.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
-    return start_one(tensor, name, reduction, in_place=True, attended=False)
+    reduction = TensorReduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set
+    )
+    return start_allreduce(tensor, name, reduction, in_place=True, attended=False)
 
 
 def allreduce(
@@ -82,7 +92,7 @@ def allreduce(
     Differentiable but for `Adasum`. For `Average` and `Sum` the gradient is allreduced by the same
     operation; for `Min` and `Max` it goes in equal parts to the ranks that hold the extreme, for
     `Product` it is the product of the others. Where gradients follow Horovod
-    (`FARANDOLE_GRADIENT_CONVENTION`), every op reduces them by itself.
+    (`FARANDOLE_GRADIENT_CONVENTION`), every op reduces gradients by the op itself.
 
     Args:
         tensor: As for `allreduce_async`.
@@ -101,12 +111,12 @@ def allreduce(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    rounds = rounds_sums(compression)
-    reduction = Reduction(
+    rounds = allows_rounded_sums(compression)
+    reduction = TensorReduction(
         choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     compressed, ctx = compression.compress(tensor)
-    reduced = reduce_one(compressed, name, reduction, is_private(compression, ctx))
+    reduced = reduce_tensor(compressed, name, reduction, is_private(compression, ctx))
     return compression.decompress(reduced, ctx)
 
 
@@ -122,8 +132,10 @@ def allreduce_(
     """Like `allreduce`, but overwrites `tensor`, which must be contiguous, and returns it. No
     gradient.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
-    return synchronize(start_one(tensor, name, reduction, in_place=True, attended=True))
+    reduction = TensorReduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set
+    )
+    return synchronize(start_allreduce(tensor, name, reduction, in_place=True, attended=True))
 
 
 def grouped_allreduce_async(
@@ -138,12 +150,14 @@ def grouped_allreduce_async(
     """Starts an allreduce of several tensors as one unit; `synchronize` returns the list of
     results.
 
-    Tensors may differ in shape, dtype and device. Arguments and errors are those of
-    `allreduce_async`; the first member is named `<name>`, member `i` of `n` after it
+    Tensors may differ in shape, dtype and device. Takes the arguments and raises the errors of
+    `allreduce_async`. The first member is named `<name>`, member `i` of `n` after it
     `<name>_<i>of<n>`.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
-    return start_group(tensors, name, reduction, in_place=False)
+    reduction = TensorReduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set
+    )
+    return start_grouped_allreduce(tensors, name, reduction, in_place=False)
 
 
 def grouped_allreduce_async_(
@@ -158,8 +172,10 @@ def grouped_allreduce_async_(
     """Starts an allreduce that overwrites several contiguous tensors; else as
     `grouped_allreduce_async`.
     """
-    reduction = Reduction(choose_op(op, average), prescale_factor, postscale_factor, process_set)
-    return start_group(tensors, name, reduction, in_place=True)
+    reduction = TensorReduction(
+        choose_op(op, average), prescale_factor, postscale_factor, process_set
+    )
+    return start_grouped_allreduce(tensors, name, reduction, in_place=True)
 
 
 def grouped_allreduce(
@@ -175,13 +191,13 @@ def grouped_allreduce(
     """Combines several tensors over all ranks as one unit into new ones; else as `allreduce`,
     also in its gradient.
     """
-    rounds = rounds_sums(compression)
-    reduction = Reduction(
+    rounds = allows_rounded_sums(compression)
+    reduction = TensorReduction(
         choose_op(op, average), prescale_factor, postscale_factor, process_set, rounds
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
     are_private = all(is_private(compression, ctx) for _, ctx in pairs)
-    reduced = reduce_group([compressed for compressed, _ in pairs], name, reduction, are_private)
+    reduced = reduce_tensors([compressed for compressed, _ in pairs], name, reduction, are_private)
     return [
         compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)
     ]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Alltoall: every rank sends every other some of its rows."""
+"""Alltoall: every rank sends some of its rows to every other rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from farandole._native import engine
 from farandole.common.exceptions import FarandoleUsageError
-from farandole.common.handles import members_of, set_number
+from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.torch._device import spot
+from farandole.torch._device import device_location
 from farandole.torch._handles import (
-    MOVED,
-    adopt,
-    describe,
+    MOVABLE_DTYPES,
+    adopt_rows,
+    describe_tensor,
     require_dimension,
     synchronize,
     table,
-    usable,
+    to_engine_tensor,
     wants_grad,
 )
 
@@ -34,10 +34,10 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
     """Returns the number of rows for each member.
 
     Raises:
-        ValueError: When the rows cannot be dealt out that way.
+        ValueError: When the rows cannot be split that way.
     """
     require_dimension("alltoall", tensor)
-    rows, members = tensor.shape[0], len(members_of(process_set))
+    rows, members = tensor.shape[0], len(member_ranks(process_set))
     if isinstance(splits, torch.Tensor):
         if (
             splits.dim() != 1
@@ -67,21 +67,28 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
     return [int(split) for split in splits]
 
 
-def _start(
+def _start_alltoall(
     tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool
 ) -> int:
     counts = _row_counts(tensor, splits, process_set)
-    number = set_number(process_set)
-    source = usable(tensor, MOVED)
-    described = describe(table.name("alltoall", name, process_set), source)
+    number = process_set_number(process_set)
+    source = to_engine_tensor(tensor, MOVABLE_DTYPES)
+    described = describe_tensor(table.operation_name("alltoall", name, process_set), source)
 
-    def finish(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def finish_alltoall(outcomes: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         (received,) = outcomes
         rows = received.rows if received is not None else []
-        return adopt(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
+        return adopt_rows(received, source, tensor.device), torch.tensor(rows, dtype=torch.int32)
 
-    return table.submit(
-        source, finish, engine.alltoall, *described, counts, number, attended, spot(source)
+    return table.submit_operation(
+        source,
+        finish_alltoall,
+        engine.alltoall,
+        *described,
+        counts,
+        number,
+        attended,
+        device_location(source),
     )
 
 
@@ -110,10 +117,10 @@ def alltoall_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start(tensor, splits, name, process_set, attended=False)
+    return _start_alltoall(tensor, splits, name, process_set, attended=False)
 
 
-class _Alltoall(torch.autograd.Function):
+class _AlltoallFunction(torch.autograd.Function):
     """Alltoall with a gradient, which sends received elements back."""
 
     @staticmethod
@@ -122,24 +129,26 @@ class _Alltoall(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.process_set = process_set
         ctx.backward_name = None if name is None else f"{name}.backward"
-        received, rows = synchronize(_start(tensor, splits, name, process_set, attended=True))
+        received, rows = synchronize(
+            _start_alltoall(tensor, splits, name, process_set, attended=True)
+        )
         ctx.rows = rows.tolist()
         ctx.mark_non_differentiable(rows)
         return received, rows
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        derived, _ = exchange(grads[0], ctx.rows, ctx.backward_name, ctx.process_set)
+        derived, _ = alltoall_with_splits(grads[0], ctx.rows, ctx.backward_name, ctx.process_set)
         return derived, None, None, None
 
 
-def exchange(
+def alltoall_with_splits(
     tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Like `alltoall`, but always returns the pair."""
     if wants_grad(tensor):
-        return _Alltoall.apply(tensor, splits, name, process_set)
-    return synchronize(_start(tensor, splits, name, process_set, attended=True))
+        return _AlltoallFunction.apply(tensor, splits, name, process_set)
+    return synchronize(_start_alltoall(tensor, splits, name, process_set, attended=True))
 
 
 def alltoall(
@@ -151,7 +160,7 @@ def alltoall(
     """Sends rows to every rank and returns the rows that all ranks sent here, in the order of
     ranks.
 
-    Differentiable: gradients travel back the way the rows came.
+    Differentiable: the gradient of each row goes back to the rank that sent the row.
 
     Args:
         tensor: As for `alltoall_async`.
@@ -160,11 +169,11 @@ def alltoall(
         process_set: As for `alltoall_async`.
 
     Returns:
-        The rows received; with `splits`, also how many came from each rank, as an int32 tensor.
+        The rows received; with `splits`, also the number of rows from each rank, an int32 tensor.
 
     Raises:
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    received, rows = exchange(tensor, splits, name, process_set)
+    received, rows = alltoall_with_splits(tensor, splits, name, process_set)
     return received if splits is None else (received, rows)

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 
 from farandole._native import engine
-from farandole.common import basics, convention
+from farandole.common import basics, gradient_convention
 from farandole.common.exceptions import FarandoleUsageError
-from farandole.common.handles import members_of, set_number
+from farandole.common.handles import member_ranks, process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.torch import _memory
-from farandole.torch._device import spot
+from farandole.torch._device import device_location
 from farandole.torch._handles import (
-    MOVED,
+    MOVABLE_DTYPES,
     copy_back,
-    describe,
+    describe_tensor,
     require_in_place,
     synchronize,
     table,
-    usable,
+    to_engine_tensor,
     wants_grad,
 )
-from farandole.torch._reduce import Reduction, reduce_one
+from farandole.torch._reduce import TensorReduction, reduce_tensor
 
 
-def _start(
+def _start_broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None,
@@ -42,16 +42,16 @@ def _start(
     """
     if in_place:
         require_in_place(tensor)
-    number = set_number(process_set)
-    ranks = members_of(process_set)
+    number = process_set_number(process_set)
+    ranks = member_ranks(process_set)
     if root_rank not in ranks:
         raise FarandoleUsageError(
             f"root_rank must be a global rank among the members {ranks}: {root_rank!r}"
         )
-    source = usable(tensor, MOVED)
+    source = to_engine_tensor(tensor, MOVABLE_DTYPES)
     # A private copy serves as its own result.
     target = _memory.empty_like(source) if source is tensor and not in_place else source
-    described = describe(table.name("broadcast", name, process_set), source)
+    described = describe_tensor(table.operation_name("broadcast", name, process_set), source)
     submission = (
         engine.broadcast,
         *described,
@@ -59,11 +59,11 @@ def _start(
         root_rank,
         number,
         attended,
-        spot(source),
+        device_location(source),
     )
     if in_place:
-        return table.submit(source, lambda _: copy_back(tensor, source), *submission)
-    return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
+        return table.submit_operation(source, lambda _: copy_back(tensor, source), *submission)
+    return table.submit_operation((source, target), lambda _: target.to(tensor.device), *submission)
 
 
 def broadcast_async(
@@ -90,7 +90,7 @@ def broadcast_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start(tensor, root_rank, name, process_set, in_place=False, attended=False)
+    return _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=False)
 
 
 def broadcast_async_(
@@ -102,10 +102,10 @@ def broadcast_async_(
     """Starts a broadcast that overwrites `tensor`, which must be contiguous; else as
     `broadcast_async`.
     """
-    return _start(tensor, root_rank, name, process_set, in_place=True, attended=False)
+    return _start_broadcast(tensor, root_rank, name, process_set, in_place=True, attended=False)
 
 
-class _Broadcast(torch.autograd.Function):
+class _BroadcastFunction(torch.autograd.Function):
     """Broadcast with a gradient."""
 
     @staticmethod
@@ -113,18 +113,19 @@ class _Broadcast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         ctx.is_root = basics.rank() == root_rank
-        ctx.reduction = Reduction(
-            Average if convention.is_horovods() else Sum, process_set=process_set
+        ctx.reduction = TensorReduction(
+            Average if gradient_convention.uses_horovod_gradients() else Sum,
+            process_set=process_set,
         )
         ctx.backward_name = None if name is None else f"{name}.backward"
         return synchronize(
-            _start(tensor, root_rank, name, process_set, in_place=False, attended=True)
+            _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        total = reduce_one(grads[0], ctx.backward_name, ctx.reduction)
-        # Zeros that still depend on `total`: a second backward pass has to come by here on every
+        total = reduce_tensor(grads[0], ctx.backward_name, ctx.reduction)
+        # Zeros that depend on `total`: a second backward pass must run this function on every
         # rank.
         return (
             total
@@ -144,8 +145,9 @@ def broadcast(
 ) -> torch.Tensor:
     """Returns the root's tensor on every rank.
 
-    Differentiable: the root's gradient is the *sum* of what all ranks derive, that of the others is
-    zero; the average where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
+    Differentiable: the root's gradient is the *sum* of all ranks' gradients, or their average where
+    gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`). The gradient of the other ranks is
+    zero.
 
     Args:
         tensor: As for `broadcast_async`.
@@ -161,8 +163,10 @@ def broadcast(
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     if wants_grad(tensor):
-        return _Broadcast.apply(tensor, root_rank, name, process_set)
-    return synchronize(_start(tensor, root_rank, name, process_set, in_place=False, attended=True))
+        return _BroadcastFunction.apply(tensor, root_rank, name, process_set)
+    return synchronize(
+        _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=True)
+    )
 
 
 def broadcast_(
@@ -174,4 +178,6 @@ def broadcast_(
     """Like `broadcast`, but overwrites `tensor`, which must be contiguous, and returns it. No
     gradient.
     """
-    return synchronize(_start(tensor, root_rank, name, process_set, in_place=True, attended=True))
+    return synchronize(
+        _start_broadcast(tensor, root_rank, name, process_set, in_place=True, attended=True)
+    )

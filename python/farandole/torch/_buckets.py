@@ -10,8 +10,8 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._device import is_usable, spot, spots
-from farandole.torch._handles import DTYPES, describe, table, usable
+from farandole.torch._device import device_location, device_locations, is_usable
+from farandole.torch._handles import ENGINE_DTYPES, describe_tensor, table, to_engine_tensor
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compress._exchange import EngineExchange
@@ -20,21 +20,21 @@ from farandole.torch.compression import Compression
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.torch._reduce import Reduction
+    from farandole.torch._reduce import TensorReduction
     from farandole.torch.compression import Compressor
 
-ALIGNMENT = 64
-"""Bytes between the starts of gradients in one memory are a multiple of this: a cache line."""
-PAST_CACHES = 4 << 20
-"""Bytes of a memory from which on large gradients are copied into it past the caches, where they
-would not stay until the memory is full. Measured on two cores with 32 MiB of cache, with one thread
-a rank: a step of 87 ms took 83."""
-LARGE = 64 << 10
+GRADIENT_ALIGNMENT_BYTES = 64
+"""Alignment of gradients in one memory, in bytes: a cache line."""
+CACHE_BYPASS_BUCKET_BYTES = 4 << 20
+"""Least bytes of a memory into which large gradients are copied past the caches. They would not
+stay in the caches until the memory is full. Measured on two cores with 32 MiB of cache, with one
+thread a rank: a step of 87 ms took 83."""
+LARGE_GRADIENT_BYTES = 64 << 10
 """Bytes of a large gradient."""
 
 
-class Slot:
-    """One parameter's gradient on its way."""
+class GradientSlot:
+    """State of the reduction of one parameter's gradient."""
 
     __slots__ = (
         "__weakref__",
@@ -53,36 +53,34 @@ class Slot:
         self.parameter = parameter
         self.name = name
         self.operation = f"allreduce.{name}"
-        self.dtype = parameter.dtype if parameter.dtype in DTYPES else None
-        self.number = DTYPES.get(parameter.dtype, -1)
+        self.dtype = parameter.dtype if parameter.dtype in ENGINE_DTYPES else None
+        self.number = ENGINE_DTYPES.get(parameter.dtype, -1)
         self.shape = tuple(parameter.shape)
         self.left = 0
-        """Backward passes still to come before the gradient is whole."""
+        """Number of backward passes that are missing from the gradient."""
         self.sparse_dim = 0
-        """Sparse dimensions of its gradients, here or on other ranks; 0 when none was seen to be
-        sparse.
-        """
-        self.bucket: Bucket
+        """Sparse dimensions of the gradients, here or on other ranks; 0 if none was sparse."""
+        self.bucket: GradientBucket
 
 
-class Options(NamedTuple):
+class ReductionOptions(NamedTuple):
     """The settings of a gradient reduction."""
 
-    reduction: Reduction
+    reduction: TensorReduction
     compression: type[Compressor] | StatefulCompressor
     sparse_as_dense: bool
 
 
-class _Flight(NamedTuple):
+class _StagedGradient(NamedTuple):
     """A dense gradient in progress in other memory, dtype or layout than its own."""
 
-    slot: Slot
+    slot: GradientSlot
     grad: torch.Tensor
     wire: torch.Tensor
     ctx: Any
 
 
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are reduced as one unit, each in its own memory.
 
     Args:
@@ -93,19 +91,19 @@ class Bucket:
     views = False
     """Whether gradients are views of the bucket's memory."""
 
-    def __init__(self, slots: list[Slot], options: Options) -> None:
+    def __init__(self, slots: list[GradientSlot], options: ReductionOptions) -> None:
         self.slots = slots
         self.options = options
         self.waiting = 0
-        """Gradients still to come."""
+        """Number of missing gradients."""
         self.started = False
         self._handle: int | None = None
-        self._direct: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters whose gradients the engine reads where they are, and where it writes what
-        they are reduced to.
+        self._in_place_gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients the engine reads in place, with the memory that receives the
+        reduced gradients.
         """
-        self._flights: list[_Flight] = []
-        self._sparse: list[tuple[Slot, Callable[[], torch.Tensor]]] = []
+        self._staged_gradients: list[_StagedGradient] = []
+        self._sparse: list[tuple[GradientSlot, Callable[[], torch.Tensor]]] = []
         self._finish: Callable[[], list[torch.Tensor]] | None = None
         self._stateful: StatefulCompressor | None = None
         self._cast: type[Compressor] = Compression.none
@@ -116,7 +114,7 @@ class Bucket:
         for slot in slots:
             slot.bucket = self
 
-    def reset(self, passes: int) -> None:
+    def reset_counts(self, passes: int) -> None:
         """Resets the counts and forgets the started reduction."""
         self.waiting = 0
         for slot in self.slots:
@@ -124,12 +122,12 @@ class Bucket:
             if slot.parameter.requires_grad:
                 self.waiting += 1
         self.started, self._handle, self._finish = False, None, None
-        self._direct, self._flights, self._sparse = [], [], []
+        self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
 
-    def adopt(self, slot: Slot) -> None:
-        """Takes a gradient as autograd has left it."""
+    def adopt_gradient(self, slot: GradientSlot) -> None:
+        """Takes a gradient from autograd, unchanged."""
 
-    def start(self) -> None:
+    def start_reduction(self) -> None:
         """Starts the reduction; parameters without a gradient take part with zeros, frozen ones not
         at all.
 
@@ -157,54 +155,63 @@ class Bucket:
                 and not grad.is_neg()
                 and not grad.is_conj()
             ):
-                target = self._target(slot, grad)
+                target = self._target_memory(slot, grad)
                 members.append(
                     (slot.operation, slot.number, slot.shape, grad.data_ptr(), target.data_ptr())
                 )
                 sources.append(grad)
-                self._direct.append((parameter, target))
+                self._in_place_gradients.append((parameter, target))
                 continue
-            flight = self._board(slot, _nothing(slot) if grad is None else grad)
+            flight = self._stage_gradient(slot, _zero_gradient(slot) if grad is None else grad)
             if flight is not None:
-                self._flights.append(flight)
+                self._staged_gradients.append(flight)
                 if self._stateful is None:
-                    members.append((*describe(slot.operation, flight.wire), flight.wire.data_ptr()))
+                    members.append(
+                        (*describe_tensor(slot.operation, flight.wire), flight.wire.data_ptr())
+                    )
                     sources.append(flight.wire)
-        if self._stateful is not None and self._flights:
-            self._compress(
-                self._stateful, [(flight.slot.name, flight.wire) for flight in self._flights]
+        if self._stateful is not None and self._staged_gradients:
+            self._start_compressed(
+                self._stateful,
+                [(flight.slot.name, flight.wire) for flight in self._staged_gradients],
             )
         if not members:
             return
-        arguments = self.options.reduction.arguments
-        keep = (sources, self._direct, self._flights)
+        arguments = self.options.reduction.engine_arguments
+        keep = (sources, self._in_place_gradients, self._staged_gradients)
         if len(members) == 1:
-            self._handle = table.submit(
-                keep, len, engine.allreduce, *members[0], *arguments, False, spot(sources[0])
+            self._handle = table.submit_operation(
+                keep,
+                len,
+                engine.allreduce,
+                *members[0],
+                *arguments,
+                False,
+                device_location(sources[0]),
             )
         else:
-            self._handle = table.submit(
-                keep, len, engine.grouped_allreduce, members, *arguments, spots(sources)
+            self._handle = table.submit_operation(
+                keep, len, engine.grouped_allreduce, members, *arguments, device_locations(sources)
             )
 
-    def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+    def _target_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
         """Returns the memory that receives the reduced gradient: the gradient's own."""
         del slot
         return grad
 
-    def _board(self, slot: Slot, grad: torch.Tensor) -> _Flight | None:
-        """Makes a gradient what the engine can work on; a sparse one is gathered instead."""
+    def _stage_gradient(self, slot: GradientSlot, grad: torch.Tensor) -> _StagedGradient | None:
+        """Converts a gradient to a tensor for the engine; a sparse gradient is gathered instead."""
         if grad.layout != torch.strided:
             if not self.options.sparse_as_dense:
                 self._start_sparse(slot, grad)
                 return None
             grad = grad.to_dense()
         if self._stateful is not None:
-            return _Flight(slot, grad, grad.detach(), None)
+            return _StagedGradient(slot, grad, grad.detach(), None)
         wire, ctx = self._cast.compress(grad.detach())
-        return _Flight(slot, grad, usable(wire), ctx)
+        return _StagedGradient(slot, grad, to_engine_tensor(wire), ctx)
 
-    def _compress(
+    def _start_compressed(
         self, compressor: StatefulCompressor, gradients: list[tuple[str, torch.Tensor]]
     ) -> None:
         """Starts a reduction in the compressor's own form."""
@@ -212,7 +219,7 @@ class Bucket:
         exchange = EngineExchange(gradients[0][0], reduction.process_set)
         self._finish = compressor.start(gradients, exchange, reduction.op == Average)
 
-    def _start_sparse(self, slot: Slot, grad: torch.Tensor) -> None:
+    def _start_sparse(self, slot: GradientSlot, grad: torch.Tensor) -> None:
         reduction = self.options.reduction
         if reduction.op not in (Average, Sum):
             raise ValueError(
@@ -224,29 +231,31 @@ class Bucket:
             (slot, sparse_allreduce_async(grad, name, reduction.op, reduction.process_set))
         )
 
-    def land(self) -> None:
-        """Waits until the gradients are reduced and puts them where the optimizer reads them.
+    def finish_reduction(self) -> None:
+        """Waits until the gradients are reduced and stores them for the optimizer.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         if self._finish is not None:
-            for flight, reduced in zip(self._flights, self._finish(), strict=True):
-                self._put(flight.slot.parameter, reduced, flight.slot.sparse_dim)
+            for flight, reduced in zip(self._staged_gradients, self._finish(), strict=True):
+                self._store_gradient(flight.slot.parameter, reduced, flight.slot.sparse_dim)
         if self._handle is not None:
             table.synchronize(self._handle)
-            for parameter, reduced in self._direct:
+            for parameter, reduced in self._in_place_gradients:
                 if parameter.grad is not reduced:
-                    self._put(parameter, reduced, 0)
-            for slot, grad, wire, ctx in self._flights:
+                    self._store_gradient(parameter, reduced, 0)
+            for slot, grad, wire, ctx in self._staged_gradients:
                 reduced = self._cast.decompress(wire.to(grad.device), ctx)
-                self._put(slot.parameter, reduced, slot.sparse_dim)
+                self._store_gradient(slot.parameter, reduced, slot.sparse_dim)
         for slot, result in self._sparse:
             slot.parameter.grad = result()
 
-    def _put(self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
-        """Makes a result the parameter's gradient, in the layout that it has, or would have."""
+    def _store_gradient(
+        self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int
+    ) -> None:
+        """Stores a result as the parameter's gradient, in the gradient's layout."""
         current = parameter.grad
         if current is not None and current.layout == torch.strided:
             current.detach().copy_(reduced)
@@ -256,7 +265,7 @@ class Bucket:
         parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
 
 
-def _nothing(slot: Slot) -> torch.Tensor:
+def _zero_gradient(slot: GradientSlot) -> torch.Tensor:
     """Returns the gradient of a parameter that was not used."""
     parameter = slot.parameter
     if not slot.sparse_dim:
@@ -270,11 +279,11 @@ def _nothing(slot: Slot) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-class ViewBucket(Bucket):
-    """Parameters whose gradients are views of one memory, which is reduced where it lies.
+class ViewBucket(GradientBucket):
+    """Parameters whose gradients are views of one memory, which is reduced in place.
 
-    What autograd stored elsewhere, since `zero_grad` dropped the view, is copied in and the view
-    put back.
+    If `zero_grad` has dropped a view, autograd stores the gradient elsewhere. The gradient is then
+    copied into the memory, and the view is restored.
 
     Args:
         slots: The parameters, of one dtype on one device, in the same order on all ranks.
@@ -283,39 +292,39 @@ class ViewBucket(Bucket):
 
     views = True
 
-    def __init__(self, slots: list[Slot], options: Options) -> None:
+    def __init__(self, slots: list[GradientSlot], options: ReductionOptions) -> None:
         super().__init__(slots, options)
         first = slots[0].parameter
-        step = max(1, ALIGNMENT // first.element_size())
+        step = max(1, GRADIENT_ALIGNMENT_BYTES // first.element_size())
         starts = [0]
         for slot in slots:
             starts.append(starts[-1] + -(-slot.parameter.numel() // step) * step)
-        self._memory, self._mapped = _memory(max(1, starts[-1]), first)
+        self._memory, self._mapped = _allocate_bucket_memory(max(1, starts[-1]), first)
         self._views = {
             slot: self._memory[start : start + slot.parameter.numel()].view(slot.parameter.shape)
             for slot, start in zip(slots, starts, strict=False)
         }
         # Byte offsets of gradients that are copied past the caches.
-        self._offsets: dict[Slot, int] = {}
-        if self._mapped is not None and self._memory.nbytes >= PAST_CACHES:
+        self._offsets: dict[GradientSlot, int] = {}
+        if self._mapped is not None and self._memory.nbytes >= CACHE_BYPASS_BUCKET_BYTES:
             self._offsets = {
                 slot: start * first.element_size()
                 for slot, start in zip(slots, starts, strict=False)
-                if slot.parameter.nbytes >= LARGE
+                if slot.parameter.nbytes >= LARGE_GRADIENT_BYTES
             }
         self._name = f"allreduce.bucket.{slots[0].name}"
         self._wire: torch.Tensor | None = None
         self._ctx: Any = None
         for slot in slots:
             if slot.parameter.grad is not None:
-                self.adopt(slot)
+                self.adopt_gradient(slot)
 
-    def reset(self, passes: int) -> None:
+    def reset_counts(self, passes: int) -> None:
         """Resets the counts and forgets the started reduction."""
-        super().reset(passes)
+        super().reset_counts(passes)
         self._wire = None
 
-    def adopt(self, slot: Slot) -> None:
+    def adopt_gradient(self, slot: GradientSlot) -> None:
         """Makes the gradient a view of the bucket's memory, if it is none.
 
         Raises:
@@ -332,26 +341,26 @@ class ViewBucket(Bucket):
                 "gradient_as_bucket_view needs dense gradients, or sparse_as_dense=True: "
                 f"{slot.name}"
             )
-        elif self._mapped is not None and self._goes_past(slot, grad, view):
-            self._mapped.store(self._offsets[slot], grad.data_ptr(), view.nbytes)
+        elif self._mapped is not None and self._bypasses_caches(slot, grad, view):
+            self._mapped.copy_into(self._offsets[slot], grad.data_ptr(), view.nbytes)
         else:
             view.copy_(grad.detach() if grad.layout == torch.strided else grad.detach().to_dense())
         slot.parameter.grad = view
 
-    def _goes_past(self, slot: Slot, grad: torch.Tensor, view: torch.Tensor) -> bool:
-        """Returns whether a gradient is copied past the caches, by one thread: not if torch
-        copies with several.
+    def _bypasses_caches(self, slot: GradientSlot, grad: torch.Tensor, view: torch.Tensor) -> bool:
+        """Returns whether a gradient is copied past the caches, by one thread: not if torch copies
+        with several threads.
         """
         alone = slot in self._offsets and torch.get_num_threads() == 1
-        return alone and _is_plain(grad, view) and not self._holds(grad)
+        return alone and _is_byte_copyable(grad, view) and not self._contains_gradient(grad)
 
-    def _holds(self, grad: torch.Tensor) -> bool:
-        """Returns whether the gradient is in the bucket's memory already, under its own name or
-        a neighbour's.
+    def _contains_gradient(self, grad: torch.Tensor) -> bool:
+        """Returns whether the gradient is already in the bucket's memory, in its own place or in
+        the place of another parameter.
         """
         return 0 <= grad.data_ptr() - self._memory.data_ptr() < self._memory.nbytes
 
-    def start(self) -> None:
+    def start_reduction(self) -> None:
         """Starts the reduction; parameters without a gradient take part with zeros.
 
         Raises:
@@ -360,25 +369,27 @@ class ViewBucket(Bucket):
         self.started = True
         live = [slot for slot in self.slots if slot.parameter.requires_grad]
         for slot in live:
-            self.adopt(slot)
+            self.adopt_gradient(slot)
         if not live:
             return
         if self._stateful is not None:
-            self._compress(self._stateful, [(slot.name, self._views[slot]) for slot in self.slots])
+            self._start_compressed(
+                self._stateful, [(slot.name, self._views[slot]) for slot in self.slots]
+            )
             return
         wire, self._ctx = self._cast.compress(self._memory)
-        self._wire = usable(wire)
-        described = describe(self._name, self._wire)
+        self._wire = to_engine_tensor(wire)
+        described = describe_tensor(self._name, self._wire)
         arguments = (
             *described,
             self._wire.data_ptr(),
-            *self.options.reduction.arguments,
+            *self.options.reduction.engine_arguments,
             False,
-            spot(self._wire),
+            device_location(self._wire),
         )
-        self._handle = table.submit(self._wire, len, engine.allreduce, *arguments)
+        self._handle = table.submit_operation(self._wire, len, engine.allreduce, *arguments)
 
-    def land(self) -> None:
+    def finish_reduction(self) -> None:
         """Waits until the memory is reduced.
 
         Raises:
@@ -400,7 +411,7 @@ class ViewBucket(Bucket):
                 slot.parameter.grad = self._views[slot]
 
 
-def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
+def _is_byte_copyable(grad: torch.Tensor, like: torch.Tensor) -> bool:
     """Returns whether `like`, of the same shape on the host, can be filled by copying the
     gradient's bytes.
     """
@@ -416,15 +427,17 @@ def _is_plain(grad: torch.Tensor, like: torch.Tensor) -> bool:
     )
 
 
-def _memory(count: int, like: torch.Tensor) -> tuple[torch.Tensor, engine.Mapped | None]:
-    """Zeros for `count` numbers; on the host in memory that the other ranks there can work in,
-    which comes as well.
+def _allocate_bucket_memory(
+    count: int, like: torch.Tensor
+) -> tuple[torch.Tensor, engine.SharedTensorMemory | None]:
+    """Returns zeros for `count` numbers. On the host, they are in memory that the other ranks of
+    the host can use, which is returned as well.
     """
     if like.device.type != "cpu":
-        place = spot(like) if is_usable(like) else None
+        place = device_location(like) if is_usable(like) else None
         given = None if place is None else engine.device_memory(*place, count * like.element_size())
         if given is None:
             return torch.zeros(count, dtype=like.dtype, device=like.device), None
         return torch.as_tensor(given, device=like.device).view(like.dtype).zero_(), None
-    mapped = engine.mapped(count * like.element_size())
+    mapped = engine.allocate_shared_memory(count * like.element_size())
     return torch.frombuffer(mapped, dtype=like.dtype, count=count).zero_(), mapped

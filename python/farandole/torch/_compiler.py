@@ -8,7 +8,7 @@ import importlib
 def load_compiler() -> None:
     """Imports the compiler now, which takes a second on an idle core and several on busy ones.
 
-    Scripts construct an optimizer after `init`. The ranks of an elastic job would wait for a new
-    one meanwhile.
+    Scripts construct an optimizer after `init`. If a new rank of an elastic job imported the
+    compiler there, the other ranks would wait.
     """
     importlib.import_module("torch._dynamo")

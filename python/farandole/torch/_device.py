@@ -19,15 +19,15 @@ from farandole.common.exceptions import FarandoleEnvironmentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Spot: TypeAlias = tuple[int, int] | None
+DeviceLocation: TypeAlias = tuple[int, int] | None
 """A GPU's number and the handle of a stream; `None` for host memory."""
 
-_opened: dict[int, bool] = {}
+_usable_by_ordinal: dict[int, bool] = {}
 """Whether the engine works on the memory of a GPU, by its number."""
-basics.on_init(_opened.clear)
+basics.on_init(_usable_by_ordinal.clear)
 
 
-def stream_of(ordinal: int) -> int:
+def current_stream_handle(ordinal: int) -> int:
     """Returns the handle of the stream that is current on a GPU."""
     return torch.cuda.current_stream(ordinal).cuda_stream
 
@@ -44,44 +44,45 @@ def is_captured(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def spot(tensor: torch.Tensor) -> Spot:
-    """Returns the place of a tensor that `is_usable`."""
+def device_location(tensor: torch.Tensor) -> DeviceLocation:
+    """Returns the location of a tensor that `is_usable`."""
     ordinal = ordinal_of(tensor)
-    return None if ordinal is None else (ordinal, stream_of(ordinal))
+    return None if ordinal is None else (ordinal, current_stream_handle(ordinal))
 
 
-def spots(tensors: Sequence[torch.Tensor]) -> list[Spot] | None:
-    """Returns the place of several tensors; `None` if all are in host memory."""
+def device_locations(tensors: Sequence[torch.Tensor]) -> list[DeviceLocation] | None:
+    """Returns the locations of several tensors; `None` if all are in host memory."""
     ordinals = [ordinal_of(tensor) for tensor in tensors]
-    streams = {ordinal: stream_of(ordinal) for ordinal in set(ordinals) if ordinal is not None}
+    streams = {
+        ordinal: current_stream_handle(ordinal) for ordinal in set(ordinals) if ordinal is not None
+    }
     if not streams:
         return None
     return [None if ordinal is None else (ordinal, streams[ordinal]) for ordinal in ordinals]
 
 
-def lend(keep: object, made: tuple[int, int] | list[Spot]) -> None:
-    """Keeps the memory of an operation from others until the streams that are current now are done
-    with it.
+def record_stream_use(keep: object, made: tuple[int, int] | list[DeviceLocation]) -> None:
+    """Prevents reuse of an operation's memory until the current streams have finished with it.
 
-    torch reuses memory on the stream that it was made on as soon as the last reference is gone.
-    That stream does not wait for an operation that another stream waits for.
+    As soon as the last reference is gone, torch reuses memory on the stream that allocated it.
+    That stream does not wait for an operation for which another stream waits.
 
     Args:
-        keep: Tensors, and lists and tuples of such, of an operation that is about to be waited for.
-        made: Where the operation was submitted.
+        keep: Tensors, or lists and tuples of tensors, of an operation that will be awaited.
+        made: Locations at which the operation was submitted.
     """
     for place in {made} if isinstance(made, tuple) else set(made):
-        if place is not None and stream_of(place[0]) != place[1]:
-            _record(keep, place[0], torch.cuda.current_stream(place[0]))
+        if place is not None and current_stream_handle(place[0]) != place[1]:
+            _record_tensors(keep, place[0], torch.cuda.current_stream(place[0]))
 
 
-def _record(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
+def _record_tensors(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:
     if isinstance(keep, torch.Tensor):
         if ordinal_of(keep) == ordinal:
             keep.record_stream(stream)
     elif isinstance(keep, (list, tuple)):
         for part in keep:
-            _record(part, ordinal, stream)
+            _record_tensors(part, ordinal, stream)
 
 
 def is_usable(tensor: torch.Tensor) -> bool:
@@ -93,13 +94,13 @@ def is_usable(tensor: torch.Tensor) -> bool:
     if not tensor.is_cuda:
         return False
     ordinal = tensor.get_device()
-    opened = _opened.get(ordinal)
+    opened = _usable_by_ordinal.get(ordinal)
     if opened is None:
-        opened = _opened[ordinal] = _open(ordinal)
+        opened = _usable_by_ordinal[ordinal] = _open_device(ordinal)
     return opened
 
 
-def _open(ordinal: int) -> bool:
+def _open_device(ordinal: int) -> bool:
     """Lets the engine use a GPU; returns false if torch copies tensors to the host instead."""
     if torch.version.hip is not None:
         return False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from farandole._native import engine
 
 
-DTYPES: dict[torch.dtype, int] = {
+ENGINE_DTYPES: dict[torch.dtype, int] = {
     torch.uint8: 0,
     torch.int8: 1,
     torch.uint16: 2,
@@ -40,86 +40,94 @@ DTYPES: dict[torch.dtype, int] = {
     torch.float8_e5m2: 16,
 }
 """The engine's number of every dtype it knows."""
-_BYTES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
-MOVED = DTYPES | {
-    getattr(torch, name): DTYPES[torch.uint8] for name in _BYTES if hasattr(torch, name)
+_BYTE_COPIED_DTYPES = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")  # the last: 2.7
+MOVABLE_DTYPES = ENGINE_DTYPES | {
+    getattr(torch, name): ENGINE_DTYPES[torch.uint8]
+    for name in _BYTE_COPIED_DTYPES
+    if hasattr(torch, name)
 }
-"""The same, and types that are only moved, as bytes: the engine cannot add them."""
+"""`ENGINE_DTYPES`, and dtypes that are only moved, as bytes: the engine cannot add them."""
 
 
-class _Table(HandleTable):
-    """Operations on tensors: what a GPU is still at work on is waited for by the stream that is
-    current there.
+class _TorchHandleTable(HandleTable):
+    """Operations on tensors in progress. The current stream of the GPU waits for results that the
+    GPU is still computing.
     """
 
     def __init__(self, family: str) -> None:
-        self._spots: dict[int, tuple[int, int] | list[_device.Spot]] = {}
+        self._locations: dict[int, tuple[int, int] | list[_device.DeviceLocation]] = {}
         super().__init__(family)
 
-    def _reset(self) -> None:
-        super()._reset()
-        self._spots.clear()
+    def _reset_for_world(self) -> None:
+        super()._reset_for_world()
+        self._locations.clear()
 
-    def submit(
+    def submit_operation(
         self, keep: Any, finish: Finish, call: Callable[..., int | list[int]], *arguments: Any
     ) -> int:
-        """Like `HandleTable.submit`; where the tensors are is the last argument of operations
-        that have such.
+        """Like `HandleTable.submit_operation`; the last argument of an operation on tensors has
+        their locations.
         """
-        handle = super().submit(keep, finish, call, *arguments)
+        handle = super().submit_operation(keep, finish, call, *arguments)
         if arguments and isinstance(arguments[-1], (tuple, list)):
-            self._spots[handle] = arguments[-1]
+            self._locations[handle] = arguments[-1]
         return handle
 
     def synchronize(self, handle: int) -> Any:
         """Like `HandleTable.synchronize`, from any stream."""
-        spots = self._spots.get(handle)
+        spots = self._locations.get(handle)
         if spots is None:
             return super().synchronize(handle)
-        _device.lend(self._entries[handle][1], spots)
+        _device.record_stream_use(self._entries[handle][1], spots)
         try:
             return super().synchronize(handle)
         finally:
             if handle not in self._entries:
-                self._spots.pop(handle, None)
+                self._locations.pop(handle, None)
 
-    def reach(self, reached: engine.Reached) -> Outcome:
+    def wait_for_device(self, reached: engine.PendingDeviceResult) -> Outcome:
         """Lets the current stream wait for a result, and not the host.
 
         Args:
-            reached: What the engine returned.
+            reached: The result that the engine returned.
         """
-        reached.hold(_device.stream_of(reached.ordinal))
+        reached.hold_stream(_device.current_stream_handle(reached.ordinal))
         return reached.outcome
 
 
-table = _Table("noname")
-"""The operations on tensors that are under way."""
+table = _TorchHandleTable("noname")
+"""The operations on tensors that are in progress."""
 
-Described: TypeAlias = tuple[str, int, tuple[int, ...], int]
+TensorDescription: TypeAlias = tuple[str, int, tuple[int, ...], int]
 """An operation's name, and its input's dtype, shape and address."""
 
 
-def describe(name: str, source: torch.Tensor) -> Described:
-    """Describes an operation's input for the engine. It must be contiguous and usable in place."""
-    return name, MOVED[source.dtype], source.shape, source.data_ptr()
+def describe_tensor(name: str, source: torch.Tensor) -> TensorDescription:
+    """Describes an operation's input for the engine; it must be contiguous and usable in place."""
+    return name, MOVABLE_DTYPES[source.dtype], source.shape, source.data_ptr()
 
 
-def usable(tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = DTYPES) -> torch.Tensor:
-    """`tensor` as contiguous memory that the engine works on: itself if it is that already, else a
-    copy.
+def to_engine_tensor(
+    tensor: torch.Tensor, dtypes: Mapping[torch.dtype, int] = ENGINE_DTYPES
+) -> torch.Tensor:
+    """Returns `tensor` as contiguous memory that the engine can use: the tensor itself if it is
+    contiguous, else a copy.
 
-    On a GPU that the engine can use it stays there.
+    A tensor on a GPU that the engine can use stays there.
 
     Args:
-        tensor: Any.
-        dtypes: What it may be: `MOVED` where nothing is reduced.
+        tensor: Any tensor.
+        dtypes: Permitted dtypes: `MOVABLE_DTYPES` for an operation that reduces nothing.
 
     Raises:
-        ValueError: When the engine has no dtype for it, or it is sparse.
+        ValueError: When the engine does not support the dtype, or the tensor is sparse.
     """
     if tensor.dtype not in dtypes:
-        also = "; it can be broadcast, gathered and exchanged" if tensor.dtype in MOVED else ""
+        also = (
+            "; it can be broadcast, gathered and exchanged"
+            if tensor.dtype in MOVABLE_DTYPES
+            else ""
+        )
         raise ValueError(f"dtype is not supported: {tensor.dtype}{also}")
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
@@ -159,14 +167,14 @@ def require_dimension(operation: str, tensor: torch.Tensor) -> None:
 
 
 def copy_back(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Moves a result to where it belongs, past autograd; returns `target`."""
+    """Copies a result to `target`, without autograd; returns `target`."""
     if source is not target:
         target.detach().copy_(source)
     return target
 
 
-def adopt(
-    gathered: engine.Gathered | int | None, like: torch.Tensor, device: torch.device
+def adopt_rows(
+    gathered: engine.GatheredTensor | int | None, like: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Returns the rows an operation has collected, as a tensor that holds the engine's memory: no
     copy.
@@ -174,9 +182,9 @@ def adopt(
     Tensors on a GPU are copied by the current stream.
 
     Args:
-        gathered: What the engine returned.
+        gathered: The rows that the engine returned.
         like: The operation's input: dtype and dimensions but the first.
-        device: Where the result belongs.
+        device: Device of the result.
     """
     if gathered is None or isinstance(gathered, int):
         return torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=device)
@@ -185,7 +193,7 @@ def adopt(
         return torch.empty(shape, dtype=like.dtype, device=device)
     if (ordinal := gathered.ordinal) is not None:
         result = torch.empty(shape, dtype=like.dtype, device=device)
-        gathered.fetch(result.data_ptr(), _device.stream_of(ordinal))
+        gathered.fetch_into(result.data_ptr(), _device.current_stream_handle(ordinal))
         return result
     return torch.frombuffer(gathered, dtype=like.dtype).view(shape).to(device)
 
@@ -212,7 +220,7 @@ def synchronize(handle: int) -> Any:
     interrupts the wait and leaves the handle valid.
 
     Args:
-        handle: What an `*_async` function returned.
+        handle: The handle that an `*_async` function returned.
 
     Returns:
         The tensor, the list of tensors of a grouped operation, or the pair `(tensor,

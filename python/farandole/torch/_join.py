@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 from farandole._native import engine
-from farandole.common.handles import joined, set_number
+from farandole.common.handles import process_set_number, record_join
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.torch._handles import synchronize, table
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when every member has called it.
+    """Waits until every member has called `barrier`.
 
     Args:
         process_set: The ranks that wait for each other; this one must be a member.
@@ -20,16 +20,20 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: When this rank is no member.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    number = set_number(process_set)
+    number = process_set_number(process_set)
     synchronize(
-        table.submit(
-            None, lambda _: None, engine.barrier, table.name("barrier", None, process_set), number
+        table.submit_operation(
+            None,
+            lambda _: None,
+            engine.barrier,
+            table.operation_name("barrier", None, process_set),
+            number,
         )
     )
 
 
 def join(device: int = -1, allow_gather: bool = False) -> int:
-    """Says that this rank has no more data, and waits until all ranks have said so.
+    """Joins: this rank has no more data. Returns when all ranks have joined.
 
     Until then this rank takes part in the others' allreduces without touching their results: with
     zeros in sums, with the neutral element in `Min`, `Max` and `Product` (Horovod: zeros
@@ -47,6 +51,8 @@ def join(device: int = -1, allow_gather: bool = False) -> int:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     del device
-    return joined(
-        synchronize(table.submit(None, lambda outcomes: outcomes[0], engine.join, allow_gather))
+    return record_join(
+        synchronize(
+            table.submit_operation(None, lambda outcomes: outcomes[0], engine.join, allow_gather)
+        )
     )

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of arbitrary content."""
-    return _prepared(torch.empty(shape, dtype=dtype, device=device))
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor of arbitrary content."""
+    return _prepare_pages(torch.empty(shape, dtype=dtype, device=device))
 
 
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A tensor of arbitrary content, of the shape, order and device of another."""
-    return _prepared(torch.empty_like(tensor, dtype=dtype))
+    """Returns a tensor of arbitrary content, with the shape, order and device of another."""
+    return _prepare_pages(torch.empty_like(tensor, dtype=dtype))
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of this dtype, as `Tensor.to` gives it; `tensor` has another one."""
+def cast_tensor(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Casts a tensor to another dtype, like `Tensor.to`."""
     wants_grad = torch.is_grad_enabled() and tensor.requires_grad
     if wants_grad or not _is_large(tensor):
         return tensor.to(dtype)
@@ -38,7 +38,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _is_large(tensor: torch.Tensor) -> bool:
-    # Tensors that a compiler traces are of a subclass, or seen by it, and have no memory.
+    # A tensor that a compiler traces has no memory. It is of a subclass, or traced right now.
     return (
         tensor.device.type == "cpu"
         and type(tensor) is torch.Tensor
@@ -48,9 +48,9 @@ def _is_large(tensor: torch.Tensor) -> bool:
     )
 
 
-def _prepared(tensor: torch.Tensor) -> torch.Tensor:
+def _prepare_pages(tensor: torch.Tensor) -> torch.Tensor:
     if _is_large(tensor):
-        # Nor have those that a function transformation wraps.
+        # A tensor that a function transformation wraps has no memory either.
         with suppress(RuntimeError):
             engine.prepare_memory(tensor.data_ptr(), tensor.nbytes)
     return tensor

@@ -15,13 +15,13 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-UNITS = 8
-"""Units that a model's gradients make at least, so that most of them travel while the backward
+MIN_UNITS_PER_MODEL = 8
+"""Least number of units for a model's gradients, so that most units are sent while the backward
 pass still runs.
 """
-LEAST_BYTES = 1 << 20
+MIN_UNIT_BYTES = 1 << 20
 """Size of a unit below which a call costs more than its earlier start saves."""
-MOST_BYTES = 16 << 20
+MAX_UNIT_BYTES = 16 << 20
 """Size of a unit above which nothing is saved any more."""
 
 
@@ -64,14 +64,14 @@ def name_parameters(
     return {parameter: given[parameter] for parameter in parameters}
 
 
-def batch(
+def batch_parameters(
     parameters: Sequence[torch.Tensor], limit: int, least: int | None = None
 ) -> list[list[torch.Tensor]]:
-    """Neighbours whose gradients arrive one after the other, the last ones first, up to `limit`
-    bytes together.
+    """Returns batches of neighbours whose gradients arrive one after the other, the last ones
+    first, up to `limit` bytes each.
 
-    Tensors that lie together have one dtype and one device. With `least` the batches of the second
-    half shrink to it: while the last one travels there is nothing left to compute.
+    The tensors of a batch have one dtype and one device. With `least` the batches of the second
+    half shrink to this size: while the last batch is sent, nothing is left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
@@ -101,7 +101,7 @@ def group_parameters(
 
     Args:
         names: Every parameter of the optimizer and its name.
-        groups: How many groups, or their members; the parameters in none stay alone.
+        groups: Number of groups, or their members; a parameter in no group is a unit by itself.
 
     Raises:
         ValueError: The number is not positive, or a list has an object that is no parameter, or a
@@ -110,7 +110,11 @@ def group_parameters(
     trainable = [parameter for parameter in names if parameter.requires_grad]
     if groups is None:
         total = sum(parameter.nbytes for parameter in trainable)
-        return batch(trainable, min(max(total // UNITS, LEAST_BYTES), MOST_BYTES), LEAST_BYTES)
+        return batch_parameters(
+            trainable,
+            min(max(total // MIN_UNITS_PER_MODEL, MIN_UNIT_BYTES), MAX_UNIT_BYTES),
+            MIN_UNIT_BYTES,
+        )
     if isinstance(groups, int):
         if groups <= 0:
             raise ValueError(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from farandole.common.process_sets import ProcessSet
 
-_ASSIGNED = "FARANDOLE_TASK_RESOURCES"
+_TASK_RESOURCES_VARIABLE = "FARANDOLE_TASK_RESOURCES"
 """Set if Spark has started this rank, and may have assigned it a GPU."""
 
 
@@ -30,9 +30,9 @@ def init(
     Does nothing while a session runs; may be called again after `shutdown`. Leaves the world by
     itself when the interpreter exits.
 
-    Where several GPUs are to be seen and the script has not used one before, torch's current GPU is
-    the one that Spark assigned to this rank, or else the one of its local rank. Nothing is put on
-    it, and `torch.cuda.set_device` may choose another afterwards.
+    If several GPUs are visible and the script has not used one before, torch's current GPU becomes
+    the one that Spark assigned to this rank, or else the one of its local rank. No memory is
+    allocated on the GPU, and `torch.cuda.set_device` may choose another one afterwards.
 
     Args:
         comm: `None`, or the ranks of the launched world that form this one, numbered again in
@@ -47,10 +47,10 @@ def init(
         FarandoleInternalError: When a peer failed while the world formed.
     """
     basics.init(comm, process_sets)
-    pin()
+    pin_device()
 
 
-def pin() -> None:
+def pin_device() -> None:
     """Makes this rank's GPU the current one as soon as CUDA is used, unless the script has used
     it already.
     """
@@ -59,20 +59,20 @@ def pin() -> None:
     count = torch.cuda.device_count()
     if count <= 1:
         return
-    index = _choice(count)
+    index = _choose_device_index(count)
     # CUDA is not initialized before its first use, because a process may fork before.
     torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))  # noqa: SLF001 # pyright: ignore[reportPrivateUsage]
 
 
-def _choice(count: int) -> int:
+def _choose_device_index(count: int) -> int:
     """Returns the number of this rank's GPU among so many."""
-    if _ASSIGNED in os.environ:
+    if _TASK_RESOURCES_VARIABLE in os.environ:
         from farandole.spark import task  # noqa: PLC0415 - only on Spark
 
         by_local_rank = any(
-            os.environ.get(name, "0") not in ("", "0") for name in task.BY_LOCAL_RANK
+            os.environ.get(name, "0") not in ("", "0") for name in task.LOCAL_RANK_GPU_VARIABLES
         )
-        choice = task.choose_device(
+        choice = task.choose_gpu(
             count,
             basics.local_rank(),
             basics.local_size(),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def plain(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
+def wrapped_class_recipe(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
     """Returns the pickle recipe of an optimizer of the wrapped class with the same parameters,
     options and state.
 
@@ -22,12 +22,12 @@ def plain(optimizer: torch.optim.Optimizer, mixin: type) -> tuple[Any, ...]:
         mixin: The mixin.
 
     Returns:
-        What `__reduce__` returns.
+        The result of `__reduce__`.
     """
     kind = next(kind for kind in type(optimizer).__mro__ if not issubclass(kind, mixin))
     return _blank, (kind,), optimizer.__getstate__()
 
 
 def _blank(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """One that gets its state next."""
+    """Returns an optimizer without a state; the caller sets the state next."""
     return kind.__new__(kind)

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Reductions of one tensor or a group, and their gradients: the base of all forms of allreduce.
 
-The gradients are those of the sum of all ranks' losses. By Horovod's convention, gradients are
+A gradient is the derivative of the sum of all ranks' losses. By Horovod's convention, gradients are
 reduced by the op itself.
 """
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from farandole._native import engine
-from farandole.common import convention
-from farandole.common.handles import set_number
+from farandole.common import gradient_convention
+from farandole.common.handles import process_set_number
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import OPERATIONS, Average, Max, Min, Product, Sum, rounded
+from farandole.common.util import OPERATION_NAMES, Average, Max, Min, Product, Sum, rounded_op
 from farandole.torch import _memory
-from farandole.torch._device import spot, spots
+from farandole.torch._device import device_location, device_locations
 from farandole.torch._handles import (
-    DTYPES,
+    ENGINE_DTYPES,
     copy_back,
-    describe,
+    describe_tensor,
     require_in_place,
     synchronize,
     table,
-    usable,
+    to_engine_tensor,
     wants_grad,
 )
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Reduction(NamedTuple):
+class TensorReduction(NamedTuple):
     """The reduction of the tensors of all ranks."""
 
     op: int = Sum
@@ -45,30 +45,34 @@ class Reduction(NamedTuple):
     """Whether partial sums of 16-bit floats are rounded between hosts."""
 
     @property
-    def arguments(self) -> tuple[int, float, float, int]:
+    def engine_arguments(self) -> tuple[int, float, float, int]:
         """The arguments for the engine."""
-        number = rounded(self.op, self.rounds)
-        return number, self.prescale, self.postscale, set_number(self.process_set)
+        number = rounded_op(self.op, self.rounds)
+        return number, self.prescale, self.postscale, process_set_number(self.process_set)
 
 
-def start_one(
-    tensor: torch.Tensor, name: str | None, reduction: Reduction, in_place: bool, attended: bool
+def start_allreduce(
+    tensor: torch.Tensor,
+    name: str | None,
+    reduction: TensorReduction,
+    in_place: bool,
+    attended: bool,
 ) -> int:
     """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize`
     follows at once.
     """
-    op, prescale, postscale, number = reduction.arguments
-    source = usable(tensor)
+    op, prescale, postscale, number = reduction.engine_arguments
+    source = to_engine_tensor(tensor)
     if in_place and source is not tensor:
         require_in_place(tensor)
     # A private copy serves as its own result.
     target = _memory.empty_like(source) if source is tensor and not in_place else source
-    return table.submit(
+    return table.submit_operation(
         (source, target),
         (lambda _: copy_back(tensor, source)) if in_place else (lambda _: target.to(tensor.device)),
         engine.allreduce,
-        table.name("allreduce", name, reduction.process_set),
-        DTYPES[source.dtype],
+        table.operation_name("allreduce", name, reduction.process_set),
+        ENGINE_DTYPES[source.dtype],
         source.shape,
         source.data_ptr(),
         target.data_ptr(),
@@ -77,83 +81,88 @@ def start_one(
         postscale,
         number,
         attended,
-        spot(source),
+        device_location(source),
     )
 
 
-def start_group(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, in_place: bool
+def start_grouped_allreduce(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: TensorReduction, in_place: bool
 ) -> int:
     """Starts the allreduces of several tensors as one unit, into new ones unless `in_place`."""
     if in_place:
         for tensor in tensors:
             require_in_place(tensor)
-    arguments = reduction.arguments
-    sources = [usable(tensor) for tensor in tensors]
+    arguments = reduction.engine_arguments
+    sources = [to_engine_tensor(tensor) for tensor in tensors]
     targets = [
         _memory.empty_like(source) if source is tensor and not in_place else source
         for source, tensor in zip(sources, tensors, strict=True)
     ]
-    names = table.names("grouped_allreduce", name, len(tensors), reduction.process_set)
+    names = table.group_names("grouped_allreduce", name, len(tensors), reduction.process_set)
     members = [
-        (*describe(member, source), target.data_ptr())
+        (*describe_tensor(member, source), target.data_ptr())
         for member, source, target in zip(names, sources, targets, strict=True)
     ]
 
-    def finish(_: object) -> list[torch.Tensor]:
+    def finish_grouped_allreduce(_: object) -> list[torch.Tensor]:
         if in_place:
             return [
                 copy_back(tensor, source) for tensor, source in zip(tensors, sources, strict=True)
             ]
         return [target.to(tensor.device) for tensor, target in zip(tensors, targets, strict=True)]
 
-    return table.submit(
-        (sources, targets), finish, engine.grouped_allreduce, members, *arguments, spots(sources)
+    return table.submit_operation(
+        (sources, targets),
+        finish_grouped_allreduce,
+        engine.grouped_allreduce,
+        members,
+        *arguments,
+        device_locations(sources),
     )
 
 
-def reduce_one(
-    tensor: torch.Tensor, name: str | None, reduction: Reduction, is_private: bool = False
+def reduce_tensor(
+    tensor: torch.Tensor, name: str | None, reduction: TensorReduction, is_private: bool = False
 ) -> torch.Tensor:
-    """Combines all ranks' tensors into a new one, or into one that nobody else uses;
+    """Reduces a tensor over all ranks, into a new tensor or, if `is_private`, in place;
     differentiable.
     """
     if wants_grad(tensor):
-        return _differentiable([tensor], name, reduction, grouped=False)[0]
+        return _reduce_differentiably([tensor], name, reduction, grouped=False)[0]
     in_place = is_private and tensor.is_contiguous()
-    return synchronize(start_one(tensor, name, reduction, in_place, attended=True))
+    return synchronize(start_allreduce(tensor, name, reduction, in_place, attended=True))
 
 
-def reduce_group(
+def reduce_tensors(
     tensors: Sequence[torch.Tensor],
     name: str | None,
-    reduction: Reduction,
+    reduction: TensorReduction,
     is_private: bool = False,
 ) -> list[torch.Tensor]:
-    """Combines several tensors over all ranks as one unit into new ones, or into those if nobody
-    else uses them; differentiable.
+    """Reduces several tensors over all ranks as one unit, into new tensors or, if `is_private`, in
+    place; differentiable.
     """
     if wants_grad(*tensors):
-        return _differentiable(tensors, name, reduction, grouped=True)
+        return _reduce_differentiably(tensors, name, reduction, grouped=True)
     in_place = is_private and all(tensor.is_contiguous() for tensor in tensors)
-    return synchronize(start_group(tensors, name, reduction, in_place))
+    return synchronize(start_grouped_allreduce(tensors, name, reduction, in_place))
 
 
-def _differentiable(
-    tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction, grouped: bool
+def _reduce_differentiably(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: TensorReduction, grouped: bool
 ) -> list[torch.Tensor]:
-    if reduction.op in (Min, Max, Product) and not convention.is_horovods():
-        kind = _Product if reduction.op == Product else _Extreme
+    if reduction.op in (Min, Max, Product) and not gradient_convention.uses_horovod_gradients():
+        kind = _ProductReduction if reduction.op == Product else _MinMaxReduction
         plain = reduction._replace(prescale=1.0, postscale=1.0)
-        scaled = [_scale(tensor, reduction.prescale) for tensor in tensors]
+        scaled = [_scale_tensor(tensor, reduction.prescale) for tensor in tensors]
         return [
-            _scale(result, reduction.postscale)
+            _scale_tensor(result, reduction.postscale)
             for result in kind.apply(grouped, name, plain, *scaled)
         ]
-    return list(_Linear.apply(grouped, name, reduction, *tensors))
+    return list(_LinearReduction.apply(grouped, name, reduction, *tensors))
 
 
-def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+def _scale_tensor(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Scales like the engine: integers truncate toward zero."""
     if factor == 1.0:
         return tensor
@@ -162,62 +171,75 @@ def _scale(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
-class _Reduce(torch.autograd.Function):
-    """The forward half of every reduction; also notes what the backward half needs."""
+class _ReductionFunction(torch.autograd.Function):
+    """The forward half of every reduction; also saves the arguments of the backward half."""
 
     @staticmethod
     def forward(
-        ctx: Any, grouped: bool, name: str | None, reduction: Reduction, *tensors: torch.Tensor
+        ctx: Any,
+        grouped: bool,
+        name: str | None,
+        reduction: TensorReduction,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.grouped, ctx.reduction = grouped, reduction
         ctx.backward_name = None if name is None else f"{name}.backward"
         if grouped:
-            results = synchronize(start_group(tensors, name, reduction, in_place=False))
+            results = synchronize(start_grouped_allreduce(tensors, name, reduction, in_place=False))
         else:
             results = [
-                synchronize(start_one(tensors[0], name, reduction, in_place=False, attended=True))
+                synchronize(
+                    start_allreduce(tensors[0], name, reduction, in_place=False, attended=True)
+                )
             ]
-        if reduction.op in (Min, Max, Product) and not convention.is_horovods():
+        if reduction.op in (Min, Max, Product) and not gradient_convention.uses_horovod_gradients():
             ctx.save_for_backward(*tensors, *results)
         return tuple(results)
 
     @staticmethod
-    def wanted(ctx: Any) -> list[int]:
+    def wanted_indices(ctx: Any) -> list[int]:
         """Returns the tensors that require a gradient, the same ones on every rank."""
         return [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
 
     @staticmethod
-    def spread(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients of the wanted tensors, in the places of all arguments."""
+    def place_gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Returns a gradient for each wanted tensor, and `None` for every other argument."""
         places: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for i, grad in zip(_Reduce.wanted(ctx), grads, strict=True):
+        for i, grad in zip(_ReductionFunction.wanted_indices(ctx), grads, strict=True):
             places[3 + i] = grad
         return tuple(places)
 
 
-class _Linear(_Reduce):
+class _LinearReduction(_ReductionFunction):
     """Sum and Average: the gradient is reduced in the same way as the tensor. By Horovod's
-    convention, every op.
+    convention, this applies to every op.
     """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.reduction.op not in (Sum, Average) and not convention.is_horovods():
-            raise ValueError(f"this reduction has no gradient: {OPERATIONS[ctx.reduction.op]}")
-        wanted = [grads[i] for i in _Reduce.wanted(ctx)]
+        if (
+            ctx.reduction.op not in (Sum, Average)
+            and not gradient_convention.uses_horovod_gradients()
+        ):
+            raise ValueError(f"this reduction has no gradient: {OPERATION_NAMES[ctx.reduction.op]}")
+        wanted = [grads[i] for i in _ReductionFunction.wanted_indices(ctx)]
         if not ctx.grouped:
-            return _Reduce.spread(ctx, [reduce_one(wanted[0], ctx.backward_name, ctx.reduction)])
-        return _Reduce.spread(ctx, reduce_group(wanted, ctx.backward_name, ctx.reduction))
+            return _ReductionFunction.place_gradients(
+                ctx, [reduce_tensor(wanted[0], ctx.backward_name, ctx.reduction)]
+            )
+        return _ReductionFunction.place_gradients(
+            ctx, reduce_tensors(wanted, ctx.backward_name, ctx.reduction)
+        )
 
 
-class _Extreme(_Reduce):
+class _MinMaxReduction(_ReductionFunction):
     """Min and Max: the gradient goes to the ranks and elements that hold the extreme, in equal
     parts.
     """
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted, count = _Reduce.wanted(ctx), len(grads)
+        wanted, count = _ReductionFunction.wanted_indices(ctx), len(grads)
         inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         holds = [
             ((inputs[i] == results[i]) | (inputs[i].isnan() & results[i].isnan())).to(
@@ -225,11 +247,11 @@ class _Extreme(_Reduce):
             )
             for i in wanted
         ]
-        sums = reduce_group(
+        sums = reduce_tensors(
             [*(grads[i] for i in wanted), *holds], ctx.backward_name, ctx.reduction._replace(op=Sum)
         )
         totals, holders = sums[: len(wanted)], sums[len(wanted) :]
-        return _Reduce.spread(
+        return _ReductionFunction.place_gradients(
             ctx,
             [
                 total * held / number.clamp(min=1)
@@ -238,24 +260,22 @@ class _Extreme(_Reduce):
         )
 
 
-class _Product(_Reduce):
-    """Product: the gradient is the product of the other ranks' elements, zeros among them or
-    not.
-    """
+class _ProductReduction(_ReductionFunction):
+    """Product: the gradient is the product of the other ranks' elements, also if some are zero."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = _Reduce.wanted(ctx)
+        wanted = _ReductionFunction.wanted_indices(ctx)
         inputs = [ctx.saved_tensors[i] for i in wanted]
         zeros = [(tensor == 0).to(tensor.dtype) for tensor in inputs]
         filled = [torch.where(tensor == 0, torch.ones_like(tensor), tensor) for tensor in inputs]
-        sums = reduce_group(
+        sums = reduce_tensors(
             [*(grads[i] for i in wanted), *zeros], ctx.backward_name, ctx.reduction._replace(op=Sum)
         )
         name = None if ctx.backward_name is None else f"{ctx.backward_name}.filled"
-        products = reduce_group(filled, name, ctx.reduction)
+        products = reduce_tensors(filled, name, ctx.reduction)
         totals, numbers = sums[: len(wanted)], sums[len(wanted) :]
-        return _Reduce.spread(
+        return _ReductionFunction.place_gradients(
             ctx,
             [
                 total * torch.where(number - zero > 0, torch.zeros_like(own), product / own).conj()

@@ -15,16 +15,16 @@ from farandole._native import door, engine
 from farandole.common import basics
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
-from farandole.torch._buckets import Bucket, Options, Slot, ViewBucket
+from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, ViewBucket
 from farandole.torch._device import is_captured
-from farandole.torch._names import batch
+from farandole.torch._names import batch_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
 class GradientReducer:
-    """Reduces gradients in place, each bucket when its last gradient is there.
+    """Reduces gradients in place, each bucket when its last gradient is computed.
 
     Args:
         names: Every parameter and its name.
@@ -38,126 +38,132 @@ class GradientReducer:
         self,
         names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
-        options: Options,
+        options: ReductionOptions,
         *,
         passes: int,
         as_view: bool,
     ) -> None:
         self.passes = passes
         self.paused = False
-        """While it holds, gradients add up and nothing is counted."""
+        """Whether gradients accumulate without being counted."""
         self._names = names
         self._options = options
         self._as_view = as_view
-        self._buckets: list[Bucket] = []
-        self._slots: dict[torch.Tensor, Slot] = {}
-        self._open = 0
+        self._buckets: list[GradientBucket] = []
+        self._slots: dict[torch.Tensor, GradientSlot] = {}
+        self._incomplete_buckets = 0
         """Buckets that lack gradients."""
-        self._beside = True
+        self._overlaps_backward = True
         """Whether reductions run beside the backward pass."""
-        self._known = 0
+        self._known_count = 0
         self._frozen: list[torch.Tensor] = []
-        self._agreed: tuple[int, int] | None = None
-        self._undecided = True
+        self._agreed_world: tuple[int, int] | None = None
+        self._has_undecided_slots = True
         hooks: list[Any] = []
         self._hooks = hooks
-        weakref.finalize(self, _unhook, hooks).atexit = False
+        weakref.finalize(self, _remove_hooks, hooks).atexit = False
         _reducers.add(self)
         if as_view:  # one memory holds one dtype on one device
-            groups = [part for group in groups for part in batch(group[::-1], sys.maxsize)]
+            groups = [
+                part for group in groups for part in batch_parameters(group[::-1], sys.maxsize)
+            ]
         for group in groups:
-            self._watch(group)
+            self._watch_parameters(group)
         self.enter_world()
-        self._take_stock()
+        self._update_known_parameters()
 
     def is_busy(self) -> bool:
         """Returns whether a reduction was started and not waited for."""
         return any(bucket.started for bucket in self._buckets)
 
-    def is_touched(self) -> bool:
+    def has_new_gradients(self) -> bool:
         """Returns whether a gradient was computed since the last reduction."""
         return any(slot.left != self.passes for slot in self._slots.values())
 
-    def reset(self) -> None:
+    def reset_counts(self) -> None:
         """Resets counts and started reductions. Call it only if none is in progress, or the
         world is lost.
         """
         for bucket in self._buckets:
-            bucket.reset(self.passes)
-        self._open = sum(bucket.waiting > 0 for bucket in self._buckets)
+            bucket.reset_counts(self.passes)
+        self._incomplete_buckets = sum(bucket.waiting > 0 for bucket in self._buckets)
 
     def enter_world(self) -> None:
         """Forgets operations of another world, where they never end, and looks at this world."""
-        self.reset()
+        self.reset_counts()
         on_host = all(parameter.is_cpu for parameter in self._slots)
-        self._beside = not on_host or _has_spare_core(engine.world(), len(os.sched_getaffinity(0)))
+        self._overlaps_backward = not on_host or _has_spare_core(
+            engine.world(), len(os.sched_getaffinity(0))
+        )
 
-    def finish(self, param_groups: list[dict[str, Any]]) -> None:
+    def finish_step(self, param_groups: list[dict[str, Any]]) -> None:
         """Starts the reductions that no hook has started, and waits for all.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
-        self._adopt(param_groups)
+        self._adopt_new_parameters(param_groups)
         try:
-            self._reduce()
+            self._reduce_buckets()
         finally:
-            self.reset()
+            self.reset_counts()
 
-    def _reduce(self) -> None:
+    def _reduce_buckets(self) -> None:
         failure: Exception | None = None
         try:
-            self._agree()
+            self._agree_on_sparsity()
             for bucket in self._buckets:
                 if not bucket.started:
-                    bucket.start()
+                    bucket.start_reduction()
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
         # Buckets that were started continue to write to gradients, even if others have failed.
         for bucket in self._buckets:
             try:
-                bucket.land()
+                bucket.finish_reduction()
             except Exception as error:  # noqa: BLE001 - raised below
                 failure = failure or error
         if failure is not None:
             raise failure
 
-    def _agree(self) -> None:
-        """Ranks tell each other which gradients are sparse: a rank without a gradient must take
-        part likewise.
+    def _agree_on_sparsity(self) -> None:
+        """Agrees with all ranks on the parameters whose gradients are sparse: a rank without a
+        gradient must take part in the same way.
 
-        Once a world, and again while some parameter has had no gradient on any rank, or has come
-        new. And after every join: a rank that ran out of data before its first step has not heard
-        what the others agreed on.
+        Runs once a world, and again while a parameter is new or has had no gradient on any rank.
+        Also runs after every join: a rank that ran out of data before its first step does not know
+        the agreement of the others.
         """
-        since = engine.world().generation, door.joins()
-        if self._as_view or (self._agreed == since and not self._undecided):
+        since = engine.world().generation, door.join_count()
+        if self._as_view or (self._agreed_world == since and not self._has_undecided_slots):
             return
         slots = list(self._slots.values())
         kinds = torch.tensor([_sparse_dim(slot.parameter.grad) for slot in slots], dtype=torch.int8)
         allreduce_(kinds, op=Max, process_set=self._options.reduction.process_set)
         for slot, kind in zip(slots, kinds.tolist(), strict=True):
             slot.sparse_dim = max(kind, slot.sparse_dim, 0)
-        self._agreed = since
-        self._undecided = any(
+        self._agreed_world = since
+        self._has_undecided_slots = any(
             kind == _NO_GRADIENT and slot.sparse_dim == 0
             for slot, kind in zip(slots, kinds.tolist(), strict=True)
         )
 
-    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        slots = [Slot(parameter, self._names[parameter]) for parameter in parameters]
-        bucket = self._bucket(slots)
-        bucket.reset(self.passes)
+    def _watch_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        slots = [GradientSlot(parameter, self._names[parameter]) for parameter in parameters]
+        bucket = self._make_bucket(slots)
+        bucket.reset_counts(self.passes)
         self._buckets.append(bucket)
         for slot in slots:
             self._slots[slot.parameter] = slot
-            self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)))
+            self._hooks.append(
+                slot.parameter.register_post_accumulate_grad_hook(self._make_gradient_hook(slot))
+            )
 
-    def _bucket(self, slots: list[Slot]) -> Bucket:
-        return (ViewBucket if self._as_view else Bucket)(slots, self._options)
+    def _make_bucket(self, slots: list[GradientSlot]) -> GradientBucket:
+        return (ViewBucket if self._as_view else GradientBucket)(slots, self._options)
 
-    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+    def _make_gradient_hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
         """Returns autograd's hook for an accumulated gradient. The hook keeps neither parameter
         nor reducer alive.
         """
@@ -169,15 +175,15 @@ class GradientReducer:
                 return
             bucket = slot.bucket
             if bucket.views:
-                bucket.adopt(slot)
-            # A graph that is replayed calls no hooks: `finish` starts what it has computed.
+                bucket.adopt_gradient(slot)
+            # A replayed graph calls no hooks: `finish_step` starts the reductions of its gradients.
             if reducer.paused or is_captured(slot.parameter):
                 return
             slot.left -= 1
             if slot.left == 0:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
-                    reducer._complete(bucket)  # noqa: SLF001 - the hook is the reducer's own
+                    reducer._start_complete_bucket(bucket)  # noqa: SLF001 - the hook is the reducer's own
             elif slot.left < 0:
                 slot.left = 0
                 raise AssertionError(
@@ -188,22 +194,22 @@ class GradientReducer:
 
         return on_gradient
 
-    def _complete(self, bucket: Bucket) -> None:
-        """Starts a bucket whose gradients are all there, or every one with the last.
+    def _start_complete_bucket(self, bucket: GradientBucket) -> None:
+        """Starts a bucket whose gradients are complete, or all buckets with the last one.
 
-        Ranks need not agree about this: gradients meet by name.
+        Ranks need not agree on the order: gradients are matched by name.
         """
-        self._open -= 1
-        if self._beside:
-            bucket.start()
-        elif self._open == 0:
+        self._incomplete_buckets -= 1
+        if self._overlaps_backward:
+            bucket.start_reduction()
+        elif self._incomplete_buckets == 0:
             for each in self._buckets:
                 if not each.started:
-                    each.start()
+                    each.start_reduction()
 
-    def _adopt(self, param_groups: list[dict[str, Any]]) -> None:
-        """Takes in parameters that were added or unfrozen since."""
-        if sum(len(group["params"]) for group in param_groups) == self._known and not any(
+    def _adopt_new_parameters(self, param_groups: list[dict[str, Any]]) -> None:
+        """Adds parameters that were added to the optimizer or unfrozen since the last step."""
+        if sum(len(group["params"]) for group in param_groups) == self._known_count and not any(
             parameter.requires_grad for parameter in self._frozen
         ):
             return
@@ -211,31 +217,32 @@ class GradientReducer:
             for j, parameter in enumerate(group["params"]):
                 self._names.setdefault(parameter, f"allreduce.noname.{i}.{j}")
                 if parameter.requires_grad and parameter not in self._slots:
-                    self._watch([parameter])
-                    self._undecided = True
-        self._take_stock()
+                    self._watch_parameters([parameter])
+                    self._has_undecided_slots = True
+        self._update_known_parameters()
 
-    def _take_stock(self) -> None:
-        self._known = len(self._names)
+    def _update_known_parameters(self) -> None:
+        self._known_count = len(self._names)
         self._frozen = [parameter for parameter in self._names if parameter not in self._slots]
 
 
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-def _enter_world() -> None:
+def _enter_world_in_reducers() -> None:
     for reducer in list(_reducers):
         reducer.enter_world()
 
 
-basics.on_init(_enter_world)
+basics.on_init(_enter_world_in_reducers)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:
     """Returns whether reductions can run beside the backward pass without slowing it down.
 
-    Where the ranks of the only host have no core to spare, that pass loses more than is hidden: on
-    two cores a step of 89 ms took 102. With several hosts the network's time is hidden in any case.
+    If the ranks of a single host have no spare core, the backward pass loses more time than the
+    reductions save: on two cores a step of 89 ms took 102. With several hosts, the backward pass
+    hides network time in any case.
     """
     return world.local_size < world.size or world.local_size < cores
 
@@ -249,6 +256,6 @@ def _sparse_dim(grad: torch.Tensor | None) -> int:
     return 0 if grad.layout == torch.strided else grad.sparse_dim()
 
 
-def _unhook(hooks: list[Any]) -> None:
+def _remove_hooks(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()

@@ -9,82 +9,90 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import engine
-from farandole.common import convention
+from farandole.common import gradient_convention
 from farandole.common.exceptions import FarandoleUsageError
-from farandole.common.handles import members_of
+from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Average, Sum, rounds_sums
+from farandole.common.util import Average, Sum, allows_rounded_sums
 from farandole.torch import _memory
 from farandole.torch._allgather import grouped_allgather
-from farandole.torch._device import spot, spots
+from farandole.torch._device import device_location, device_locations
 from farandole.torch._handles import (
-    describe,
+    describe_tensor,
     require_dimension,
     synchronize,
     table,
-    usable,
+    to_engine_tensor,
     wants_grad,
 )
-from farandole.torch._reduce import Reduction
+from farandole.torch._reduce import TensorReduction
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def _check(op: int) -> int:
+def _check_op(op: int) -> int:
     if op not in (Average, Sum):
         raise FarandoleUsageError(f"op must be Average or Sum in a reducescatter: {op!r}")
     return op
 
 
-def _prepare(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[torch.Tensor, torch.Tensor]:
+def _prepare_rows(
+    tensor: torch.Tensor, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the input, and memory for this rank's rows: the first members get the rows that
     are left over.
     """
     require_dimension("reducescatter", tensor)
-    rows, left = divmod(tensor.shape[0], len(members_of(process_set)))
-    source = usable(tensor)
+    rows, left = divmod(tensor.shape[0], len(member_ranks(process_set)))
+    source = to_engine_tensor(tensor)
     mine = rows + ((process_set.rank() or 0) < left)
-    return source, _memory.empty((mine, *source.shape[1:]), source.dtype, source.device)
+    return source, _memory.empty_tensor((mine, *source.shape[1:]), source.dtype, source.device)
 
 
-def _start_one(tensor: torch.Tensor, name: str | None, reduction: Reduction, attended: bool) -> int:
-    arguments = reduction.arguments
-    source, target = _prepare(tensor, reduction.process_set)
-    described = describe(table.name("reducescatter", name, reduction.process_set), source)
+def _start_reducescatter(
+    tensor: torch.Tensor, name: str | None, reduction: TensorReduction, attended: bool
+) -> int:
+    arguments = reduction.engine_arguments
+    source, target = _prepare_rows(tensor, reduction.process_set)
+    described = describe_tensor(
+        table.operation_name("reducescatter", name, reduction.process_set), source
+    )
     submission = (
         engine.reducescatter,
         *described,
         target.data_ptr(),
         *arguments,
         attended,
-        spot(source),
+        device_location(source),
     )
-    return table.submit((source, target), lambda _: target.to(tensor.device), *submission)
+    return table.submit_operation((source, target), lambda _: target.to(tensor.device), *submission)
 
 
-def _start_group(tensors: Sequence[torch.Tensor], name: str | None, reduction: Reduction) -> int:
-    arguments = reduction.arguments
-    pairs = [_prepare(tensor, reduction.process_set) for tensor in tensors]
-    names = table.names("grouped_reducescatter", name, len(tensors), reduction.process_set)
+def _start_grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None, reduction: TensorReduction
+) -> int:
+    arguments = reduction.engine_arguments
+    pairs = [_prepare_rows(tensor, reduction.process_set) for tensor in tensors]
+    names = table.group_names("grouped_reducescatter", name, len(tensors), reduction.process_set)
     members = [
-        (*describe(member, source), target.data_ptr())
+        (*describe_tensor(member, source), target.data_ptr())
         for member, (source, target) in zip(names, pairs, strict=True)
     ]
 
-    def finish(_: object) -> list[torch.Tensor]:
+    def finish_grouped_reducescatter(_: object) -> list[torch.Tensor]:
         return [
             target.to(tensor.device) for tensor, (_, target) in zip(tensors, pairs, strict=True)
         ]
 
-    return table.submit(
+    return table.submit_operation(
         pairs,
-        finish,
+        finish_grouped_reducescatter,
         engine.grouped_reducescatter,
         members,
         *arguments,
-        spots([source for source, _ in pairs]),
+        device_locations([source for source, _ in pairs]),
     )
 
 
@@ -115,8 +123,8 @@ def reducescatter_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
-    return _start_one(tensor, name, reduction, attended=False)
+    reduction = TensorReduction(_check_op(op), prescale_factor, postscale_factor, process_set)
+    return _start_reducescatter(tensor, name, reduction, attended=False)
 
 
 def grouped_reducescatter_async(
@@ -130,31 +138,35 @@ def grouped_reducescatter_async(
     """Starts a reduce-scatter of several tensors as one unit; `synchronize` returns the list of
     results.
 
-    Arguments and errors are those of `reducescatter_async`; the first member is named `<name>`,
-    member `i` of `n` after it `<name>_<i>of<n>`.
+    Takes the arguments and raises the errors of `reducescatter_async`. The first member is named
+    `<name>`, member `i` of `n` after it `<name>_<i>of<n>`.
     """
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set)
-    return _start_group(tensors, name, reduction)
+    reduction = TensorReduction(_check_op(op), prescale_factor, postscale_factor, process_set)
+    return _start_grouped_reducescatter(tensors, name, reduction)
 
 
-class _Reducescatter(torch.autograd.Function):
-    """Reduce-scatter with a gradient: all ranks' parts of it, put together again."""
+class _ReducescatterFunction(torch.autograd.Function):
+    """Reduce-scatter with a gradient: an allgather of the gradients of all ranks' parts."""
 
     @staticmethod
     def forward(
-        ctx: Any, grouped: bool, name: str | None, reduction: Reduction, *tensors: torch.Tensor
+        ctx: Any,
+        grouped: bool,
+        name: str | None,
+        reduction: TensorReduction,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.process_set = reduction.process_set
         ctx.factor = reduction.prescale * reduction.postscale
-        count = len(members_of(reduction.process_set))
+        count = len(member_ranks(reduction.process_set))
         if reduction.op == Average:
             ctx.factor /= count
-        if convention.is_horovods():
+        if gradient_convention.uses_horovod_gradients():
             ctx.factor *= count
         ctx.backward_name = None if name is None else f"{name}.backward"
         if grouped:
-            return tuple(synchronize(_start_group(tensors, name, reduction)))
-        return (synchronize(_start_one(tensors[0], name, reduction, attended=True)),)
+            return tuple(synchronize(_start_grouped_reducescatter(tensors, name, reduction)))
+        return (synchronize(_start_reducescatter(tensors[0], name, reduction, attended=True)),)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -173,12 +185,12 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Combines all ranks' tensors and returns this rank's part: consecutive rows, the first ranks
-    get those left over.
+    """Combines all ranks' tensors and returns this rank's part: consecutive rows. The first ranks
+    get the rows that are left over.
 
-    Differentiable: the gradient is put together from what all ranks derive for their parts, times
-    the factors and, for `Average`, divided by the number of ranks; it is larger by the number of
-    ranks where gradients follow Horovod (`FARANDOLE_GRADIENT_CONVENTION`).
+    Differentiable: the gradient joins the gradients of all ranks' parts, times the factors and, for
+    `Average`, divided by the number of ranks. Where gradients follow Horovod
+    (`FARANDOLE_GRADIENT_CONVENTION`), it is larger by the number of ranks.
 
     Args:
         tensor: As for `reducescatter_async`.
@@ -196,13 +208,15 @@ def reducescatter(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    rounds = rounds_sums(compression)
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set, rounds)
+    rounds = allows_rounded_sums(compression)
+    reduction = TensorReduction(
+        _check_op(op), prescale_factor, postscale_factor, process_set, rounds
+    )
     compressed, ctx = compression.compress(tensor)
     if wants_grad(compressed):
-        part = _Reducescatter.apply(False, name, reduction, compressed)[0]
+        part = _ReducescatterFunction.apply(False, name, reduction, compressed)[0]
     else:
-        part = synchronize(_start_one(compressed, name, reduction, attended=True))
+        part = synchronize(_start_reducescatter(compressed, name, reduction, attended=True))
     return compression.decompress(part, ctx)
 
 
@@ -218,12 +232,14 @@ def grouped_reducescatter(
     """Combines several tensors and returns this rank's parts; else as `reducescatter`, also in
     its gradient.
     """
-    rounds = rounds_sums(compression)
-    reduction = Reduction(_check(op), prescale_factor, postscale_factor, process_set, rounds)
+    rounds = allows_rounded_sums(compression)
+    reduction = TensorReduction(
+        _check_op(op), prescale_factor, postscale_factor, process_set, rounds
+    )
     pairs = [compression.compress(tensor) for tensor in tensors]
     compressed = [tensor for tensor, _ in pairs]
     if wants_grad(*compressed):
-        parts = _Reducescatter.apply(True, name, reduction, *compressed)
+        parts = _ReducescatterFunction.apply(True, name, reduction, *compressed)
     else:
-        parts = synchronize(_start_group(compressed, name, reduction))
+        parts = synchronize(_start_grouped_reducescatter(compressed, name, reduction))
     return [compression.decompress(part, ctx) for part, (_, ctx) in zip(parts, pairs, strict=True)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farandole.common.handles import members_of
+from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.torch._allgather import allgather_async
@@ -23,8 +23,8 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Starts the sum or average of sparse tensors.
 
-    Entries of the same index are added up on this rank before they travel; those of different ranks
-    stay apart in the result.
+    Entries of the same index are summed on this rank before they are sent. The result has separate
+    entries for different ranks.
 
     Args:
         tensor: A tensor in coordinate format; equal shape, dtype and number of sparse dimensions on
@@ -45,13 +45,13 @@ def sparse_allreduce_async(
         raise ValueError(f"op must be Average or Sum for sparse tensors: {op!r}")
     if tensor.layout != torch.sparse_coo:
         raise ValueError(f"tensor must be sparse, in coordinate format: {tensor.layout}")
-    members = len(members_of(process_set))
+    members = len(member_ranks(process_set))
     own = tensor.detach().coalesce()
     indices = allgather_async(own.indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(own.values(), f"{name}.values", process_set)
     results: list[torch.Tensor] = []
 
-    def finish() -> torch.Tensor:
+    def finish_sparse_allreduce() -> torch.Tensor:
         if not results:
             all_values = synchronize(values)
             all_indices = synchronize(indices)
@@ -64,4 +64,4 @@ def sparse_allreduce_async(
             )
         return results[0]
 
-    return finish
+    return finish_sparse_allreduce

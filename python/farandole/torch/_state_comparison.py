@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Compares what ranks have, before some of them send it to others.
+"""Compares the tensors of ranks, before some ranks send them to others.
 
 Tensors that should be equal on all senders may differ: parameters that are not reduced, noise of
-each rank, or errors of rounding. A taker that got a part from each sender would then have a
-mixture. So the senders compare digests first.
+each rank, or rounding errors. A taker that got a part from each sender would then have a mixture.
+So the senders compare digests first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from farandole.torch.functions import allgather_object
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farandole.torch._state_transfer import Roles
+    from farandole.torch._state_transfer import TransferRoles
 
-_WORD: Final = 4
+_WORD_BYTES: Final = 4
 """Bytes of a word. A weighted sum of longer words would lose their first bits."""
-_WORDS: Final = 1 << 18
+_WORDS_PER_SUM: Final = 1 << 18
 """Words that are summed up at a time; more than two, because a sum has two words."""
-_LOWEST: Final = torch.iinfo(torch.int64).min
+_INT64_MIN: Final = torch.iinfo(torch.int64).min
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor: where they are, or a copy if the tensor is not contiguous."""
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor in place, or a copy if the tensor is not contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel() == 1:
         # one element counts as contiguous with every stride, but has no other view
@@ -45,73 +45,79 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a number for the bytes of a tensor, on its device: a sum of its words, weighted by
-    their places.
+def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a digest of the bytes of a tensor, on its device: a sum of its words, weighted by
+    position.
     """
-    sums = [_weighted(part) for part in bytes_of(tensor).split(_WORD * _WORDS)]
-    return sums[0] if len(sums) == 1 else digest(torch.stack(sums))
+    sums = [
+        _weighted_word_sum(part)
+        for part in tensor_bytes(tensor).split(_WORD_BYTES * _WORDS_PER_SUM)
+    ]
+    return sums[0] if len(sums) == 1 else tensor_digest(torch.stack(sums))
 
 
-def _weighted(part: torch.Tensor) -> torch.Tensor:
-    if part.numel() % _WORD:
-        part = torch.nn.functional.pad(part, (0, -part.numel() % _WORD))
-    if part.storage_offset() % _WORD or part.data_ptr() % _WORD:
+def _weighted_word_sum(part: torch.Tensor) -> torch.Tensor:
+    if part.numel() % _WORD_BYTES:
+        part = torch.nn.functional.pad(part, (0, -part.numel() % _WORD_BYTES))
+    if part.storage_offset() % _WORD_BYTES or part.data_ptr() % _WORD_BYTES:
         part = part.clone()
-    return (part.view(torch.int32) * _weights(_WORDS, part.device)[: part.numel() // _WORD]).sum()
+    return (
+        part.view(torch.int32)
+        * _word_weights(_WORDS_PER_SUM, part.device)[: part.numel() // _WORD_BYTES]
+    ).sum()
 
 
 @cache
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers that look random, the same on all ranks."""
+def _word_weights(count: int, device: torch.device) -> torch.Tensor:
+    """Returns odd pseudo-random numbers, the same on all ranks."""
     mixed = torch.arange(1, count + 1) * (0x9E3779B97F4A7C15 - (1 << 64))
     mixed = (mixed ^ (mixed >> 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
     return ((mixed ^ (mixed >> 27)) | 1).to(device)
 
 
-def equal_and_others(
-    name: str, tensors: Sequence[torch.Tensor], roles: Roles
+def split_by_equality(
+    name: str, tensors: Sequence[torch.Tensor], roles: TransferRoles
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Divides tensors into those that have the same bytes on all senders, and others; in the same
-    way on all ranks.
+    """Splits tensors into equal ones, with the same bytes on all senders, and others. All ranks get
+    the same split.
 
     If one sender sends everything anyway, nothing is compared.
 
     Args:
         name: Names the operation across ranks.
-        tensors: On senders, what they have; on other ranks only the number of tensors counts.
-        roles: The ranks that send and those that take.
+        tensors: The tensors to compare; on ranks that do not send, only their number is used.
+        roles: The ranks that send and the ranks that take.
 
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
     if not tensors or not roles.has_parts or len(roles.senders) == 1:
         return list(tensors), []
-    told = torch.full((2, len(tensors)), _LOWEST, dtype=torch.int64)
+    told = torch.full((2, len(tensors)), _INT64_MIN, dtype=torch.int64)
     if basics.rank() in roles.senders:
         with torch.no_grad():
-            told[0] = torch.stack([digest(tensor).cpu() for tensor in tensors])
+            told[0] = torch.stack([tensor_digest(tensor).cpu() for tensor in tensors])
         told[1] = ~told[0]  # the maximum of these is the complement of the minimum
     synchronize(allreduce_async_(told, op=Max, name=name))
     are_equal = told[0] == ~told[1]
     return list(compress(tensors, are_equal)), list(compress(tensors, ~are_equal))
 
 
-def fingerprint(data: bytes) -> int:
+def fingerprint_bytes(data: bytes) -> int:
     """Returns a number of 64 bits for these bytes."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
-def parameter_lines(param_groups: Sequence[dict[str, list[torch.Tensor]]]) -> list[str]:
+def describe_parameters(param_groups: Sequence[dict[str, list[torch.Tensor]]]) -> list[str]:
     """Describes the parameters of an optimizer for `require_same_model`."""
     return [
-        described_line(f"parameter {index} of group {number}", parameter)
+        describe_named_tensor(f"parameter {index} of group {number}", parameter)
         for number, group in enumerate(param_groups)
         for index, parameter in enumerate(group["params"])
     ]
 
 
-def described_line(name: str, tensor: torch.Tensor) -> str:
+def describe_named_tensor(name: str, tensor: torch.Tensor) -> str:
     """Describes one tensor for `require_same_model`."""
     return f"{name} with shape {tuple(tensor.shape)} and {tensor.dtype}"
 
@@ -120,15 +126,15 @@ def require_same_model(lines: Sequence[str], source: int, takers: Sequence[int])
     """Compares the models of all ranks, before the first transfer.
 
     Args:
-        lines: What this rank has, in the order of the transfer.
-        source: The rank that the others are compared with.
-        takers: The ranks that must have the same as that one.
+        lines: Descriptions of this rank's tensors, in the order of the transfer.
+        source: The rank with which the others are compared.
+        takers: The ranks that must have the same model as `source`.
 
     Raises:
         ValueError: On all ranks, if one of the takers has another model.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    own = torch.tensor([fingerprint("\n".join(lines).encode())], dtype=torch.int64)
+    own = torch.tensor([fingerprint_bytes("\n".join(lines).encode())], dtype=torch.int64)
     everywhere = allgather(own, name="tolerant.model").tolist()
     misfits = [rank for rank in takers if everywhere[rank] != everywhere[source]]
     if not misfits:

@@ -37,30 +37,35 @@ from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageEr
 from farandole.common.util import Max
 from farandole.torch._allgather import allgather
 from farandole.torch._allreduce import allreduce_async_
-from farandole.torch._buckets import Bucket
+from farandole.torch._buckets import GradientBucket
 from farandole.torch._handles import synchronize
 from farandole.torch._reducer import GradientReducer
 from farandole.torch._state_comparison import (
-    equal_and_others,
-    fingerprint,
-    parameter_lines,
+    describe_parameters,
+    fingerprint_bytes,
     require_same_model,
+    split_by_equality,
 )
-from farandole.torch._state_transfer import Layout, Roles, move, room
-from farandole.torch.functions import allgather_object, broadcast_value, described, packed
+from farandole.torch._state_transfer import (
+    TensorLayouts,
+    TransferRoles,
+    allocate_optimizer_state,
+    transfer_tensors,
+)
+from farandole.torch.functions import allgather_object, broadcast_value, describe_state, pack_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.data.turns import Turns
-    from farandole.torch._buckets import Options, Slot
+    from farandole.data.row_assignment import RowAssignment
+    from farandole.torch._buckets import GradientSlot, ReductionOptions
 
 
 _owners: list[weakref.ref[object]] = []
 """The fault-tolerant model or optimizer of this process, if there is one."""
 
 
-def claim(owner: object) -> None:
+def claim_process(owner: object) -> None:
     """Notes the fault-tolerant model or optimizer of this process.
 
     With two of them, one would leave a world while the other waits in it.
@@ -79,7 +84,7 @@ def claim(owner: object) -> None:
     _owners[:] = [weakref.ref(owner)]
 
 
-class SafeBucket(Bucket):
+class RestartableBucket(GradientBucket):
     """Parameters whose gradients stay as they were until the step is over.
 
     Args:
@@ -87,43 +92,43 @@ class SafeBucket(Bucket):
         options: How gradients are reduced.
     """
 
-    def __init__(self, slots: list[Slot], options: Options) -> None:
-        self._own: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    def __init__(self, slots: list[GradientSlot], options: ReductionOptions) -> None:
+        self._own_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         """Parameters, and the gradients that they had when the reduction of this step first
         started.
         """
-        self._targets: dict[Slot, list[torch.Tensor]] = {}
+        self._targets: dict[GradientSlot, list[torch.Tensor]] = {}
         super().__init__(slots, options)
 
-    def start(self) -> None:
-        """Like `Bucket.start`, into other memory.
+    def start_reduction(self) -> None:
+        """Like `GradientBucket.start_reduction`, into other memory.
 
         Raises:
             ValueError: When a gradient cannot be reduced.
             FarandoleInternalError: When the world is broken already.
         """
-        if not self._own:
-            self._own = [(slot.parameter, slot.parameter.grad) for slot in self.slots]
+        if not self._own_gradients:
+            self._own_gradients = [(slot.parameter, slot.parameter.grad) for slot in self.slots]
         try:
-            super().start()
+            super().start_reduction()
         except FarandoleInternalError:
-            self.rewind()  # it is to be started again, in another world
+            self.rewind_reduction()  # it is to be started again, in another world
             raise
 
-    def rewind(self) -> None:
-        """Starts the reduction of this step again from the gradients of this rank."""
+    def rewind_reduction(self) -> None:
+        """Restarts the reduction of this step from the gradients of this rank."""
         self.started, self._handle, self._finish = False, None, None
-        self._direct, self._flights, self._sparse = [], [], []
-        for parameter, grad in self._own:
+        self._in_place_gradients, self._staged_gradients, self._sparse = [], [], []
+        for parameter, grad in self._own_gradients:
             parameter.grad = grad
 
-    def forget(self) -> None:
-        """Lets the gradients go that this rank began the step with."""
-        self._own = []
+    def forget_gradients(self) -> None:
+        """Releases the gradients that this rank had at the beginning of the step."""
+        self._own_gradients = []
 
-    def _target(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        """Memory for the result that is not the gradient's: of two, where gradients stay from
-        step to step.
+    def _target_memory(self, slot: GradientSlot, grad: torch.Tensor) -> torch.Tensor:
+        """Returns memory for the result, separate from the gradient; alternates between two if
+        gradients stay from step to step.
         """
         targets = self._targets.setdefault(slot, [])
         for target in targets:
@@ -132,13 +137,15 @@ class SafeBucket(Bucket):
         targets.append(torch.empty_like(grad))
         return targets[-1]
 
-    def _put(self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int) -> None:
-        """Puts the result in the place of the gradient, which is not written to."""
+    def _store_gradient(
+        self, parameter: torch.Tensor, reduced: torch.Tensor, sparse_dim: int
+    ) -> None:
+        """Replaces the gradient by the result; the memory of the gradient stays unchanged."""
         parameter.grad = reduced.to_sparse(sparse_dim) if sparse_dim else reduced
 
 
-class TolerantReducer(GradientReducer):
-    """Reduces gradients, again and again if need be, until all ranks of one world have them.
+class FaultTolerantReducer(GradientReducer):
+    """Reduces gradients, repeatedly if needed, until all ranks of one world have the result.
 
     Args:
         names: Every parameter and its name.
@@ -148,59 +155,61 @@ class TolerantReducer(GradientReducer):
     """
 
     def __init__(
-        self, names: dict[torch.Tensor, str], groups: Any, options: Options, *, passes: int
+        self, names: dict[torch.Tensor, str], groups: Any, options: ReductionOptions, *, passes: int
     ) -> None:
-        self.tolerance: Tolerance
+        self.tolerance: FaultTolerance
         """Function that brings this rank into the next world; set right after construction."""
         self.caught_up = False
-        """Whether the step was finished with another rank's result, and is not to be taken."""
+        """Whether another rank's result finished the step, so the optimizer must not take it."""
         super().__init__(names, groups, options, passes=passes, as_view=False)
 
-    def finish(self, param_groups: list[dict[str, Any]]) -> None:
-        """Like `GradientReducer.finish`; a lost rank has all others do it again in the next world.
+    def finish_step(self, param_groups: list[dict[str, Any]]) -> None:
+        """Like `GradientReducer.finish_step`; after a loss, the others repeat it in a new world.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed outside of an elastic job.
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._adopt(param_groups)
+        self._adopt_new_parameters(param_groups)
         self.caught_up = False
         try:
-            self.caught_up = self.tolerance.complete(self._reduce, self._rewind)
+            self.caught_up = self.tolerance.complete_step(
+                self._reduce_buckets, self._rewind_buckets
+            )
         finally:
             for bucket in self._buckets:
-                assert isinstance(bucket, SafeBucket)  # noqa: S101 - `_bucket` makes no other
-                bucket.forget()
-            self.reset()
+                assert isinstance(bucket, RestartableBucket)  # noqa: S101 - `_make_bucket` makes no other
+                bucket.forget_gradients()
+            self.reset_counts()
 
-    def _rewind(self) -> None:
+    def _rewind_buckets(self) -> None:
         for bucket in self._buckets:
-            assert isinstance(bucket, SafeBucket)  # noqa: S101 - as above
-            bucket.rewind()
+            assert isinstance(bucket, RestartableBucket)  # noqa: S101 - as above
+            bucket.rewind_reduction()
 
-    def _bucket(self, slots: list[Slot]) -> Bucket:
-        return SafeBucket(slots, self._options)
+    def _make_bucket(self, slots: list[GradientSlot]) -> GradientBucket:
+        return RestartableBucket(slots, self._options)
 
-    def _complete(self, bucket: Bucket) -> None:
-        """As in `GradientReducer`; a broken world is the business of `finish`, not of the
+    def _start_complete_bucket(self, bucket: GradientBucket) -> None:
+        """Like `GradientReducer`, but ignores a broken world: `finish_step` handles it, not the
         backward pass.
         """
-        if self.tolerance.changes:
+        if self.tolerance.is_change_due:
             return  # they are for the next world
         try:
-            super()._complete(bucket)
+            super()._start_complete_bucket(bucket)
         except FarandoleUsageError:
             raise
         except FarandoleInternalError:
-            return  # `finish` meets it again when it starts what was not started
+            return  # `finish_step` finds the same failure when it starts the rest
 
 
-class Tolerance:
+class FaultTolerance:
     """Brings one rank from world to world, with the state of the ranks that have most steps.
 
     Args:
-        optimizer: Its parameters and its state are sent to new ranks.
+        optimizer: The optimizer; its parameters and its state are sent to new ranks.
         is_elastic: Whether another world can follow a broken one.
         others: Returns other tensors that are sent to new ranks, the same ones in the same order on
             all ranks.
@@ -214,24 +223,22 @@ class Tolerance:
     ) -> None:
         self.steps = 0
         """Steps that training has finished, on this rank or before it came."""
-        self.changes = False
-        """Whether some rank has heard that another world should come: before the next step's
-        reduction.
-        """
-        self._told = torch.zeros(1, dtype=torch.int32)
+        self.is_change_due = False
+        """Whether a rank knows that the world should change, before the next step's reduction."""
+        self._change_flag = torch.zeros(1, dtype=torch.int32)
         self._optimizer = optimizer
         self._others = others
         self._is_elastic = is_elastic
         self._is_new = True
-        self._is_whole = False
-        """Whether parameters and state are those of one step."""
+        self._has_whole_state = False
+        """Whether parameters and state are of the same step."""
         self._shared: dict[str, Any] = {}
         self._received: dict[str, Any] = {}
-        self._turns: dict[str, Turns] = {}
-        """The books of readers that are shared, here or by the others."""
-        self._changes: list[tuple[float, int]] = []
+        self._row_assignments: dict[str, RowAssignment] = {}
+        """Row assignments of shared readers, of this rank or of other ranks."""
+        self._host_changes: list[tuple[float, int]] = []
 
-    def share(self, objects: dict[str, Any]) -> None:
+    def share_objects(self, objects: dict[str, Any]) -> None:
         """Sends objects with the state to new ranks, and loads the objects that have come for this
         rank.
 
@@ -239,7 +246,7 @@ class Tolerance:
         changes.
 
         Raises:
-            TypeError: One has no `state_dict` and `load_state_dict`.
+            TypeError: An object has no `state_dict` and `load_state_dict`.
         """
         for name, value in objects.items():
             if not callable(getattr(value, "state_dict", None)) or not callable(
@@ -255,28 +262,28 @@ class Tolerance:
                 state = self._received.pop(name)
                 value.load_state_dict({**state, "left": ()} if is_reader else state)
             if is_reader:
-                self._turns[name] = value.take_turns(self._turns.get(name))
+                self._row_assignments[name] = value.take_turns(self._row_assignments.get(name))
 
-    def finished(self) -> None:
+    def count_step(self) -> None:
         """Counts a step, and the rows that were read for it."""
         self.steps += 1
-        self._count()
+        self._count_rows()
 
-    def _count(self) -> None:
-        for books in self._turns.values():
-            books.finished()
+    def _count_rows(self) -> None:
+        for books in self._row_assignments.values():
+            books.finish_step()
 
-    def wants_change(self) -> bool:
-        """Returns whether the registrar has told this rank that workers are to join or leave."""
-        self._changes.extend(engine.host_changes())
-        return bool(self._changes)
+    def wants_world_change(self) -> bool:
+        """Returns whether the registrar has announced that workers are to join or leave."""
+        self._host_changes.extend(engine.host_changes())
+        return bool(self._host_changes)
 
-    def complete(self, reduce: Callable[[], None], rewind: Callable[[], None]) -> bool:
-        """Reduces the gradients of a step, in as many worlds as it takes.
+    def complete_step(self, reduce: Callable[[], None], rewind: Callable[[], None]) -> bool:
+        """Reduces the gradients of a step, in as many worlds as needed.
 
         Args:
             reduce: Starts the remaining reductions, and waits for all.
-            rewind: Has `reduce` start from the beginning.
+            rewind: Makes `reduce` start from the beginning.
 
         Returns:
             Whether this rank has the result of another rank instead.
@@ -285,14 +292,14 @@ class Tolerance:
             FarandoleInternalError: When a peer failed outside of an elastic job.
             WorkerDismissed: When this worker is not in the next world.
         """
-        if self.changes:
-            self.changes = False
-            if self.change():
+        if self.is_change_due:
+            self.is_change_due = False
+            if self.change_world():
                 return True
         while True:
             try:
-                self._told[0] = self.wants_change()
-                told = allreduce_async_(self._told, op=Max, name="tolerant.change")
+                self._change_flag[0] = self.wants_world_change()
+                told = allreduce_async_(self._change_flag, op=Max, name="tolerant.change")
                 try:
                     reduce()
                 finally:
@@ -300,94 +307,95 @@ class Tolerance:
             except FarandoleUsageError:
                 raise
             except FarandoleInternalError:
-                self.changes = False
-                if self.recover():
+                self.is_change_due = False
+                if self.recover_world():
                     return True
                 rewind()
             else:
-                self.changes = bool(self._told[0])
+                self.is_change_due = bool(self._change_flag[0])
                 return False
 
-    def recover(self) -> bool:
-        """Leaves a broken world for the next one; whether this rank took the state of another
-        there.
+    def recover_world(self) -> bool:
+        """Leaves a broken world for the next one; returns whether this rank took the state of
+        another rank there.
 
         Raises:
-            FarandoleInternalError: The one that is being handled, outside of an elastic job.
+            FarandoleInternalError: The error in progress, outside of an elastic job.
             WorkerDismissed: When this worker is not in the next world.
         """
         if not self._is_elastic:
             raise  # noqa: PLE0704 - called while the failure is handled
-        return self.change()
+        return self.change_world()
 
-    def change(self) -> bool:
-        """Leaves the world for the next one; as `recover`."""
+    def change_world(self) -> bool:
+        """Leaves the world for the next one, like `recover_world`."""
         leave_and_join()
-        return self.enter()
+        return self.enter_new_world()
 
-    def rejoin(self, is_step_due: bool) -> None:
-        """Like `change`, but not before the next reduction if the optimizer's step after the last
-        one is still due.
+    def rejoin_world(self, is_step_due: bool) -> None:
+        """Like `change_world`, but waits for the next reduction if the optimizer's step after the
+        last reduction is still due.
 
-        Until then the parameters of this rank are older than `steps`, and no rank may take them.
+        Until that step the parameters of this rank are older than `steps`, and no rank may take
+        them.
         """
         if is_step_due:
-            self.changes = True
+            self.is_change_due = True
         else:
-            self.change()
+            self.change_world()
 
-    def enter(self) -> bool:
-        """Agrees with the ranks of a new world on the state; whether this rank got a step there
+    def enter_new_world(self) -> bool:
+        """Agrees with the ranks of a new world on the state; returns whether this rank got a step
         that it lacked.
         """
         before = self.steps
         while True:
-            self._changes.clear()
+            self._host_changes.clear()
             try:
-                self._agree()
+                self._agree_on_state()
             except FarandoleUsageError:
                 raise
             except FarandoleInternalError:
                 if not self._is_elastic:
                     raise
-                # Part of a state may have come: the next world brings all of it.
+                # A part of the state may have been received: the next world sends all of it.
                 leave_and_join()
             else:
                 return self.steps > before
 
-    def _prepare(self) -> None:
-        """Forms what a world needs besides, before its ranks agree."""
+    def _prepare_world(self) -> None:
+        """Prepares a new world before its ranks agree on the state."""
 
-    def _agree(self) -> None:
-        self._prepare()
-        self._deal(self._catch_up(self._statuses()))
+    def _agree_on_state(self) -> None:
+        self._prepare_world()
+        self._agree_on_rows(self._catch_up_ranks(self._gather_statuses()))
 
-    def _statuses(self) -> list[list[int]]:
+    def _gather_statuses(self) -> list[list[int]]:
         """Returns each rank's number of finished steps, whether its state is of one step, and
         whether it is new.
         """
-        own = torch.tensor([[self.steps, self._is_whole, self._is_new]], dtype=torch.int64)
+        own = torch.tensor([[self.steps, self._has_whole_state, self._is_new]], dtype=torch.int64)
         return allgather(own, name="tolerant.status").tolist()
 
-    def _deal(self, finishes: bool) -> None:
+    def _agree_on_rows(self, finishes: bool) -> None:
         """Agrees on the rows of each rank, once all ranks have the same state.
 
         Args:
             finishes: Whether this rank finishes a step if the agreement does not fail.
         """
-        records = {name: books.record(finishes) for name, books in self._turns.items()}
+        records = {name: books.to_record(finishes) for name, books in self._row_assignments.items()}
         everywhere = allgather_object(records, name="tolerant.turns")
         if finishes:
-            self.finished()
+            self.count_step()
         for name in {name for each in everywhere for name in each}:
             of_all = [each.get(name) for each in everywhere]
-            if name not in self._turns:
-                from farandole.data.turns import Turns  # noqa: PLC0415 - only where readers are shared
+            if name not in self._row_assignments:
+                from farandole.data.row_assignment import RowAssignment  # noqa: PLC0415 - only where readers are shared
 
-                self._turns[name] = Turns.told(of_all)
-            self._turns[name].agree(of_all, basics.rank())
+                self._row_assignments[name] = RowAssignment.from_records(of_all)
+            self._row_assignments[name].adopt_agreement(of_all, basics.rank())
 
-    def _catch_up(self, told: list[list[int]]) -> bool:
+    def _catch_up_ranks(self, told: list[list[int]]) -> bool:
         """Brings ranks that are behind up to date; returns whether this rank must finish a step
         after that.
         """
@@ -400,45 +408,45 @@ class Tolerance:
             )
         if len(whole) == len(told) and all(steps == most for steps, _ in whole):
             return False
-        # When training begins, no rank has a state, and all take that of rank 0.
+        # When training begins, no rank has a state, and all ranks take the state of rank 0.
         senders = [rank for steps, rank in whole if steps == most] or [0]
         takers = [rank for rank in range(len(told)) if rank not in senders]
-        require_same_model(self._model(), senders[0], takers)
-        return self._bring(told, most, senders)
+        require_same_model(self._describe_model(), senders[0], takers)
+        return self._update_ranks_behind(told, most, senders)
 
-    def _model(self) -> list[str]:
+    def _describe_model(self) -> list[str]:
         """Describes the parameters, which must be the same on senders and takers."""
-        return parameter_lines(self._optimizer.param_groups)
+        return describe_parameters(self._optimizer.param_groups)
 
-    def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
-        """Like `_catch_up`, when some rank is behind.
+    def _update_ranks_behind(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
+        """Like `_catch_up_ranks`, when some rank is behind.
 
         Args:
-            told: What `_statuses` returned.
+            told: The result of `_gather_statuses`.
             most: Steps that the senders have finished.
-            senders: The ranks that have the state after them.
+            senders: The ranks that have the state after these steps.
         """
         takers = [rank for rank in range(len(told)) if rank not in senders]
         if basics.rank() in takers:
-            self._is_whole = False
-        self._transfer(Roles(senders, takers))
-        self._arrive(most)
+            self._has_whole_state = False
+        self._transfer_state(TransferRoles(senders, takers))
+        self._mark_state_received(most)
         return False
 
-    def _arrive(self, most: int) -> None:
-        """Notes that this rank has the state after so many steps."""
+    def _mark_state_received(self, most: int) -> None:
+        """Notes that this rank has received the state after `most` steps."""
         if self.steps < most:
-            self._count()  # what was read for the step that another rank has finished
-        self.steps, self._is_whole, self._is_new = most, True, False
+            self._count_rows()  # rows read for the step that another rank has finished
+        self.steps, self._has_whole_state, self._is_new = most, True, False
 
-    def _transfer(self, roles: Roles) -> None:
+    def _transfer_state(self, roles: TransferRoles) -> None:
         """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
 
-        Parameters and tensors of the state that are equal on all senders come from all of them, a
-        part from each. All else comes from the first sender. A sender whose state has other tensors
-        or options than that one's sends nothing. A rank that has trained before keeps its options:
-        what its script does after a step, such as a step of the schedule of learning rates, it does
-        by itself.
+        If a tensor of the parameters or the state is equal on all senders, each sender sends a part
+        of the tensor. The first sender sends everything else. If the tensors or options of a sender
+        differ from the first sender's, that sender sends nothing. A rank that has trained before
+        keeps its options: its script itself makes the changes that follow a step, such as a step of
+        the learning rate schedule.
 
         Raises:
             ValueError: On all ranks, when a taker has other buffers than the first sender.
@@ -451,10 +459,14 @@ class Tolerance:
         ]
         kept: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
-        options = described([_options_of(group) for group in self._optimizer.param_groups], kept)
-        states = described([self._optimizer.state.get(parameter) for parameter in parameters], sent)
+        options = describe_state(
+            [_group_options(group) for group in self._optimizer.param_groups], kept
+        )
+        states = describe_state(
+            [self._optimizer.state.get(parameter) for parameter in parameters], sent
+        )
         others = list(self._others())
-        own = [Layout.of(tensors) for tensors in (parameters, others, sent, kept)]
+        own = [TensorLayouts.from_tensors(tensors) for tensors in (parameters, others, sent, kept)]
         description = None
         if basics.rank() == source:
             # States of objects that this rank has not shared yet are passed on.
@@ -463,33 +475,41 @@ class Tolerance:
                 **{name: value.state_dict() for name, value in self._shared.items()},
             }
             description = own, options, states, shared
-        content = 0 if takes else fingerprint(packed([options, states]))
+        content = 0 if takes else fingerprint_bytes(pack_value([options, states]))
         layouts, options, states, shared = broadcast_value(
             description, source, "tolerant.description"
         )
-        roles = roles._replace(senders=self._senders(roles, own, layouts, content))
+        roles = roles._replace(senders=self._agree_on_senders(roles, own, layouts, content))
         if takes:
-            options, states, kept, sent = room(options, states, self._optimizer.param_groups)
+            options, states, kept, sent = allocate_optimizer_state(
+                options, states, self._optimizer.param_groups
+            )
         state, other = [*parameters, *sent], [*others, *kept]
-        shadows = [Layout(layout).shadows() for layout in layouts]
+        shadows = [TensorLayouts(layout).meta_tensors() for layout in layouts]
         if not takes and basics.rank() not in roles.senders:
             state = shadows[0] + shadows[2]
         if not takes and basics.rank() != source:
             other = shadows[1] + shadows[3]
-        equal, different = equal_and_others("tolerant.digests", state, roles)
-        move("tolerant.state", equal, roles)
-        move("tolerant.other", [*different, *other], Roles([source], roles.takers))
+        equal, different = split_by_equality("tolerant.digests", state, roles)
+        transfer_tensors("tolerant.state", equal, roles)
+        transfer_tensors(
+            "tolerant.other", [*different, *other], TransferRoles([source], roles.takers)
+        )
         if takes:
-            self._take(parameters, options, states, shared)
+            self._load_received_state(parameters, options, states, shared)
 
-    def _senders(
-        self, roles: Roles, own: list[Layout], layouts: list[Layout], content: int
+    def _agree_on_senders(
+        self,
+        roles: TransferRoles,
+        own: list[TensorLayouts],
+        layouts: list[TensorLayouts],
+        content: int,
     ) -> list[int]:
-        """Returns the senders whose parameters, states and options are described as those of the
-        first one.
+        """Returns the senders whose descriptions of parameters, states and options equal the
+        description of the first sender.
 
         Raises:
-            ValueError: As `_transfer`.
+            ValueError: As `_transfer_state`.
         """
         model, rest, state, _ = (one == other for one, other in zip(own, layouts, strict=True))
         fits = model and (rest if basics.rank() in roles.takers else state)
@@ -505,10 +525,10 @@ class Tolerance:
         first = everywhere[roles.senders[0]]
         return [rank for rank in roles.senders if everywhere[rank] == first]
 
-    def _take(
+    def _load_received_state(
         self, parameters: list[torch.Tensor], options: list[Any], states: list[Any], shared: Any
     ) -> None:
-        """Makes the state that has come the optimizer's."""
+        """Loads the received state into the optimizer."""
         for parameter, state in zip(parameters, states, strict=True):
             self._optimizer.state.pop(parameter, None)
             if state is not None:
@@ -517,8 +537,10 @@ class Tolerance:
             for own, group in zip(self._optimizer.param_groups, options, strict=True):
                 own.update(group)
             self._received = dict(shared)
-            self.share({name: value for name, value in self._shared.items() if name in shared})
+            self.share_objects(
+                {name: value for name, value in self._shared.items() if name in shared}
+            )
 
 
-def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+def _group_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in sorted(group, key=str) if key != "params"}

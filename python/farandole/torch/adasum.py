@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.torch._allreduce import grouped_allreduce
-from farandole.torch._plain import plain
+from farandole.torch._plain import wrapped_class_recipe
 from farandole.torch.compression import Compression, Compressor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.torch._reduce import Reduction
+    from farandole.torch._reduce import TensorReduction
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
@@ -29,13 +29,11 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor] = Compression.none
-    _reduction: Reduction | None = None
+    _reduction: TensorReduction | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps
-        it again.
-        """
-        return plain(self, _DistributedAdasumOptimizer)
+        """Pickles and copies as a plain optimizer; `DistributedOptimizer` wraps the copy again."""
+        return wrapped_class_recipe(self, _DistributedAdasumOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Does nothing: gradients add up until `step`, however many passes that takes.
@@ -48,8 +46,8 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuses a GradScaler, which reads this first: ranks would skip different steps, and
-        others would wait.
+        """Refuses a GradScaler, which reads this property first: ranks would skip different steps,
+        and the other ranks would wait.
         """
         if self._reduction is not None:
             raise ValueError(
@@ -63,11 +61,11 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def synchronize(self) -> None:
-        """Does nothing: not gradients are combined but steps, in `step`."""
+        """Does nothing: `step` combines steps, not gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Refuses: there is no step without a combination.
+        """Raises an error: there is no step without a combination.
 
         Raises:
             AssertionError: Always.
@@ -78,14 +76,14 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the wrapped optimizer's step on this rank's gradients, then combines what all
-        ranks' steps changed.
+        """Takes the wrapped optimizer's step on this rank's gradients, then combines the changes of
+        all ranks' steps.
 
         Args:
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            What the wrapped optimizer returns.
+            The result of the wrapped optimizer.
 
         Raises:
             ValueError: When ranks disagree about a parameter.

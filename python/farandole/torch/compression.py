@@ -15,13 +15,13 @@ class Compressor:
     rounds_partial_sums = False
     """Whether the sums of a host's ranks are rounded to 16 bits on their way to other hosts.
 
-    That halves the bytes between hosts with several ranks, and rounds once more. It concerns sums
-    and averages of float16 and bfloat16. On one host nothing is rounded but the result.
+    Rounding halves the bytes between hosts with several ranks, and adds a rounding error. It
+    applies to sums and averages of float16 and bfloat16. On one host only the result is rounded.
     """
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Returns the tensor to reduce and what `decompress` needs to know."""
+        """Returns the tensor to reduce and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
@@ -45,22 +45,22 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
+def _cast_down(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
     """Casts floating tensors wider than `dtype`; others stay as they are."""
     if tensor.is_floating_point() and tensor.element_size() > dtype.itemsize:
-        return _memory.cast(tensor, dtype), tensor.dtype
+        return _memory.cast_tensor(tensor, dtype), tensor.dtype
     return tensor, None
 
 
 def is_private(compression: type[Compressor], ctx: torch.dtype | None) -> bool:
-    """Returns whether nobody else uses a tensor that was compressed, so that its reduction may
+    """Returns whether only the reduction uses a compressed tensor, so that the reduction may
     overwrite it.
     """
     return compression in (FP16Compressor, BF16Compressor) and ctx is not None
 
 
-def _uncast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor if dtype is None else _memory.cast(tensor, dtype)
+def _cast_back(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else _memory.cast_tensor(tensor, dtype)
 
 
 class FP16Compressor(Compressor):
@@ -71,12 +71,12 @@ class FP16Compressor(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         """Casts floating tensors to float16."""
-        return _cast(tensor, torch.float16)
+        return _cast_down(tensor, torch.float16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         """Casts back."""
-        return _uncast(tensor, ctx)
+        return _cast_back(tensor, ctx)
 
 
 class BF16Compressor(Compressor):
@@ -87,12 +87,12 @@ class BF16Compressor(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
         """Casts floating tensors to bfloat16."""
-        return _cast(tensor, torch.bfloat16)
+        return _cast_down(tensor, torch.bfloat16)
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         """Casts back."""
-        return _uncast(tensor, ctx)
+        return _cast_back(tensor, ctx)
 
 
 class Compression:

@@ -11,7 +11,7 @@ Example:
     model.register_comm_hook(PowerSGDState(rank=4), power_sgd_hook)
 """
 
-# No postponed annotations: DDP looks at those of a hook.
+# No postponed annotations: DDP reads a hook's annotations.
 
 from typing import Any
 
@@ -47,10 +47,10 @@ def _cast_and_average(
     narrow = (buffer / group.size()).to(dtype)
     future = dist.all_reduce(narrow, group=group, async_op=True).get_future()
 
-    def restore(_: Any) -> torch.Tensor:
+    def restore_buffer(_: Any) -> torch.Tensor:
         return buffer.copy_(narrow)
 
-    return future.then(restore)
+    return future.then(restore_buffer)
 
 
 class CompressorState:
@@ -59,9 +59,8 @@ class CompressorState:
     Args:
         compressor: Makes gradients smaller; one for each model.
         process_group: The ranks; the default group when `None`.
-        start_step: Steps that are averaged as they are before compression begins. At least 2 lets
-            DDP settle its buckets first, which spares the states of gradients that change their
-            company.
+        start_step: Number of uncompressed steps before compression begins. With at least 2, DDP has
+            rebuilt its buckets by then, so no state is lost when gradients change buckets.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class CompressorState:
 
     @property
     def exchange(self) -> GroupExchange:
-        """The ranks, once the group is there."""
+        """The ranks, once the group exists."""
         if self._exchange is None:
             self._exchange = GroupExchange(self.process_group)
         return self._exchange
@@ -98,8 +97,8 @@ def compressor_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages gradients by a compressor.
 
-    A compressor of several rounds waits here for all but the last: rounds that began in callbacks
-    would begin in different orders on different ranks.
+    A compressor of several rounds waits here for all rounds except the last: callbacks would start
+    rounds in different orders on different ranks.
     """
     exchange, buffer = state.exchange, bucket.buffer()
     step = state.step
@@ -115,7 +114,7 @@ def compressor_hook(
     ]
     running = state.compressor.reduce(gradients, exchange)
 
-    def store(results: list[torch.Tensor]) -> torch.Tensor:
+    def store_results(results: list[torch.Tensor]) -> torch.Tensor:
         for (_, gradient), result in zip(gradients, results, strict=True):
             gradient.copy_(result)
         return buffer.div_(exchange.size)
@@ -126,19 +125,19 @@ def compressor_hook(
             waiting = running.send(waiting.wait())
     except StopIteration as end:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(store(end.value))
+        done.set_result(store_results(end.value))
         return done
 
-    def finish(future: Any) -> torch.Tensor:
+    def finish_last_round(future: Any) -> torch.Tensor:
         future.value()  # raises what went wrong; Gloo's own wait would wait for this callback
         try:
             running.send(waiting.result)
         except StopIteration as end:
-            return store(end.value)
+            return store_results(end.value)
         raise RuntimeError(f"{type(state.compressor).__name__} has more rounds than it says")
 
     assert waiting.future is not None  # noqa: S101 - operations of a group have one
-    return waiting.future().then(finish)
+    return waiting.future().then(finish_last_round)
 
 
 class PowerSGDState(CompressorState):
@@ -148,7 +147,7 @@ class PowerSGDState(CompressorState):
         rank: Columns of the factors.
         process_group: The ranks; the default group when `None`.
         start_step: As for `CompressorState`.
-        error_feedback: Whether what the product lacks is added to the next gradient.
+        error_feedback: Whether the error of the product is added to the next gradient.
         warm_start: Whether a step begins with the last step's factor instead of a random one.
         min_compression: How many times smaller the factors of a matrix must be together.
     """

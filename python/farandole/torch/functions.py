@@ -23,7 +23,7 @@ def broadcast_tensors(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrites all tensors by the root's, contiguous or not, all at once."""
+    """Overwrites all tensors by the root's tensors, contiguous or not, all at once."""
     handles: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     with torch.no_grad():
         for name, tensor in named:
@@ -38,7 +38,7 @@ def broadcast_tensors(
 def broadcast_parameters(
     params: Any, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Overwrites parameters with those of one rank, so that all ranks start from the same model.
+    """Sends the parameters of one rank to all ranks, so that all start from the same model.
 
     Args:
         params: A mapping such as `model.state_dict()`, or a list of tensors or of `(name, tensor)`
@@ -73,14 +73,14 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Returns the root's object on every rank; it travels by cloudpickle over links that the job's
+    """Returns the root's object on every rank; it is sent by cloudpickle over links that the job's
     key secures.
 
     Unnamed calls are numbered like unnamed operations, and ranks that call something else get an
     error. Horovod names them after the type of `obj`, and hangs if ranks pass different types.
 
     Args:
-        obj: What to send; ignored on other ranks.
+        obj: The object to send; ignored on other ranks.
         root_rank: The global rank that sends.
         name: Names the operation across ranks.
         process_set: The ranks that take part; this one must be a member.
@@ -96,19 +96,21 @@ def broadcast_object(
         (None, None) if name is None else (f"object.{name}.size", f"object.{name}.data")
     )
     is_root = basics.rank() == root_rank
-    data = _dump(obj) if is_root else None
-    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64).view(_SHAPE)
+    data = _dump_object(obj) if is_root else None
+    size = torch.tensor([0 if data is None else data.numel()], dtype=torch.int64).view(
+        _OBJECT_SHAPE
+    )
     broadcast_(size, root_rank, size_name, process_set)
     if data is None:
-        data = torch.empty(int(size), dtype=torch.uint8).view(_SHAPE)
+        data = torch.empty(int(size), dtype=torch.uint8).view(_OBJECT_SHAPE)
     broadcast_(data, root_rank, data_name, process_set)
-    return obj if is_root else _load(data)
+    return obj if is_root else _load_object(data)
 
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Returns the objects of all ranks, in the order of ranks; they travel as in
+    """Returns the objects of all ranks, in the order of ranks; they are sent as in
     `broadcast_object`.
 
     Args:
@@ -122,25 +124,29 @@ def allgather_object(
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    whole, rows = gather_rows(_dump(obj), None if name is None else f"object.{name}", process_set)
-    return [_load(part) for part in torch.split(whole, rows)]
+    whole, rows = gather_rows(
+        _dump_object(obj), None if name is None else f"object.{name}", process_set
+    )
+    return [_load_object(part) for part in torch.split(whole, rows)]
 
 
-_SHAPE = (-1, 1, 1, 1)
-"""Objects travel in a shape of their own: what an unnamed tensor of another rank's meets is then
-no object.
+_OBJECT_SHAPE = (-1, 1, 1, 1)
+"""Shape of sent objects. No other operation uses it, so an unnamed tensor of another rank does not
+match an object.
 """
 
 
-def _dump(obj: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickling.dumps(obj)), dtype=torch.uint8).view(_SHAPE)
+def _dump_object(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickling.pickle_by_value(obj)), dtype=torch.uint8).view(
+        _OBJECT_SHAPE
+    )
 
 
-def _load(data: torch.Tensor) -> Any:
+def _load_object(data: torch.Tensor) -> Any:
     return cloudpickle.loads(data.view(-1).numpy().data)
 
 
-class _Slot:
+class _TensorPlaceholder:
     """Stands for a tensor in a described optimizer state."""
 
     def __init__(self, index: int, shape: Sequence[int], dtype: torch.dtype, on_host: bool) -> None:
@@ -153,44 +159,44 @@ class _Slot:
 def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
     """Returns the root's value on every rank.
 
-    It is sent without pickle if `plain.pack` takes it, where types of tensors and what `described`
-    returns count as plain. Any other value is pickled.
+    If `plain.pack_plain` takes the value, it is sent without pickle; types of tensors and results
+    of `describe_state` count as plain. Any other value is pickled.
 
     Args:
-        value: What to send; ignored on other ranks.
+        value: The value to send; ignored on other ranks.
         root_rank: The rank that sends.
         name: Names the operation across ranks.
     """
-    told = _packed(value) if basics.rank() == root_rank else None
+    told = _pack_or_pickle(value) if basics.rank() == root_rank else None
     told = plain.broadcast_plain(told, root_rank, name)
     if basics.rank() == root_rank:
         return value
     return (
-        plain.unpack(told, _from_plain_form)
+        plain.unpack_plain(told, _from_plain_form)
         if isinstance(told, bytes)
         else cloudpickle.loads(told[0])
     )
 
 
-def _packed(value: Any) -> bytes | tuple[bytes, str]:
+def _pack_or_pickle(value: Any) -> bytes | tuple[bytes, str]:
     try:
-        return plain.pack(value, _plain_form)
+        return plain.pack_plain(value, _plain_form)
     except TypeError:
-        return pickling.dumps(value), "pickled"
+        return pickling.pickle_by_value(value), "pickled"
 
 
-def packed(value: Any) -> bytes:
+def pack_value(value: Any) -> bytes:
     """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal
     values may differ.
     """
-    told = _packed(value)
+    told = _pack_or_pickle(value)
     return told if isinstance(told, bytes) else told[0]
 
 
 def _plain_form(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if isinstance(value, _Slot):
+    if isinstance(value, _TensorPlaceholder):
         return [value.index, list(value.shape), _plain_form(value.dtype), value.on_host]
     raise TypeError(f"no plain form of a {type(value).__name__}")
 
@@ -202,14 +208,14 @@ def _from_plain_form(told: Any) -> Any:
             raise ValueError(f"a peer names {told!r} as a data type of tensors, but it is not one")
         return dtype
     index, shape, dtype, on_host = told
-    return _Slot(index, shape, _from_plain_form(dtype), on_host)
+    return _TensorPlaceholder(index, shape, _from_plain_form(dtype), on_host)
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
 ) -> None:
-    """Overwrites an optimizer's state and options (learning rate, momentum, ...) with those of one
-    rank.
+    """Sends an optimizer's state and options (learning rate, momentum, ...) from one rank to all
+    ranks.
 
     It takes no step and changes no gradient, also if the state is empty. Afterwards every rank has
     the state of the root. Horovod fills an empty state with a real step, which may change
@@ -241,7 +247,7 @@ def broadcast_optimizer_state(
             for group in optimizer.param_groups
         ]
         states = [optimizer.state.get(parameter) for parameter in parameters]
-        description = layout, described(options, tensors), described(states, tensors)
+        description = layout, describe_state(options, tensors), describe_state(states, tensors)
     expected, options, states = broadcast_value(description, root_rank, "optimizer.description")
     everywhere = plain.allgather_plain(layout, "optimizer.layout")
     misfits = [
@@ -254,41 +260,45 @@ def broadcast_optimizer_state(
     if basics.rank() != root_rank:
         slots: dict[int, torch.Tensor] = {}
         for group, received in zip(optimizer.param_groups, options, strict=True):
-            group.update(rebuilt(received, group["params"][0] if group["params"] else None, slots))
+            group.update(
+                rebuild_state(received, group["params"][0] if group["params"] else None, slots)
+            )
         for parameter, received in zip(parameters, states, strict=True):
             optimizer.state.pop(parameter, None)
             if received is not None:
-                optimizer.state[parameter] = rebuilt(received, parameter, slots)
+                optimizer.state[parameter] = rebuild_state(received, parameter, slots)
         tensors = [slots[index] for index in range(len(slots))]
     broadcast_tensors(
         [(f"optimizer.{index}", tensor) for index, tensor in enumerate(tensors)], root_rank
     )
 
 
-def described(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Copies nested dicts, lists and tuples with slots instead of tensors, which it collects."""
+def describe_state(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Copies nested dicts, lists and tuples with slots instead of tensors; collects the tensors."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype, value.is_cpu)
+        return _TensorPlaceholder(len(tensors) - 1, tuple(value.shape), value.dtype, value.is_cpu)
     if isinstance(value, Mapping):
-        return {key: described(entry, tensors) for key, entry in value.items()}
+        return {key: describe_state(entry, tensors) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        entries = [described(entry, tensors) for entry in value]
+        entries = [describe_state(entry, tensors) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     return value
 
 
-def rebuilt(value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]) -> Any:
-    """Inverts `described`: fills slots with fresh tensors, on the parameter's device if they
+def rebuild_state(
+    value: Any, parameter: torch.Tensor | None, slots: dict[int, torch.Tensor]
+) -> Any:
+    """Inverts `describe_state`: fills slots with fresh tensors, on the parameter's device if they
     were on a device.
     """
-    if isinstance(value, _Slot):
+    if isinstance(value, _TensorPlaceholder):
         device = "cpu" if value.on_host or parameter is None else parameter.device
         slots[value.index] = torch.empty(value.shape, dtype=value.dtype, device=device)
         return slots[value.index]
     if isinstance(value, dict):
-        return {key: rebuilt(entry, parameter, slots) for key, entry in value.items()}
+        return {key: rebuild_state(entry, parameter, slots) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        entries = [rebuilt(entry, parameter, slots) for entry in value]
+        entries = [rebuild_state(entry, parameter, slots) for entry in value]
         return entries if isinstance(value, list) else tuple(entries)
     return value

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.common import basics
-from farandole.common.handles import members_of
-from farandole.common.notices import heed, is_elastic
+from farandole.common.handles import member_ranks
+from farandole.common.notices import install_notice_handlers, is_elastic
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, choose_op, rounds_sums
-from farandole.torch._buckets import Options
+from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, choose_op
+from farandole.torch._buckets import ReductionOptions
 from farandole.torch._compiler import load_compiler
 from farandole.torch._names import group_parameters, name_parameters
-from farandole.torch._plain import plain
-from farandole.torch._reduce import Reduction
+from farandole.torch._plain import wrapped_class_recipe
+from farandole.torch._reduce import TensorReduction
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._tolerant import Tolerance, TolerantReducer, claim
+from farandole.torch._tolerant import FaultTolerance, FaultTolerantReducer, claim_process
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -37,15 +37,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """The name of every parameter, as scripts look it up with Horovod."""
     _reducer: GradientReducer | None = None
     _synchronized: bool = False
-    _tolerance: Tolerance | None = None
-    _skips: bool = False
-    _scaled: bool = False
+    _tolerance: FaultTolerance | None = None
+    _skips_synchronize: bool = False
+    _was_reduced_for_scaler: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also one that was pickled, is a plain optimizer; `DistributedOptimizer` wraps
-        it again.
-        """
-        return plain(self, _DistributedOptimizer)
+        """Pickles and copies as a plain optimizer; `DistributedOptimizer` wraps the copy again."""
+        return wrapped_class_recipe(self, _DistributedOptimizer)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are summed up before gradients are reduced.
@@ -56,7 +54,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         _require_positive(passes)
         if self._reducer is not None:
             self._reducer.passes = passes
-            self._reducer.reset()
+            self._reducer.reset_counts()
 
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; parameters without a gradient take part with
@@ -67,7 +65,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         if self._reducer is not None:
-            self._reducer.finish(self.param_groups)
+            self._reducer.finish_step(self.param_groups)
             self._synchronized = True
 
     @contextmanager
@@ -75,11 +73,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Lets `step` use gradients as they are, after an explicit `synchronize`: to clip or
         unscale in between.
         """
-        self._skips = True
+        self._skips_synchronize = True
         try:
             yield
         finally:
-            self._skips = False
+            self._skips_synchronize = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -98,25 +96,25 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduces gradients, then takes the wrapped optimizer's step.
 
-        With a closure, gradients are reduced each time it has been evaluated; Horovod reduces only
-        before, so what the closure computes stays local.
+        With a closure, gradients are reduced after each evaluation of the closure. Horovod reduces
+        only before the step, so the gradients that the closure computes stay local.
 
         Args:
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            What the wrapped optimizer returns.
+            The result of the wrapped optimizer.
 
         Raises:
             ValueError: When ranks disagree about a gradient.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         if self._tolerance is not None:
-            result = self._tolerant_step(closure)
-        elif self._reducer is None or self._skips or self._settled():
+            result = self._fault_tolerant_step(closure)
+        elif self._reducer is None or self._skips_synchronize or self._is_reduced_for_scaler():
             result = super().step(closure)
         elif closure is not None:
-            result = super().step(self._reduced(closure))
+            result = super().step(self._with_reduction(closure))
         else:
             if self._synchronized:
                 # Scripts filter this warning by Horovod's words.
@@ -130,15 +128,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self.synchronize()
             result = super().step()
         self._synchronized = False
-        self._scaled = False
+        self._was_reduced_for_scaler = False
         return result
 
     @property
     def steps(self) -> int:
-        """Steps that training has finished, before this rank came included. Only with
+        """Number of steps that training has finished, also before this rank joined. Only with
         `fault_tolerant`.
         """
-        return self._tolerant().steps
+        return self._require_tolerance().steps
 
     def share(self, **objects: Any) -> None:
         """Sends objects such as a schedule of learning rates to ranks that join later. Only with
@@ -154,74 +152,76 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: An object has no such methods.
         """
-        self._tolerant().share(objects)
+        self._require_tolerance().share_objects(objects)
 
     def rejoin(self) -> None:
-        """Leaves a world that another collective has found broken, for the next one. Only with
-        `fault_tolerant`.
+        """Leaves a broken world for the next one. Only with `fault_tolerant`.
 
-        `step` does so by itself. Call it where a collective of your own, such as the average of a
-        metric, has raised `FarandoleInternalError`. Between `synchronize` and `step` it only has
-        the next reduction leave the world; collectives of your own fail until then.
+        `step` rejoins by itself. Call `rejoin` when a collective of the training script, such as
+        the average of a metric, has raised `FarandoleInternalError`. Between `synchronize` and
+        `step`, `rejoin` only makes the next reduction leave the world; until then, collectives of
+        the script fail.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._tolerant().rejoin(self._synchronized)
+        self._require_tolerance().rejoin_world(self._synchronized)
 
-    def _tolerant(self) -> Tolerance:
+    def _require_tolerance(self) -> FaultTolerance:
         if self._tolerance is None:
             raise ValueError(
                 "the optimizer is not fault tolerant: create it with fault_tolerant=True"
             )
         return self._tolerance
 
-    def _tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
-        """A step that ranks which are lost in it do not end."""
+    def _fault_tolerant_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Takes a step that continues if ranks are lost."""
         if closure is not None:
             raise ValueError(
                 "a fault-tolerant optimizer takes no closure: it may have to reduce gradients again"
             )
-        tolerance, reducer = self._tolerant(), self._reducer
-        assert isinstance(reducer, TolerantReducer)  # noqa: S101 - made with the tolerance
-        if not (self._skips or self._settled()):
+        tolerance, reducer = self._require_tolerance(), self._reducer
+        assert isinstance(reducer, FaultTolerantReducer)  # noqa: S101 - made with the tolerance
+        if not (self._skips_synchronize or self._is_reduced_for_scaler()):
             self.synchronize()
-        # A rank that has caught up has this step behind it already.
+        # A rank that has caught up has already finished this step.
         result = None if reducer.caught_up else super().step()
         if not reducer.caught_up:
-            tolerance.finished()
+            tolerance.count_step()
         reducer.caught_up = False
         return result
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure` followed by the reduction of the gradients it computed."""
+    def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a function that calls `closure` and then reduces the gradients."""
 
-        def evaluate() -> Any:
+        def evaluate_and_reduce() -> Any:
             loss = closure()
             self.synchronize()
             return loss
 
-        return evaluate
+        return evaluate_and_reduce
 
-    def _settled(self) -> bool:
-        """Returns whether a GradScaler has had the gradients reduced, and none was computed
-        since.
-        """
-        return self._scaled and self._reducer is not None and not self._reducer.is_touched()
+    def _is_reduced_for_scaler(self) -> bool:
+        """Returns whether a GradScaler has caused a reduction, with no new gradient since."""
+        return (
+            self._was_reduced_for_scaler
+            and self._reducer is not None
+            and not self._reducer.has_new_gradients()
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Reduces the gradients, because GradScaler.step reads this before it looks at them.
+        """Reduces the gradients, because GradScaler.step reads this property before the gradients.
 
         Then all ranks find the same infinities and skip the same steps.
         """
         if (
             self._reducer is not None
-            and not self._skips
-            and (not self._synchronized or self._reducer.is_touched())
+            and not self._skips_synchronize
+            and (not self._synchronized or self._reducer.has_new_gradients())
         ):
             self.synchronize()
-            self._scaled = True
+            self._was_reduced_for_scaler = True
         return self.__dict__.get("_step_supports_amp_scaling", False)
 
     @_step_supports_amp_scaling.setter
@@ -229,7 +229,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.__dict__["_step_supports_amp_scaling"] = supports
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Like that of the wrapped optimizer.
+        """Clears gradients like `zero_grad` of the wrapped optimizer.
 
         Raises:
             AssertionError: When gradients are being reduced; `step` or `synchronize` comes first.
@@ -239,15 +239,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 "zero_grad() came before step() or synchronize() while gradients are being reduced"
             )
         if self._reducer is not None:
-            self._reducer.reset()
+            self._reducer.reset_counts()
         self._synchronized = False
-        self._scaled = False
+        self._was_reduced_for_scaler = False
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like that of the wrapped optimizer; forgets backward passes counted so far."""
+        """Loads a state like the wrapped optimizer; resets the count of backward passes."""
         if self._reducer is not None:
-            self._reducer.reset()
+            self._reducer.reset_counts()
         self._synchronized = False
         super().load_state_dict(state_dict)
 
@@ -257,7 +257,9 @@ def _require_positive(passes: int) -> None:
         raise ValueError(f"backward_passes_per_step must be positive: {passes!r}")
 
 
-def _wrap(optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]) -> Any:
+def _wrap_optimizer(
+    optimizer: torch.optim.Optimizer, mixin: type, attributes: dict[str, Any]
+) -> Any:
     """Returns an instance of a subclass of the optimizer's class, of the same name, with its
     parameters and state.
     """
@@ -302,7 +304,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must
             name every parameter of the optimizer, if given.
         compression: Compresses the gradients for transport, for example `Compression.bf16`, or a
-            compressor of `farandole.torch.compress` of this optimizer's own.
+            compressor of `farandole.torch.compress` that only this optimizer uses.
         backward_passes_per_step: Backward passes whose gradients are summed up before one
             reduction.
         op: `Average`, `Sum`, `Adasum`, `Min`, `Max` or `Product`.
@@ -334,7 +336,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if isinstance(optimizer, (_DistributedOptimizer, _DistributedAdasumOptimizer)):
         raise ValueError(f"the optimizer is distributed already: {type(optimizer).__name__}")
     choose_op(op, None)
-    members = members_of(process_set)
+    members = member_ranks(process_set)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor needs op=Average")
     if isinstance(compression, StatefulCompressor) and op not in (Average, Sum):
@@ -347,7 +349,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    _refuse_intolerant(
+    _refuse_unrepeatable(
         fault_tolerant,
         {
             "op=Adasum": op == Adasum,
@@ -364,42 +366,42 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if op == Adasum:
         attributes = {
             "_compression": compression,
-            "_reduction": Reduction(op, process_set=process_set),
+            "_reduction": TensorReduction(op, process_set=process_set),
         }
         attributes = {"_parameter_names": names, **({} if alone else attributes)}
-        return _wrap(optimizer, _DistributedAdasumOptimizer, attributes)
+        return _wrap_optimizer(optimizer, _DistributedAdasumOptimizer, attributes)
     factors = 1.0 / gradient_predivide_factor, gradient_predivide_factor
-    reduction = Reduction(op, *factors, process_set, rounds_sums(compression))
-    options = Options(reduction, compression, sparse_as_dense)
+    reduction = TensorReduction(op, *factors, process_set, allows_rounded_sums(compression))
+    options = ReductionOptions(reduction, compression, sparse_as_dense)
     reducer = None
     if fault_tolerant and not alone:
-        reducer = TolerantReducer(names, units, options, passes=backward_passes_per_step)
+        reducer = FaultTolerantReducer(names, units, options, passes=backward_passes_per_step)
     elif not alone:
         reducer = GradientReducer(
             names, units, options, passes=backward_passes_per_step, as_view=gradient_as_bucket_view
         )
-    wrapped = _wrap(
+    wrapped = _wrap_optimizer(
         optimizer, _DistributedOptimizer, {"_parameter_names": names, "_reducer": reducer}
     )
     if fault_tolerant:
-        _enter(wrapped)
+        _make_fault_tolerant(wrapped)
     return wrapped
 
 
-def _refuse_intolerant(fault_tolerant: bool, options: dict[str, bool]) -> None:
-    """Refuses what a reduction cannot be repeated with, or what fault tolerance has no meaning
-    for.
+def _refuse_unrepeatable(fault_tolerant: bool, options: dict[str, bool]) -> None:
+    """Refuses options with which a reduction cannot be repeated, or for which fault tolerance has
+    no meaning.
     """
     for name, given in options.items():
         if fault_tolerant and given:
             raise ValueError(f"fault_tolerant=True cannot be combined with {name}")
 
 
-def _enter(optimizer: Any) -> None:
+def _make_fault_tolerant(optimizer: Any) -> None:
     """Makes a distributed optimizer fault tolerant, and gives it the state of the ranks that
     have trained already.
     """
-    tolerance = Tolerance(optimizer, is_elastic())
+    tolerance = FaultTolerance(optimizer, is_elastic())
     optimizer._tolerance = tolerance  # noqa: SLF001 - its own module's
     reducer = optimizer._reducer  # noqa: SLF001 - as above
     if reducer is None:
@@ -407,9 +409,9 @@ def _enter(optimizer: Any) -> None:
             "fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np"
         )
     reducer.tolerance = tolerance
-    claim(optimizer)
-    heed()
-    tolerance.enter()
+    claim_process(optimizer)
+    install_notice_handlers()
+    tolerance.enter_new_world()
 
 
-basics.before_elastic(load_compiler)
+basics.before_elastic_join(load_compiler)

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from farandole.common import basics
-from farandole.common.handles import members_of
+from farandole.common.handles import member_ranks
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Sum
 from farandole.torch._allgather import allgather
@@ -23,13 +23,13 @@ _layers = itertools.count()
 _world = 0
 
 
-def _reset() -> None:
+def _reset_layer_numbers() -> None:
     global _layers, _world  # noqa: PLW0603 - as the world, there is one per process
     _layers = itertools.count()
     _world += 1
 
 
-basics.on_init(_reset)
+basics.on_init(_reset_layer_numbers)
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -90,18 +90,18 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 training=False,
                 eps=self.eps,
             )
-        if len(members_of(self.process_set)) == 1 or not self.process_set.included():
-            statistics = _local(input)
+        if len(member_ranks(self.process_set)) == 1 or not self.process_set.included():
+            statistics = _local_statistics(input)
         else:
-            statistics = _together(input, self.name_of("forward"), self.process_set)
+            statistics = _global_statistics(input, self.name_of("forward"), self.process_set)
         count, mean, variance = statistics
         if count <= 1:
             raise ValueError(
                 f"batch norm needs more than one value per channel: shape {tuple(input.shape)}"
             )
         if self.training:
-            self._track(count, mean, variance)
-        return _Normalize.apply(input, self.weight, self.bias, statistics, self)
+            self._update_running_statistics(count, mean, variance)
+        return _NormalizeFunction.apply(input, self.weight, self.bias, statistics, self)
 
     def name_of(self, what: str) -> str:
         """Returns a unique name of this layer, so that layers may run at the same time in
@@ -112,8 +112,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return f"sync_batch_norm.{self._number}.{what}"
 
     @torch.no_grad()
-    def _track(self, count: float, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Moves the running statistics towards those of a batch."""
+    def _update_running_statistics(
+        self, count: float, mean: torch.Tensor, variance: torch.Tensor
+    ) -> None:
+        """Moves the running statistics towards the statistics of a batch."""
         if self.running_mean is None or self.running_var is None:
             return
         momentum = self.momentum
@@ -164,34 +166,34 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return module
 
 
-Statistics = tuple[float, torch.Tensor, torch.Tensor]
+BatchStatistics = tuple[float, torch.Tensor, torch.Tensor]
 """Values per channel, their mean and their variance, over all ranks; in float32 or wider."""
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _widen_dtype(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _others(tensor: torch.Tensor) -> list[int]:
+def _non_channel_dimensions(tensor: torch.Tensor) -> list[int]:
     """Returns all dimensions but the channels."""
     return [dimension for dimension in range(tensor.dim()) if dimension != 1]
 
 
-def _local(tensor: torch.Tensor) -> Statistics:
+def _local_statistics(tensor: torch.Tensor) -> BatchStatistics:
     """Returns the statistics of this rank's batch."""
     count = tensor.numel() // tensor.shape[1]
-    data = _wide(tensor.detach())
+    data = _widen_dtype(tensor.detach())
     if count == 0:
         return 0.0, data.new_zeros(tensor.shape[1]), data.new_zeros(tensor.shape[1])
-    variance, mean = torch.var_mean(data, _others(tensor), correction=0)
+    variance, mean = torch.var_mean(data, _non_channel_dimensions(tensor), correction=0)
     return float(count), mean, variance
 
 
-def _together(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> Statistics:
+def _global_statistics(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> BatchStatistics:
     """Returns the statistics of all ranks' batches, put together in double precision from one
     gathered row per rank.
     """
-    count, mean, variance = _local(tensor)
+    count, mean, variance = _local_statistics(tensor)
     row = torch.cat(
         [torch.tensor([count], dtype=torch.float64), mean.double().cpu(), variance.double().cpu()]
     )
@@ -205,14 +207,14 @@ def _together(tensor: torch.Tensor, name: str, process_set: ProcessSet) -> Stati
     return float(total), whole_mean.to(mean), whole_variance.to(mean)
 
 
-def _derive(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Returns the backward half of `_Normalize`."""
+def _normalize_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Returns the backward half of `_NormalizeFunction`."""
     tensor, weight, mean, scale = ctx.saved_tensors
     layer = ctx.layer
     shape = [1, -1] + [1] * (tensor.dim() - 2)
-    derived = _wide(grads[0])
-    centred = _wide(tensor) - mean.view(shape)
-    others = _others(tensor)
+    derived = _widen_dtype(grads[0])
+    centred = _widen_dtype(tensor) - mean.view(shape)
+    others = _non_channel_dimensions(tensor)
     own = torch.stack([derived.sum(others), (derived * centred).sum(others)])
     sums = own
     if not ctx.alone:
@@ -233,7 +235,7 @@ def _derive(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return for_input, for_weight, for_bias, None, None
 
 
-class _Normalize(torch.autograd.Function):
+class _NormalizeFunction(torch.autograd.Function):
     """Normalizes by given statistics, which depend on the input; backward is one small
     allreduce.
     """
@@ -244,15 +246,15 @@ class _Normalize(torch.autograd.Function):
         tensor: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        statistics: Statistics,
+        statistics: BatchStatistics,
         layer: SyncBatchNorm,
     ) -> torch.Tensor:
         count, mean, variance = statistics
         ctx.count, ctx.layer = count, layer
-        ctx.alone = len(members_of(layer.process_set)) == 1 or not layer.process_set.included()
+        ctx.alone = len(member_ranks(layer.process_set)) == 1 or not layer.process_set.included()
         ctx.save_for_backward(tensor, weight, mean, torch.rsqrt(variance + layer.eps))
         wide = torch.nn.functional.batch_norm(
-            _wide(tensor),
+            _widen_dtype(tensor),
             mean,
             variance,
             None if weight is None else weight.to(mean),
@@ -262,4 +264,4 @@ class _Normalize(torch.autograd.Function):
         )
         return wide.to(tensor.dtype)
 
-    backward = staticmethod(once_differentiable(_derive))  # pyright: ignore[reportAssignmentType]
+    backward = staticmethod(once_differentiable(_normalize_backward))  # pyright: ignore[reportAssignmentType]

@@ -7,7 +7,7 @@ Tune, and the estimators work in Spark's `CrossValidator` and `TrainValidationSp
 function calls `report` to send its progress to the search.
 """
 
-from farandole.tuning.points import fmin
+from farandole.tuning.hyperopt_search import fmin
 from farandole.tuning.records import report
 from farandole.tuning.study import TrialBackend, optimize
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-KIND: Final = "tuning"
+REPORT_KIND: Final = "tuning"
 
 
 def report(step: int, **metrics: float) -> bool:
@@ -33,27 +33,28 @@ def report(step: int, **metrics: float) -> bool:
             told[name] = float(value)
         except (TypeError, ValueError):
             raise TypeError(f"a metric is a number: {name}={value!r}") from None
-    return task.report({"kind": KIND, "step": int(step), "metrics": told})
+    return task.report({"kind": REPORT_KIND, "step": int(step), "metrics": told})
 
 
-def told(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | None:
-    """Step and metrics of a record that a search takes: a report, or an epoch of an estimator.
+def parse_report(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | None:
+    """Returns the step and metrics of a record that a search uses: a report, or an epoch of an
+    estimator.
 
     Args:
-        rank: Who sent it.
-        record: What `farandole.spark.task.report` was given.
+        rank: The sender's rank.
+        record: The argument of `farandole.spark.task.report`.
 
     Returns:
-        `None` for other records, and those of other ranks than 0.
+        The step and metrics; `None` for other records and for ranks other than 0.
     """
     if rank != 0:
         return None
-    if record.get("kind") == KIND:
+    if record.get("kind") == REPORT_KIND:
         return record["step"], record["metrics"]
     if record.get("kind") == "epoch" and "entry" in record:
-        from farandole.runner.show.history import flat  # noqa: PLC0415 - a search without estimators needs none
+        from farandole.runner.show.history import flatten_entry  # noqa: PLC0415 - a search without estimators needs none
 
-        row = flat(record["entry"])
+        row = flatten_entry(record["entry"])
         numbers = {
             name: float(value) for name, value in row.items() if isinstance(value, int | float)
         }

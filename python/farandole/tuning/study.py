@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import Backend, LocalBackend
-from farandole.runner.slots import Slots
-from farandole.tuning.records import told
+from farandole.runner.slots import SlotQueue
+from farandole.tuning.records import parse_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def optimize(
         FarandoleJobError: A trial failed with an exception that is not in `catch`.
         ImportError: Optuna is not installed.
     """
-    optuna = _optuna()
+    optuna = _import_optuna()
     where = backend or LocalBackend()
     size = where.num_processes()
     slots = size if slots is None else slots
@@ -70,15 +70,15 @@ def optimize(
     left = n_trials - len(study.get_trials(deepcopy=False, states=done))
     if left <= 0:
         return
-    room = Slots(lambda: slots)
+    room = SlotQueue(lambda: slots)
 
-    def objective(trial: Trial) -> Any:
-        with room.taken(size, lambda _: None):
+    def run_trial(trial: Trial) -> Any:
+        with room.hold_slots(size, lambda _: None):
             found = TrialBackend(where, trial, metric).run(train, (space(trial),))[0]
         return found[metric] if isinstance(found, Mapping) and metric is not None else found
 
     study.optimize(
-        objective,
+        run_trial,
         n_trials=left,
         n_jobs=min(left, slots // size),
         timeout=timeout,
@@ -118,16 +118,16 @@ class TrialBackend(Backend):
     ) -> list[Any]:
         """Like `Backend.run`."""
 
-        def heard(rank: int, record: dict[str, Any]) -> None:
+        def handle_progress(rank: int, record: dict[str, Any]) -> None:
             if on_progress is not None:
                 on_progress(rank, record)
-            found = told(rank, record)
+            found = parse_report(rank, record)
             if found is not None:
-                self._tell(*found)
+                self._report_to_study(*found)
 
-        return self._backend.run(fn, args, kwargs, env, heard)
+        return self._backend.run(fn, args, kwargs, env, handle_progress)
 
-    def _tell(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _report_to_study(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._metric is None and len(metrics) != 1:
             raise ValueError(
                 f"name the metric that decides the trial, one of {', '.join(metrics) or 'none'}"
@@ -137,7 +137,7 @@ class TrialBackend(Backend):
             raise ValueError(f"the trial reported no {name!r}, but {', '.join(metrics)}")
         self._trial.report(metrics[name], step)
         if self._trial.should_prune():
-            raise _optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
+            raise _import_optuna().TrialPruned(f"{name} was {metrics[name]:g} at step {step}")
 
     def num_processes(self) -> int:
         """Returns the number of workers."""
@@ -152,7 +152,7 @@ class TrialBackend(Backend):
         return TrialBackend(self._backend.through(store), self._trial, self._metric)
 
 
-def _optuna() -> Any:
+def _import_optuna() -> Any:
     try:
         import optuna  # noqa: PLC0415 - the package imports without it
     except ImportError as error:

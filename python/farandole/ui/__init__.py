@@ -25,7 +25,7 @@ __all__ = ["PAGE", "Viewer", "announce", "proxied", "show"]
 PAGE: Final = Path(__file__).parent
 """Directory with the page's script and style, which `make` builds."""
 
-_OPEN: dict[tuple[int, tuple[str, ...], int], Viewer] = {}
+_OPEN_VIEWERS: dict[tuple[int, tuple[str, ...], int], Viewer] = {}
 
 
 class Viewer:
@@ -43,7 +43,7 @@ class Viewer:
 
     def __init__(self, stores: tuple[str, ...], port: int = 0, run: str | None = None) -> None:
         self.stores = stores
-        self._server = native.Viewer(list(stores), PAGE, port)
+        self._server = native.ViewerServer(list(stores), PAGE, port)
         self._run = run
 
     def at(self, run: str | None) -> Self:
@@ -59,25 +59,25 @@ class Viewer:
     @property
     def url(self) -> str:
         """The link as the browser of this host opens it."""
-        return self._server.url + self._place
+        return self._server.url + self._url_fragment
 
     @property
     def link(self) -> str:
         """The link as a notebook's browser opens it: by the proxy of JupyterHub or Databricks
         where there is one.
         """
-        return proxied(self._server.port, self._server.path) + self._place
+        return proxied(self._server.port, self._server.path) + self._url_fragment
 
     @property
-    def _place(self) -> str:
+    def _url_fragment(self) -> str:
         return "" if self._run is None else f"#/run/{quote(f'0/{self._run}', safe='')}"
 
     def close(self) -> None:
         """Ends the viewer."""
         self._server.close()
-        for key, viewer in list(_OPEN.items()):
+        for key, viewer in list(_OPEN_VIEWERS.items()):
             if viewer._server is self._server:  # noqa: SLF001 - of the same class
-                del _OPEN[key]
+                del _OPEN_VIEWERS[key]
 
     def __enter__(self) -> Self:
         """Returns the viewer."""
@@ -113,15 +113,15 @@ def show(*stores: Any, port: int = 0, run: str | None = None) -> Viewer:
         ValueError: No store, or text that is none.
         OSError: The page is not installed, or the port is taken.
     """
-    names = tuple(_runs_of(store) for store in stores)
+    names = tuple(_runs_path(store) for store in stores)
     key = (os.getpid(), names, port)
-    if key not in _OPEN:
-        _OPEN[key] = Viewer(names, port)
-    return _OPEN[key].at(run)
+    if key not in _OPEN_VIEWERS:
+        _OPEN_VIEWERS[key] = Viewer(names, port)
+    return _OPEN_VIEWERS[key].at(run)
 
 
 def announce(viewer: Viewer, what: str) -> None:
-    """Tells the user where the page is: by a link in a notebook, elsewhere by a line on stderr.
+    """Shows the address of the page: a link in a notebook, elsewhere a line on stderr.
 
     Args:
         viewer: The viewer.
@@ -137,7 +137,7 @@ def announce(viewer: Viewer, what: str) -> None:
     sys.stderr.flush()
 
 
-def _runs_of(store: Any) -> str:
+def _runs_path(store: Any) -> str:
     if isinstance(store, str | os.PathLike):
         path = os.fspath(store)
         return (
@@ -155,11 +155,11 @@ def proxied(port: int, path: str) -> str:
         port: Of the server.
         path: It begins with `/`.
     """
-    prefix = _prefix(port)
+    prefix = _proxy_prefix(port)
     return f"http://127.0.0.1:{port}{path}" if prefix is None else f"{prefix}{path.lstrip('/')}"
 
 
-def _prefix(port: int) -> str | None:
+def _proxy_prefix(port: int) -> str | None:
     """Returns the prefix of a notebook's proxy for the path of a port of this host."""
     hub = os.environ.get("JUPYTERHUB_SERVICE_PREFIX")
     if hub:
@@ -180,7 +180,7 @@ def _prefix(port: int) -> str | None:
 
 
 @atexit.register
-def _close() -> None:
-    for (pid, _, _), viewer in list(_OPEN.items()):
+def _close_viewers() -> None:
+    for (pid, _, _), viewer in list(_OPEN_VIEWERS.items()):
         if pid == os.getpid():
             viewer.close()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class _Hash:
+class _HashingSink:
     """A file that keeps only the hash of the written bytes."""
 
     closed = False
@@ -32,7 +32,7 @@ class _Hash:
         """Does nothing: no rows are buffered."""
 
 
-def content_of(table: pa.Table) -> str:
+def table_digest(table: pa.Table) -> str:
     """Returns a hash of a table's rows, which distinguishes the table from others.
 
     Args:
@@ -40,7 +40,7 @@ def content_of(table: pa.Table) -> str:
     """
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
-    file = _Hash()
+    file = _HashingSink()
     with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), table.schema.remove_metadata()) as stream:
         for batch in table.replace_schema_metadata(None).to_batches():
             stream.write_batch(batch)

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.content import content_of
-from farandole.data.inputs.lazy import is_lazy, lazy_batches, lazy_schema
+from farandole.data.inputs.content import table_digest
+from farandole.data.inputs.lazy import is_lazy_frame, lazy_frame_batches, lazy_frame_schema
 from farandole.data.inputs.tables import (
     iceberg_batches,
-    iceberg_print,
+    iceberg_fingerprint,
     iceberg_schema,
-    is_iceberg,
-    is_relation,
+    is_duckdb_relation,
+    is_iceberg_table,
     relation_batches,
     relation_schema,
 )
-from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
+from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,11 +25,17 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def is_frame(value: Any) -> bool:
+def holds_rows(value: Any) -> bool:
     """Returns whether a value holds rows: a pyarrow, pandas, polars or Iceberg table, a Ray data
     set, or a stream.
     """
-    kinds = (_is_pandas, is_arrow_dataset, _is_ray_dataset, is_lazy, is_iceberg)
+    kinds = (
+        _is_pandas_dataframe,
+        is_arrow_dataset,
+        _is_ray_dataset,
+        is_lazy_frame,
+        is_iceberg_table,
+    )
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
 
@@ -45,7 +51,7 @@ def is_arrow_dataset(value: Any) -> bool:
     )
 
 
-def is_spark(value: Any) -> bool:
+def is_spark_dataframe(value: Any) -> bool:
     """Returns whether a value is a DataFrame of Spark, with Spark Connect or without.
 
     Args:
@@ -57,7 +63,7 @@ def is_spark(value: Any) -> bool:
     )
 
 
-def frame_source(value: Any) -> Source | None:
+def frame_source(value: Any) -> RowSource | None:
     """Returns the rows of a frame, a table or a stream; `None` for other values.
 
     Args:
@@ -69,28 +75,28 @@ def frame_source(value: Any) -> Source | None:
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
     for is_kind, opened in (
-        (is_iceberg, _iceberg),
-        (is_relation, _relation),
-        (_is_ray_dataset, _ray_dataset),
-        (is_lazy, _lazy),
+        (is_iceberg_table, _iceberg_source),
+        (is_duckdb_relation, _relation_source),
+        (_is_ray_dataset, _ray_dataset_source),
+        (is_lazy_frame, _lazy_frame_source),
     ):
         if is_kind(value):
             return opened(value)
-    table = held(value)
+    table = in_memory_table(value)
     if table is not None:
-        return _table(table)
+        return _table_source(table)
     return (
-        _stream(pa.RecordBatchReader.from_stream(value))
+        _stream_source(pa.RecordBatchReader.from_stream(value))
         if hasattr(value, "__arrow_c_stream__")
         else None
     )
 
 
-def held(source: Any) -> pa.Table | None:
+def in_memory_table(source: Any) -> pa.Table | None:
     """Returns the rows that are in memory already, and stay there; `None` for a stream."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    if _is_pandas(source):
+    if _is_pandas_dataframe(source):
         return pa.Table.from_pandas(source, preserve_index=False)
     if isinstance(source, pa.RecordBatch):
         return pa.Table.from_batches([source])
@@ -101,32 +107,32 @@ def held(source: Any) -> pa.Table | None:
     return None
 
 
-def _lazy(frame: Any) -> Source:
+def _lazy_frame_source(frame: Any) -> RowSource:
     """Returns a polars query, which is run once for each pass over its rows."""
 
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the lazy frame", lambda: lazy_batches(frame, columns))]
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the lazy frame", lambda: lazy_frame_batches(frame, columns))]
 
-    return Source(lazy_schema(frame), None, units, ordered=False)
+    return RowSource(lazy_frame_schema(frame), None, list_units, ordered=False)
 
 
-def _relation(relation: Any) -> Source:
+def _relation_source(relation: Any) -> RowSource:
     """Returns a query of DuckDB, which is run once for each pass over its rows."""
 
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the relation", lambda: relation_batches(relation, columns))]
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the relation", lambda: relation_batches(relation, columns))]
 
-    return Source(relation_schema(relation), None, units, ordered=False)
-
-
-def _iceberg(table: Any) -> Source:
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the Iceberg table", lambda: iceberg_batches(table, columns))]
-
-    return Source(iceberg_schema(table), iceberg_print(table), units, ordered=False)
+    return RowSource(relation_schema(relation), None, list_units, ordered=False)
 
 
-def _is_pandas(value: Any) -> bool:
+def _iceberg_source(table: Any) -> RowSource:
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the Iceberg table", lambda: iceberg_batches(table, columns))]
+
+    return RowSource(iceberg_schema(table), iceberg_fingerprint(table), list_units, ordered=False)
+
+
+def _is_pandas_dataframe(value: Any) -> bool:
     kind = type(value)
     return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
 
@@ -152,17 +158,17 @@ def is_ray_shard(value: Any) -> bool:
 
 
 def ray_tables(rows: Any) -> Iterator[pa.Table]:
-    """The rows of a Ray data set or of a shard, from the first one on.
+    """Yields the rows of a Ray data set or of a shard, from the first row on.
 
     Args:
         rows: The data set, or the shard.
     """
-    for table in rows.iter_batches(batch_format="pyarrow", batch_size=BATCH_ROWS):
-        yield _plain(table)
+    for table in rows.iter_batches(batch_format="pyarrow", batch_size=MAX_BATCH_ROWS):
+        yield _without_ray_tensors(table)
 
 
-def _plain(table: pa.Table) -> pa.Table:
-    """Returns a table of Ray without Ray's tensors, which are lists under a type of its own."""
+def _without_ray_tensors(table: pa.Table) -> pa.Table:
+    """Returns a Ray table whose tensor columns, a Ray extension type, are plain list columns."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     for index, column in enumerate(table.columns):
@@ -172,34 +178,36 @@ def _plain(table: pa.Table) -> pa.Table:
     return table
 
 
-def _ray_dataset(dataset: Any) -> Source:
+def _ray_dataset_source(dataset: Any) -> RowSource:
     """Ray's blocks pass through this process one after the other; it may make other rows when it
     is read again.
     """
 
-    def batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
+    def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
         for table in ray_tables(dataset.select_columns(columns)):
-            yield from table.to_batches(max_chunksize=BATCH_ROWS)
+            yield from table.to_batches(max_chunksize=MAX_BATCH_ROWS)
 
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the Ray data set", lambda: batches(columns))]
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the Ray data set", lambda: read_batches(columns))]
 
     first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
     if first is None:
         raise ValueError("the Ray data set has no rows")
-    return Source(_plain(first).schema, None, units, ordered=False)
+    return RowSource(_without_ray_tensors(first).schema, None, list_units, ordered=False)
 
 
-def _table(table: pa.Table) -> Source:
-    def units(columns: list[str]) -> list[Unit]:
+def _table_source(table: pa.Table) -> RowSource:
+    def list_units(columns: list[str]) -> list[SourceUnit]:
         chosen = table.select(columns)
-        return [Unit("the table", lambda: iter(chosen.to_batches(max_chunksize=BATCH_ROWS)))]
+        return [
+            SourceUnit("the table", lambda: iter(chosen.to_batches(max_chunksize=MAX_BATCH_ROWS)))
+        ]
 
-    return Source(table.schema, content_of(table), units)
+    return RowSource(table.schema, table_digest(table), list_units)
 
 
-def _stream(reader: pa.RecordBatchReader) -> Source:
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the stream", lambda: (batch.select(columns) for batch in reader))]
+def _stream_source(reader: pa.RecordBatchReader) -> RowSource:
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the stream", lambda: (batch.select(columns) for batch in reader))]
 
-    return Source(reader.schema, None, units, again=False)
+    return RowSource(reader.schema, None, list_units, is_rereadable=False)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def is_lazy(value: Any) -> bool:
+def is_lazy_frame(value: Any) -> bool:
     """Returns whether a value is a lazy frame."""
     kind = type(value)
     return kind.__name__ == "LazyFrame" and kind.__module__.partition(".")[0] == "polars"
 
 
-def lazy_schema(frame: Any) -> pa.Schema:
+def lazy_frame_schema(frame: Any) -> pa.Schema:
     """Returns the types of a lazy frame's columns.
 
     Args:
@@ -27,7 +27,7 @@ def lazy_schema(frame: Any) -> pa.Schema:
     return frame.collect_schema().to_frame().to_arrow().schema
 
 
-def lazy_batches(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def lazy_frame_batches(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """Runs the query of a lazy frame.
 
     Args:

@@ -16,21 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs import files as found_files
-from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark
-from farandole.data.inputs.runs import decoded
-from farandole.data.inputs.tables import iceberg_at
-from farandole.data.inputs.units import BATCH_ROWS, Source, Unit
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
+from farandole.data.inputs.run_end_encoding import decode_run_ends
+from farandole.data.inputs.tables import iceberg_table_at
+from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
-UNIT_BYTES = 128 << 20
+UNIT_TARGET_BYTES = 128 << 20
 """Bytes of Parquet, encoded, that are one unit."""
-_BATCH_BYTES = 4 << 20
-_BLOCK_BYTES = 4 << 20
-_FORMATS = {
+_BATCH_TARGET_BYTES = 4 << 20
+_TEXT_BLOCK_BYTES = 4 << 20
+_FORMAT_BY_SUFFIX = {
     "parquet": "parquet",
     "pq": "parquet",
     "csv": "csv",
@@ -42,9 +42,9 @@ _FORMATS = {
     "ipc": "ipc",
     "feather": "ipc",
 }
-_TYPED = ("parquet", "ipc")
-"""Formats whose files say what types they have; those of others are guessed from each file's
-first block.
+_SELF_DESCRIBING_FORMATS = ("parquet", "ipc")
+"""Formats whose files contain a schema. For other formats, the types are guessed from the first
+block of each file.
 """
 
 
@@ -54,7 +54,7 @@ def open_source(
     format: str | None = None,  # noqa: A002 - as pyarrow calls it
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Source:
+) -> RowSource:
     """Opens a source and finds its columns and units.
 
     Args:
@@ -77,17 +77,17 @@ def open_source(
     except ImportError as error:
         raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
 
-    iceberg = iceberg_at(source)
-    found = None if iceberg is not None else listed(source, format, types, options)
+    iceberg = iceberg_table_at(source)
+    found = None if iceberg is not None else list_datasets(source, format, types, options)
     if found is not None:
-        return decoded(_fragments(*found))
+        return decode_run_ends(_fragments_source(*found))
     if is_arrow_dataset(source):
-        return decoded(_dataset(source))
+        return decode_run_ends(_dataset_source(source))
     opened = frame_source(source if iceberg is None else iceberg)
     if opened is not None:
-        return decoded(opened)
+        return decode_run_ends(opened)
     kind = type(source)
-    if is_spark(source):
+    if is_spark_dataframe(source):
         raise TypeError(
             "a Spark DataFrame is prepared by estimator.fit, or by "
             "farandole.spark.common.util.prepare_data"
@@ -99,7 +99,7 @@ def open_source(
     )
 
 
-def listed(
+def list_datasets(
     source: Any,
     given: str | None,
     types: Mapping[str, Any] | None,
@@ -109,13 +109,13 @@ def listed(
 
     Args:
         source: Perhaps a path.
-        given: The format, or `None` where names tell.
+        given: The format, or `None` to take it from the file names.
         types: Types by column.
-        options: Of the format.
+        options: Options of the format.
 
     Returns:
-        The datasets, what tells their files and versions from others, and whether files say their
-        types.
+        The datasets, a text that identifies their files and versions, and whether the files contain
+        a schema.
     """
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
@@ -127,30 +127,32 @@ def listed(
             if len(paths) > 1:
                 raise ValueError(f"a Delta table must be the only source: {path}")
             return [table.to_pyarrow_dataset()], f"delta {path} {table.version()}", True
-    places = [found_files.find(path) for path in paths]
+    places = [found_files.find_files(path) for path in paths]
     everything = [file for place in places for file in place.files]
-    kind, endings = given, found_files.extensions(everything)
+    kind, endings = given, found_files.file_extensions(everything)
     if kind is None:
-        kinds = {_FORMATS.get(ending) for ending in endings}
+        kinds = {_FORMAT_BY_SUFFIX.get(ending) for ending in endings}
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None:
             shown = ", ".join(sorted(f".{ending}" for ending in endings))
             raise ValueError(f"the format is unknown for names that end in {shown}: pass format=")
-    if kind not in _FORMATS.values():
+    if kind not in _FORMAT_BY_SUFFIX.values():
         raise ValueError(
-            f"format must be one of {', '.join(sorted(set(_FORMATS.values())))}: {kind}"
+            f"format must be one of {', '.join(sorted(set(_FORMAT_BY_SUFFIX.values())))}: {kind}"
         )
     tabs = {"delimiter": "\t"} if endings == {"tsv"} else {}
-    reading = _format(kind, types or {}, {**tabs, **(options or {})})
+    reading = _file_format(kind, types or {}, {**tabs, **(options or {})})
     datasets = [
-        one for one in (_opened(place, kind, reading) for place in places) if one is not None
+        one
+        for one in (_open_dataset_files(place, kind, reading) for place in places)
+        if one is not None
     ]
     if not datasets:
         raise ValueError(f"all files are empty: {', '.join(paths)}")
     told = [kind, repr(sorted((types or {}).items())), repr(sorted((options or {}).items()))]
-    told += sorted(file.version for file in everything)
+    told += sorted(file.version_text for file in everything)
     print_ = "files " + hashlib.sha256("\n".join(told).encode()).hexdigest()
-    return datasets, print_, kind in _TYPED
+    return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
 def delta_table(path: str) -> Any:
@@ -175,30 +177,30 @@ def delta_table(path: str) -> Any:
         ) from error
     if directory.local_path is not None:
         return DeltaTable(directory.local_path)
-    return DeltaTable(directory.url, storage_options=native.options_of(directory.url))
+    return DeltaTable(directory.url, storage_options=native.object_store_options(directory.url))
 
 
-def _opened(place: found_files.Found, kind: str, reading: Any) -> Any:
+def _open_dataset_files(place: found_files.FoundFiles, kind: str, reading: Any) -> Any:
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
 
     # pyarrow takes a text without a line for a mistake; here it is a file without rows.
-    paths = [file.path for file in place.files if file.size > 0 or kind in _TYPED]
+    paths = [file.path for file in place.files if file.size > 0 or kind in _SELF_DESCRIBING_FORMATS]
     if not paths:
         return None
     try:
         return ds.dataset(
             paths,
             format=reading,
-            filesystem=_filesystem(paths[0]),
+            filesystem=_arrow_filesystem(paths[0]),
             partitioning="hive",
             partition_base_dir=place.base,
         )
     except (pa.ArrowException, OSError) as error:
-        raise _told(paths[0], error) from error
+        raise _read_error(paths[0], error) from error
 
 
-def _filesystem(path: str) -> Any:
+def _arrow_filesystem(path: str) -> Any:
     from pyarrow import fs  # noqa: PLC0415 - as above
 
     if path.startswith("/"):
@@ -208,14 +210,14 @@ def _filesystem(path: str) -> Any:
     return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 
 
-_READ = (
+_CSV_READ_OPTIONS = (
     "column_names",
     "autogenerate_column_names",
     "skip_rows",
     "skip_rows_after_names",
     "encoding",
 )
-_PARSE = (
+_CSV_PARSE_OPTIONS = (
     "delimiter",
     "quote_char",
     "double_quote",
@@ -223,7 +225,7 @@ _PARSE = (
     "newlines_in_values",
     "ignore_empty_lines",
 )
-_CONVERT = (
+_CSV_CONVERT_OPTIONS = (
     "null_values",
     "true_values",
     "false_values",
@@ -234,19 +236,22 @@ _CONVERT = (
 )
 
 
-def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
+def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.csv as csv  # noqa: PLC0415, PLR0402 - as above
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
     import pyarrow.json as json  # noqa: PLC0415, PLR0402 - as above
 
-    known = {"csv": (*_READ, *_PARSE, *_CONVERT), "json": ("newlines_in_values",)}.get(kind, ())
+    known = {
+        "csv": (*_CSV_READ_OPTIONS, *_CSV_PARSE_OPTIONS, *_CSV_CONVERT_OPTIONS),
+        "json": ("newlines_in_values",),
+    }.get(kind, ())
     strange = sorted(set(options) - set(known))
     if strange:
         raise ValueError(
             f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}"
         )
-    if types and kind in _TYPED:
+    if types and kind in _SELF_DESCRIBING_FORMATS:
         raise ValueError(
             f"files of {kind} contain their types, which cannot be set: types={dict(types)}"
         )
@@ -254,63 +259,78 @@ def _format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any
         name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
     }
 
-    def some(names: tuple[str, ...]) -> dict[str, Any]:
+    def select_options(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options[name] for name in names if name in options}
 
     if kind == "csv":
         return ds.CsvFileFormat(
-            parse_options=csv.ParseOptions(**some(_PARSE)),
-            read_options=csv.ReadOptions(block_size=_BLOCK_BYTES, **some(_READ)),
-            convert_options=csv.ConvertOptions(column_types=kinds, **some(_CONVERT)),
+            parse_options=csv.ParseOptions(**select_options(_CSV_PARSE_OPTIONS)),
+            read_options=csv.ReadOptions(
+                block_size=_TEXT_BLOCK_BYTES, **select_options(_CSV_READ_OPTIONS)
+            ),
+            convert_options=csv.ConvertOptions(
+                column_types=kinds, **select_options(_CSV_CONVERT_OPTIONS)
+            ),
         )
     if kind == "json":
         explicit = pa.schema(list(kinds.items())) if kinds else None
-        parsing = json.ParseOptions(explicit_schema=explicit, **some(("newlines_in_values",)))
+        parsing = json.ParseOptions(
+            explicit_schema=explicit, **select_options(("newlines_in_values",))
+        )
         return ds.JsonFileFormat(
-            parse_options=parsing, read_options=json.ReadOptions(block_size=_BLOCK_BYTES)
+            parse_options=parsing, read_options=json.ReadOptions(block_size=_TEXT_BLOCK_BYTES)
         )
     return ds.ParquetFileFormat() if kind == "parquet" else ds.IpcFileFormat()
 
 
-def _dataset(dataset: Any) -> Source:
+def _dataset_source(dataset: Any) -> RowSource:
     """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
 
-        def units(columns: list[str]) -> list[Unit]:
+        def list_units(columns: list[str]) -> list[SourceUnit]:
             return [
-                Unit("the dataset", lambda: dataset.to_batches(columns=_named(columns), **_ahead()))
+                SourceUnit(
+                    "the dataset",
+                    lambda: dataset.to_batches(
+                        columns=_column_expressions(columns), **_read_ahead_options()
+                    ),
+                )
             ]
 
-        return Source(dataset.schema, None, units)
+        return RowSource(dataset.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
     told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
-    return _fragments([dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False)
+    return _fragments_source(
+        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False
+    )
 
 
-def _fragments(datasets: list[Any], told: str, typed: bool) -> Source:
+def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
 
     fragments = [fragment for dataset in datasets for fragment in dataset.get_fragments()]
     schema = datasets[0].schema
 
-    def units(columns: list[str]) -> list[Unit]:
-        whole = _agreed(fragments, datasets, columns, typed=typed)
-        return [unit for fragment in fragments for unit in _units(fragment, whole, columns)]
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        whole = _common_schema(fragments, datasets, columns, typed=typed)
+        return [
+            unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
+        ]
 
-    return Source(schema, told, units)
+    return RowSource(schema, told, list_units)
 
 
-def _agreed(
+def _common_schema(
     fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool
 ) -> pa.Schema:
-    """Returns the types of columns in all files; where files say no types, what holds the
-    guesses of all.
+    """Returns the types of columns in all files; if the files have no schema, types that can hold
+    the guessed types of all files.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     with ThreadPoolExecutor(8) as pool:
-        schemas = list(pool.map(_schema, fragments))
+        schemas = list(pool.map(_fragment_schema, fragments))
     fields = {}
     for name in columns:
         inside = [
@@ -325,15 +345,17 @@ def _agreed(
         for fragment, schema in zip(fragments, schemas, strict=True):
             if name not in schema.names:
                 raise ValueError(
-                    f"no column {name!r} in {_path(fragment)}, it is in {_path(first)}"
+                    f"no column {name!r} in {_fragment_path(fragment)}, it is in "
+                    f"{_fragment_path(first)}"
                 )
             other = schema.field(name)
             if other.type == field.type:
                 continue
-            merged = None if typed else _merged(field, other)
+            merged = None if typed else _merge_fields(field, other)
             if merged is None:
                 raise ValueError(
-                    f"column {name!r} is {other.type} in {_path(fragment)}, in {_path(first)} it "
+                    f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
+                    f"{_fragment_path(first)} it "
                     f"is {field.type}"
                 )
             field = merged
@@ -341,7 +363,7 @@ def _agreed(
     return pa.schema([field.with_nullable(True) for field in fields.values()])
 
 
-def _merged(one: pa.Field, other: pa.Field) -> pa.Field | None:
+def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:
     """Returns a type that holds both guesses."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
@@ -353,32 +375,35 @@ def _merged(one: pa.Field, other: pa.Field) -> pa.Field | None:
         return None
 
 
-def _path(fragment: Any) -> str:
+def _fragment_path(fragment: Any) -> str:
     return getattr(fragment, "path", None) or "the dataset"
 
 
-def _schema(fragment: Any) -> pa.Schema:
+def _fragment_schema(fragment: Any) -> pa.Schema:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:
         return fragment.physical_schema
     except (pa.ArrowException, OSError) as error:
-        raise _told(_path(fragment), error) from error
+        raise _read_error(_fragment_path(fragment), error) from error
 
 
-def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Unit]:
-    name = _path(fragment)
+def _fragment_units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[SourceUnit]:
+    name = _fragment_path(fragment)
 
-    def unit(part: Any, rows: int, *, whole: bool) -> Unit:
-        def batches() -> Iterator[pa.RecordBatch]:
-            return _told_by(
-                name, part.to_batches(schema=schema, columns=_named(columns), **_ahead(rows))
+    def make_unit(part: Any, rows: int, *, whole: bool) -> SourceUnit:
+        def read_batches() -> Iterator[pa.RecordBatch]:
+            return _translate_read_errors(
+                name,
+                part.to_batches(
+                    schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
+                ),
             )
 
-        return Unit(name, batches, whole)
+        return SourceUnit(name, read_batches, whole)
 
     if not hasattr(fragment, "row_groups"):
-        yield unit(fragment, BATCH_ROWS, whole=False)
+        yield make_unit(fragment, MAX_BATCH_ROWS, whole=False)
         return
     ids: list[int] = []
     rows = size = 0
@@ -386,32 +411,34 @@ def _units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[Uni
     for group in groups:
         ids.append(group.id)
         rows, size = rows + group.num_rows, size + group.total_byte_size
-        if size >= UNIT_BYTES or group is groups[-1]:
-            each = max(256, min(BATCH_ROWS, _BATCH_BYTES * max(rows, 1) // max(size, 1)))
-            yield unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
+        if size >= UNIT_TARGET_BYTES or group is groups[-1]:
+            each = max(256, min(MAX_BATCH_ROWS, _BATCH_TARGET_BYTES * max(rows, 1) // max(size, 1)))
+            yield make_unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
             ids, rows, size = [], 0, 0
 
 
-def _named(columns: Sequence[str]) -> dict[str, Any]:
+def _column_expressions(columns: Sequence[str]) -> dict[str, Any]:
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
 
     return {name: ds.field(name) for name in columns}  # as texts, names with dots would be paths
 
 
-def _ahead(rows: int = BATCH_ROWS) -> dict[str, int]:
+def _read_ahead_options(rows: int = MAX_BATCH_ROWS) -> dict[str, int]:
     return {"batch_size": rows, "batch_readahead": 2, "fragment_readahead": 1}
 
 
-def _told_by(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _translate_read_errors(
+    name: str, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:
-        raise _told(name, error) from error
+        raise _read_error(name, error) from error
 
 
-def _told(name: str, error: Exception) -> Exception:
+def _read_error(name: str, error: Exception) -> Exception:
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"{name} is gone: {error}")
     hint = "; types={...} says what a column is" if "conversion error" in str(error) else ""

@@ -14,30 +14,30 @@ import hashlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.frames import held
-from farandole.data.inputs.sources import Source, Unit, listed
-from farandole.data.inputs.tables import iceberg_at, iceberg_print, is_iceberg
+from farandole.data.inputs.frames import in_memory_table
+from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets
+from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_iceberg_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pyarrow as pa
 
-MEMORY = 256 << 20
+QUERY_MEMORY_BYTES = 256 << 20
 """Bytes that sorts, joins and groups may hold before they spill."""
-TABLE = "source"
+DEFAULT_TABLE_NAME = "source"
 """The name of a source in a query if it has no other name."""
-_MOMENTS = ("random(", "now(", "current_", "uuid(", "today(")
+_NONDETERMINISTIC_FUNCTIONS = ("random(", "now(", "current_", "uuid(", "today(")
 
 
-def query(
+def query_source(
     source: Any,
     sql: str,
     *,
     format: str | None = None,  # noqa: A002 - as pyarrow calls it
     types: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> Source:
+) -> RowSource:
     """Returns the rows of a query on a source.
 
     Args:
@@ -60,11 +60,17 @@ def query(
     except ImportError as error:
         raise ImportError("sql= needs DataFusion: pip install 'farandole[sql]'") from error
 
-    runtime = datafusion.RuntimeEnvBuilder().with_disk_manager_os().with_fair_spill_pool(MEMORY)
+    runtime = (
+        datafusion.RuntimeEnvBuilder()
+        .with_disk_manager_os()
+        .with_fair_spill_pool(QUERY_MEMORY_BYTES)
+    )
     context = datafusion.SessionContext(datafusion.SessionConfig(), runtime)
     prints = []
-    for name, one in source.items() if isinstance(source, Mapping) else [(TABLE, source)]:
-        prints.append((name, _register(context, name, one, format, types, options)))
+    for name, one in (
+        source.items() if isinstance(source, Mapping) else [(DEFAULT_TABLE_NAME, source)]
+    ):
+        prints.append((name, _register_table(context, name, one, format, types, options)))
     try:
         frame = context.sql(sql)
         schema = frame.schema()
@@ -73,19 +79,21 @@ def query(
             f"not a query of {', '.join(name for name, _ in prints)}: {error}"
         ) from error
     known = [text for _, text in prints if text is not None]
-    fixed = len(known) == len(prints) and not any(moment in sql.lower() for moment in _MOMENTS)
+    fixed = len(known) == len(prints) and not any(
+        moment in sql.lower() for moment in _NONDETERMINISTIC_FUNCTIONS
+    )
     told = hashlib.sha256(
         "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
     ).hexdigest()
 
-    def units(columns: list[str]) -> list[Unit]:
-        return [Unit("the query", lambda: _stream(frame, columns))]
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [SourceUnit("the query", lambda: _stream_query(frame, columns))]
 
-    # Without an order of its own, a query gives its rows in another one each time.
-    return Source(schema, f"query {told}" if fixed else None, units, ordered=False)
+    # Without ORDER BY, a query may return its rows in a different order each time.
+    return RowSource(schema, f"query {told}" if fixed else None, list_units, ordered=False)
 
 
-def _register(
+def _register_table(
     context: Any,
     name: str,
     source: Any,
@@ -95,16 +103,16 @@ def _register(
 ) -> str | None:
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
-    iceberg = source if is_iceberg(source) else iceberg_at(source)
+    iceberg = source if is_iceberg_table(source) else iceberg_table_at(source)
     if iceberg is not None:
         context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
-        return iceberg_print(iceberg)
-    found = listed(source, kind, types, options)
+        return iceberg_fingerprint(iceberg)
+    found = list_datasets(source, kind, types, options)
     if found is not None:
         datasets, told, _ = found
         context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
         return told
-    table = held(source)
+    table = in_memory_table(source)
     if table is None:
         raise TypeError(
             f"a query can read files, tables and frames: {name} is a {type(source).__name__}"
@@ -113,7 +121,7 @@ def _register(
     return None
 
 
-def _stream(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _stream_query(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:

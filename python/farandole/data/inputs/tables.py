@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-_BATCH_ROWS = 65536
-_METADATA = re.compile(r"(?:v(\d+)|(\d+)-[^/]+?)(?:\.gz)?\.metadata\.json(?:\.gz)?")
+_RELATION_BATCH_ROWS = 65536
+_METADATA_FILE_PATTERN = re.compile(r"(?:v(\d+)|(\d+)-[^/]+?)(?:\.gz)?\.metadata\.json(?:\.gz)?")
 
 
-def _is(value: Any, *names: str) -> bool:
+def _is_instance_by_name(value: Any, *names: str) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" in names for kind in type(value).__mro__)
 
 
-def is_relation(value: Any) -> bool:
+def is_duckdb_relation(value: Any) -> bool:
     """Returns whether a value is a relation of DuckDB.
 
     Args:
         value: Anything.
     """
-    return _is(
+    return _is_instance_by_name(
         value,
         "duckdb._relation.DuckDBPyRelation",
         "duckdb.duckdb.DuckDBPyRelation",
@@ -43,7 +43,7 @@ def relation_schema(relation: Any) -> pa.Schema:
     Args:
         relation: Of DuckDB.
     """
-    return _reader(relation.limit(0)).schema
+    return _relation_reader(relation.limit(0)).schema
 
 
 def relation_batches(relation: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -54,25 +54,25 @@ def relation_batches(relation: Any, columns: list[str]) -> Iterator[pa.RecordBat
         columns: That are wanted.
     """
     quoted = ('"' + name.replace('"', '""') + '"' for name in columns)
-    yield from _reader(relation.project(", ".join(quoted)))
+    yield from _relation_reader(relation.project(", ".join(quoted)))
 
 
-def _reader(relation: Any) -> Any:
+def _relation_reader(relation: Any) -> Any:
     # Versions before 1.4 have the other name.
     name = "to_arrow_reader" if hasattr(relation, "to_arrow_reader") else "fetch_record_batch"
-    return getattr(relation, name)(_BATCH_ROWS)
+    return getattr(relation, name)(_RELATION_BATCH_ROWS)
 
 
-def is_iceberg(value: Any) -> bool:
+def is_iceberg_table(value: Any) -> bool:
     """Returns whether a value is a table of pyiceberg.
 
     Args:
         value: Anything.
     """
-    return _is(value, "pyiceberg.table.Table")
+    return _is_instance_by_name(value, "pyiceberg.table.Table")
 
 
-def iceberg_table(path: str) -> Any:
+def open_iceberg_table(path: str) -> Any:
     """Returns the Iceberg table in a directory, by its newest metadata file; `None` where there is
     none.
 
@@ -86,8 +86,8 @@ def iceberg_table(path: str) -> Any:
     if any(magic in path for magic in "*?[") or not directory.exists("metadata"):
         return None
     versions = []
-    for name, *_ in directory.look("metadata"):
-        found = _METADATA.fullmatch(name)
+    for name, *_ in directory.list_directory("metadata"):
+        found = _METADATA_FILE_PATTERN.fullmatch(name)
         if found is not None:
             versions.append((int(found[1] or found[2]), name))
     if not versions:
@@ -102,7 +102,7 @@ def iceberg_table(path: str) -> Any:
     return StaticTable.from_metadata(f"{directory.url.rstrip('/')}/metadata/{max(versions)[1]}")
 
 
-def iceberg_at(source: Any) -> Any:
+def iceberg_table_at(source: Any) -> Any:
     """Returns the Iceberg table at a path, or the only path of a list; `None` for everything else.
 
     Args:
@@ -115,14 +115,14 @@ def iceberg_at(source: Any) -> Any:
     given = source if isinstance(source, list | tuple) else [source]
     if not all(isinstance(one, str | os.PathLike) for one in given):
         return None
-    tables = {path: iceberg_table(path) for path in map(os.fspath, given)}
+    tables = {path: open_iceberg_table(path) for path in map(os.fspath, given)}
     found = [path for path, table in tables.items() if table is not None]
     if found and len(given) > 1:
         raise ValueError(f"an Iceberg table must be the only source: {found[0]}")
     return tables[found[0]] if found else None
 
 
-def iceberg_print(table: Any) -> str:
+def iceberg_fingerprint(table: Any) -> str:
     """Returns the identity of a table's rows at its snapshot.
 
     Args:
@@ -145,17 +145,17 @@ def iceberg_schema(table: Any) -> pa.Schema:
 
 
 def iceberg_batches(table: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of the current snapshot, without those that were deleted.
+    """Yields the rows of the current snapshot, without deleted rows.
 
     Args:
-        table: Of pyiceberg.
-        columns: That are wanted.
+        table: A pyiceberg table.
+        columns: Columns to read.
     """
     for batch in table.scan(selected_fields=tuple(columns)).to_arrow_batch_reader():
         yield batch.select(columns)
 
 
-def iceberg_files(table: Any) -> tuple[str, list[str]]:
+def iceberg_data_files(table: Any) -> tuple[str, list[str]]:
     """Returns the directory of a table, and the files in it that hold exactly its rows.
 
     Args:

@@ -12,30 +12,30 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-BATCH_ROWS = 65536
+MAX_BATCH_ROWS = 65536
 """Rows of a record batch, at most."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class SourceUnit:
     """A stream of record batches that can be read again, unless it is a stream itself."""
 
     name: str
     batches: Callable[[], Iterator[pa.RecordBatch]]
-    whole: bool = False
+    is_one_partition: bool = False
     """Whether it is one partition, however many rows it has."""
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """The found data: its columns, and how to read some of them."""
 
     schema: pa.Schema
-    print: str | None
+    fingerprint: str | None
     """The identity of the data; `None` if no later call can ask for the same data."""
-    units: Callable[[list[str]], list[Unit]]
+    units: Callable[[list[str]], list[SourceUnit]]
     """Streams of these columns; refuses files that disagree about them."""
     ordered: bool = True
     """Whether a stream has the same rows in the same order each time it is read."""
-    again: bool = True
+    is_rereadable: bool = True
     """Whether rows can be read more than once."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from farandole.data.inputs.frames import is_spark
+from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.loader import ParquetLoader
-from farandole.data.ragged import Nested, Pad, check_value, element
+from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from farandole.data.ragged import Ragged
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-GROUP_ROWS = 16384
+_URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+ROW_GROUP_ROWS = 16384
 """Rows of a row group that is written here."""
-_BINARY_BYTES = 1 << 30
+_MAX_BINARY_BYTES = 1 << 30
 """Bytes of a column of a record batch, at most; Arrow's `binary` has less than 2 GiB of them."""
-_ANY = 1 << 40
+_UNLIMITED_LIST_LENGTH = 1 << 40
 """Length of a list that none reaches, for lists that are kept whole."""
 
 
@@ -78,21 +78,21 @@ def frame_loader(
     if not isinstance(ragged, Mapping | None):
         raise TypeError(f"ragged must be a dict of Pad or Nested by column: {ragged!r}")
     wanted = dict(ragged or {})
-    directory = _directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
+    directory = _cache_directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
     try:
-        if is_spark(frame):
-            _check(columns, frame.columns, wanted)
-            chosen = frame if columns is None else frame.select(*map(_quoted, columns))
+        if is_spark_dataframe(frame):
+            _check_column_names(columns, frame.columns, wanted)
+            chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
             rows, lists = _write_from_executors(chosen, directory, wanted)
         else:
-            rows, lists = None, _write(frame, columns, directory, wanted)
+            rows, lists = None, _write_rows(frame, columns, directory, wanted)
         loader = _FrameLoader(directory, batch_size, columns, lists, **options)
         if rows is not None:
-            _expect(rows, loader.dataset.rows, directory)
+            _check_row_count(rows, loader.dataset.rows, directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    weakref.finalize(loader, _remove, directory, os.getpid())
+    weakref.finalize(loader, _remove_directory, directory, os.getpid())
     return loader
 
 
@@ -110,17 +110,17 @@ class _FrameLoader(ParquetLoader):
         self._stored = dict(lists)
         super().__init__(directory, batch_size, columns, **options)
 
-    def _what(self) -> str:
+    def _rows_description(self) -> str:
         return "frame_loader"
 
-    def _lists(self) -> dict[str, Ragged]:
+    def _stored_ragged_columns(self) -> dict[str, Ragged]:
         return dict(self._stored)
 
 
-def _directory(cache: str | os.PathLike[str] | None) -> Path:
+def _cache_directory(cache: str | os.PathLike[str] | None) -> Path:
     """Returns the directory that `cache` means."""
     text = tempfile.gettempdir() if cache is None else os.fspath(cache)
-    if not _URL.match(text):
+    if not _URL_PATTERN.match(text):
         return Path(text)
     parts = urlsplit(text)
     if parts.scheme.lower() != "file" or parts.netloc not in ("", "localhost"):
@@ -140,10 +140,10 @@ def _write_from_executors(
 
     seen = Observation()
     longest = [
-        functions.max(functions.size(functions.col(_quoted(name)))).alias(f"longest {number}")
+        functions.max(functions.size(functions.col(_quote_column(name)))).alias(f"longest {number}")
         for number, name in enumerate(wanted)
     ]
-    kinds = _elements(frame.limit(0).toArrow().schema, wanted) if wanted else {}
+    kinds = _element_dtypes(frame.limit(0).toArrow().schema, wanted) if wanted else {}
     counted = frame.observe(seen, functions.count(functions.lit(1)).alias("rows"), *longest)
     if wanted:
         stored = types.StructType(
@@ -154,35 +154,39 @@ def _write_from_executors(
                 for field in frame.schema
             ]
         )
-        counted = counted.mapInArrow(partial(_stored, lists=_kept(wanted, kinds)), stored)
+        counted = counted.mapInArrow(
+            partial(_encode_ragged_batches, lists=_unbounded_ragged_columns(wanted, kinds)), stored
+        )
     counted.write.parquet(directory.absolute().as_uri())
     told = seen.get
     if not any(directory.glob("*.parquet")):
-        _expect(told["rows"], 0, directory)
+        _check_row_count(told["rows"], 0, directory)
     lengths = [max(1, told[f"longest {number}"] or 0) for number in range(len(wanted))]
     known = zip(wanted.items(), lengths, strict=True)
     return told["rows"], {name: one.known(kinds[name], length) for (name, one), length in known}
 
 
-def _elements(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str, str]:
+def _element_dtypes(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str, str]:
     """Returns the type of the values in each ragged column."""
     for name, one in wanted.items():
         if not isinstance(one, Pad | Nested):
             raise TypeError(
                 f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}"
             )
-    kinds = {name: element(schema.field(name).type, name) for name in wanted}
+    kinds = {name: list_element_dtype(schema.field(name).type, name) for name in wanted}
     for name, one in wanted.items():
-        check_value(one, kinds[name], name)
+        check_pad_value(one, kinds[name], name)
     return kinds
 
 
-def _kept(wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]) -> dict[str, Ragged]:
+def _unbounded_ragged_columns(
+    wanted: Mapping[str, Pad | Nested], kinds: Mapping[str, str]
+) -> dict[str, Ragged]:
     """Returns ragged columns as they are written, before the length of the longest row is known."""
-    return {name: one.known(kinds[name], _ANY) for name, one in wanted.items()}
+    return {name: one.known(kinds[name], _UNLIMITED_LIST_LENGTH) for name, one in wanted.items()}
 
 
-def _stored(
+def _encode_ragged_batches(
     batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]
 ) -> Iterator[pa.RecordBatch]:
     """Record batches whose ragged columns are the bytes of each row's values."""
@@ -190,18 +194,19 @@ def _stored(
 
     for batch in batches:
         columns = {
-            name: lists[name].stored(column, name) if name in lists else column
+            name: lists[name].encode_arrow_column(column, name) if name in lists else column
             for name, column in zip(batch.schema.names, batch.columns, strict=True)
         }
-        large = [name for name in lists if columns[name].nbytes > _BINARY_BYTES]
+        large = [name for name in lists if columns[name].nbytes > _MAX_BINARY_BYTES]
         if large and batch.num_rows == 1:
             raise ValueError(
-                f"column {large[0]!r} has a list of more than {_BINARY_BYTES} bytes in one row: "
+                f"column {large[0]!r} has a list of more than {_MAX_BINARY_BYTES} bytes in one "
+                f"row: "
                 "give Pad or Nested a max_length"
             )
         if large:
             half = batch.num_rows // 2
-            yield from _stored([batch.slice(0, half), batch.slice(half)], lists)
+            yield from _encode_ragged_batches([batch.slice(0, half), batch.slice(half)], lists)
             continue
         plain = [
             column.cast(pa.binary()) if name in lists else column
@@ -210,7 +215,7 @@ def _stored(
         yield pa.RecordBatch.from_arrays(plain, names=batch.schema.names)
 
 
-def _expect(written: int, found: int, directory: Path) -> None:
+def _check_row_count(written: int, found: int, directory: Path) -> None:
     if found != written:
         raise ValueError(
             f"Spark wrote {written} rows to {directory}, and {found} of them are here: its "
@@ -219,7 +224,9 @@ def _expect(written: int, found: int, directory: Path) -> None:
         )
 
 
-def _check(columns: Sequence[str] | None, present: Sequence[str], wanted: Iterable[str]) -> None:
+def _check_column_names(
+    columns: Sequence[str] | None, present: Sequence[str], wanted: Iterable[str]
+) -> None:
     lacking = [name for name in columns or () if name not in present]
     if lacking:
         raise ValueError(f"the frame has no column {lacking[0]!r}: {', '.join(present)}")
@@ -235,12 +242,12 @@ def _check(columns: Sequence[str] | None, present: Sequence[str], wanted: Iterab
         )
 
 
-def _quoted(name: str) -> str:
+def _quote_column(name: str) -> str:
     """Returns a column's name in Spark's quotation marks."""
     return "`" + name.replace("`", "``") + "`"
 
 
-def _write(
+def _write_rows(
     frame: Any, columns: Sequence[str] | None, directory: Path, wanted: Mapping[str, Pad | Nested]
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
@@ -248,12 +255,12 @@ def _write(
 
     source = open_source(frame)
     names = source.schema.names if columns is None else list(columns)
-    _check(names, source.schema.names, wanted)
+    _check_column_names(names, source.schema.names, wanted)
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    kinds = _elements(source.schema, wanted)
-    kept, longest = _kept(wanted, kinds), dict.fromkeys(wanted, 1)
+    kinds = _element_dtypes(source.schema, wanted)
+    kept, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir(parents=True)
     writer = None
     try:
@@ -263,17 +270,17 @@ def _write(
                     continue
                 for name, one in kept.items():
                     longest[name] = max(
-                        longest[name], int(one.lengths_of_arrow(batch.column(name)).max())
+                        longest[name], int(one.arrow_row_lengths(batch.column(name)).max())
                     )
-                for stored in _stored([batch], kept) if kept else [batch]:
+                for stored in _encode_ragged_batches([batch], kept) if kept else [batch]:
                     try:
                         writer = writer or pq.ParquetWriter(
                             directory / "rows.parquet", stored.schema, compression="none"
                         )
                         rows = pa.Table.from_batches([stored])
-                        writer.write_table(rows, row_group_size=GROUP_ROWS)
+                        writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
                     except pa.ArrowException as error:
-                        raise _refused(stored, error) from error
+                        raise _unwritable_column_error(stored, error) from error
     finally:
         if writer is not None:
             writer.close()
@@ -282,7 +289,7 @@ def _write(
     return {name: one.known(kinds[name], longest[name]) for name, one in wanted.items()}
 
 
-def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
+def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueError:
     """Returns the error for rows that cannot be written, which names the first column that
     cannot.
     """
@@ -301,7 +308,7 @@ def _refused(batch: pa.RecordBatch, error: Exception) -> ValueError:
     return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 
 
-def _remove(directory: Path, process: int) -> None:
+def _remove_directory(directory: Path, process: int) -> None:
     """Removes the rows, but not from a process that was forked from the one that wrote them."""
     if os.getpid() == process:
         shutil.rmtree(directory, ignore_errors=True)

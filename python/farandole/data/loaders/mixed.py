@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.data_loader_base import BaseDataLoader
-from farandole.data.loader import WEIGHTS
+from farandole.data.loader import WEIGHTS_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,12 +20,12 @@ _STATE_VERSION = 1
 
 
 class MixedLoader(BaseDataLoader):
-    """Batches of several loaders, each of which goes through its own epochs without an end.
+    """Batches of several loaders; each loader repeats its epochs endlessly.
 
-    With `ratios`, every batch comes from one loader. After any number of batches, each loader has
-    given its share of them, give or take one. Without `ratios`, every batch has the rows of one
-    batch of each loader, so the proportions are those of their batch sizes. All ranks take from the
-    same loaders in the same order.
+    With `ratios`, every batch comes from one loader. After any number of batches, the number of
+    batches from each loader differs from its share by at most one. Without `ratios`, every batch
+    has the rows of one batch of each loader, so the batch sizes set the proportions. All ranks take
+    from the same loaders in the same order.
 
     An iteration is `steps` batches. The next one continues with the rows after them.
     """
@@ -58,7 +58,7 @@ class MixedLoader(BaseDataLoader):
         ):
             raise ValueError(f"steps must be a whole number, 1 or more: {steps!r}")
         self.loaders = dict(loaders)
-        self._ratios = None if ratios is None else _shares(ratios, self.loaders)
+        self._ratios = None if ratios is None else _normalize_ratios(ratios, self.loaders)
         lengths = []
         for name, loader in self.loaders.items():
             lengths.append(len(loader))
@@ -78,12 +78,14 @@ class MixedLoader(BaseDataLoader):
                     f"{', '.join(sorted(self.loaders[first].columns))}"
                 )
         if ratios is None:
-            _check_added(self.loaders)
+            _check_added_columns(self.loaders)
         self._steps = steps or (max(lengths) if ratios is None else sum(lengths))
-        self._open: dict[str, Iterator[Batch]] = {}
-        self._first = 0
+        self._open_iterators: dict[str, Iterator[Batch]] = {}
+        self._first_step = 0
         """The step of the next iteration at which it begins."""
-        self._made = self._taken = self._state(0, dict.fromkeys(self.loaders, 0))
+        self._produced_at = self._consumed_at = self._state_after_step(
+            0, dict.fromkeys(self.loaders, 0)
+        )
         self._counts = dict.fromkeys(self.loaders, 0)
 
     @property
@@ -93,9 +95,9 @@ class MixedLoader(BaseDataLoader):
 
     def __len__(self) -> int:
         """Batches of the next iteration."""
-        return self._steps - self._first
+        return self._steps - self._first_step
 
-    def _state(self, step: int, counts: Mapping[str, int]) -> dict[str, Any]:
+    def _state_after_step(self, step: int, counts: Mapping[str, int]) -> dict[str, Any]:
         """Returns the positions of all loaders after a batch."""
         return {
             "version": _STATE_VERSION,
@@ -105,38 +107,38 @@ class MixedLoader(BaseDataLoader):
         }
 
     def _iterate(self) -> Iterator[Batch]:
-        first, self._first = self._first, 0
+        first, self._first_step = self._first_step, 0
         for step in range(first, self._steps):
             if self._ratios is None:
-                batch = self._joined({name: self._next(name) for name in self.loaders})
+                batch = self._join_batches({name: self._next_batch(name) for name in self.loaders})
             else:
-                batch = self._next(self._turn())
-            self._made = self._state((step + 1) % self._steps, self._counts)
+                batch = self._next_batch(self._choose_loader())
+            self._produced_at = self._state_after_step((step + 1) % self._steps, self._counts)
             yield batch
 
-    def _turn(self) -> str:
+    def _choose_loader(self) -> str:
         """Returns the loader that is furthest behind its share."""
         ratios, step = self._ratios or {}, sum(self._counts.values()) + 1
         chosen = max(ratios, key=lambda name: ratios[name] * step - self._counts[name])
         self._counts[chosen] += 1
         return chosen
 
-    def _next(self, name: str) -> Batch:
+    def _next_batch(self, name: str) -> Batch:
         """Returns the next batch of a loader, of its next epoch if this one is over."""
-        if name in self._open:
-            batch = next(self._open[name], None)
+        if name in self._open_iterators:
+            batch = next(self._open_iterators[name], None)
             if batch is not None:
                 return batch
-        self._open[name] = iter(self.loaders[name])
-        batch = next(self._open[name], None)
+        self._open_iterators[name] = iter(self.loaders[name])
+        batch = next(self._open_iterators[name], None)
         if batch is None:  # the rest of an epoch, of which nothing was left
-            self._open[name] = iter(self.loaders[name])
-            batch = next(self._open[name], None)
+            self._open_iterators[name] = iter(self.loaders[name])
+            batch = next(self._open_iterators[name], None)
         if batch is None:
             raise ValueError(f"the loader {name!r} has no batches")
         return batch
 
-    def _joined(self, batches: Mapping[str, Batch]) -> Batch:
+    def _join_batches(self, batches: Mapping[str, Batch]) -> Batch:
         """Returns the rows of several batches, one loader's after the other's."""
         first = next(iter(batches))
         for name, batch in batches.items():
@@ -145,19 +147,19 @@ class MixedLoader(BaseDataLoader):
                     f"batches that are joined must have the same columns: {name!r} has "
                     f"{', '.join(batch)}, {first!r} has {', '.join(batches[first])}"
                 )
-        return {column: _concatenated(column, batches) for column in batches[first]}
+        return {column: _concatenate_column(column, batches) for column in batches[first]}
 
-    def _mark(self) -> dict[str, Any]:
-        return self._made
+    def _produced_position(self) -> dict[str, Any]:
+        return self._produced_at
 
-    def _reached(self, mark: dict[str, Any]) -> None:
-        self._taken = mark
+    def _set_consumer_position(self, mark: dict[str, Any]) -> None:
+        self._consumed_at = mark
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer: the states of all loaders, and the number of
         batches of each.
         """
-        return self._taken
+        return self._consumed_at
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue where a state was taken.
@@ -178,22 +180,24 @@ class MixedLoader(BaseDataLoader):
         self.close()
         for name, loader in self.loaders.items():
             loader.load_state_dict(state["loaders"][name])
-        self._first = int(state["step"]) % self._steps
+        self._first_step = int(state["step"]) % self._steps
         self._counts = {name: int(state["counts"][name]) for name in self.loaders}
-        self._made = self._taken = self._state(self._first, self._counts)
+        self._produced_at = self._consumed_at = self._state_after_step(
+            self._first_step, self._counts
+        )
 
     def close(self) -> None:
         """Ends the iterations of all loaders, and their threads."""
-        for batches in self._open.values():
+        for batches in self._open_iterators.values():
             close = getattr(batches, "close", None)
             if close is not None:
                 close()
-        self._open.clear()
+        self._open_iterators.clear()
         for loader in self.loaders.values():
             loader.close()
 
 
-def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str, float]:
+def _normalize_ratios(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str, float]:
     """Ratios that add up to 1."""
     if set(ratios) != set(loaders):
         strange = sorted(set(ratios) ^ set(loaders))
@@ -209,14 +213,14 @@ def _shares(ratios: Mapping[str, float], loaders: Mapping[str, Any]) -> dict[str
     return {name: ratios[name] / total for name in loaders}
 
 
-def _check_added(loaders: Mapping[str, Any]) -> None:
+def _check_added_columns(loaders: Mapping[str, Any]) -> None:
     """Refuses loaders whose batches could not be joined, since some have weights or lengths and
     others do not.
     """
     added: dict[str, set[str]] = {}
     for name, loader in loaders.items():
         pools = getattr(loader, "loader", loader)
-        lists = pools._nested() if hasattr(pools, "_nested") else []  # noqa: SLF001 - of one house
+        lists = pools._nested_columns() if hasattr(pools, "_nested_columns") else []  # noqa: SLF001 - of one house
         if lists:
             raise ValueError(
                 f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with "
@@ -227,7 +231,7 @@ def _check_added(loaders: Mapping[str, Any]) -> None:
             {column + suffix for column in getattr(pools, "_ragged", ())} if suffix else set()
         )
         if getattr(pools, "tail", None) == "pad":
-            added[name].add(WEIGHTS)
+            added[name].add(WEIGHTS_KEY)
     first = next(iter(added))
     for name, columns in added.items():
         if columns != added[first]:
@@ -239,7 +243,7 @@ def _check_added(loaders: Mapping[str, Any]) -> None:
             )
 
 
-def _concatenated(column: str, batches: Mapping[str, Batch]) -> Any:
+def _concatenate_column(column: str, batches: Mapping[str, Batch]) -> Any:
     values = {name: batch[column] for name, batch in batches.items()}
     shapes = {name: tuple(one.shape[1:]) for name, one in values.items()}
     if len(set(shapes.values())) > 1:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole.data.data_loader_base import BaseDataLoader
-from farandole.data.loader import WEIGHTS, ParquetLoader
+from farandole.data.loader import WEIGHTS_KEY, ParquetLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     Array = npt.NDArray[Any]
     Batch = dict[str, Any]
 
-LENGTH = "__length"
+LENGTH_SUFFIX = "__length"
 """The suffix of the column that holds the lengths of a ragged column."""
 _STATE_VERSION = 1
 
@@ -51,13 +51,13 @@ class PoolLoader(BaseDataLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number, 1 or more: {batch_size!r}")
-        if lists := loader._nested():  # noqa: SLF001 - of one house
+        if lists := loader._nested_columns():  # noqa: SLF001 - of one house
             raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
         self.loader, self.batch_size = loader, batch_size
-        self._skip = 0
+        self._skipped_batches = 0
         """Batches of the first pool that the next iteration passes over."""
-        self._taken: tuple[dict[str, Any], int] = (self._place(), 0)
-        self._made = self._taken
+        self._consumed_at: tuple[dict[str, Any], int] = (self._pool_state(), 0)
+        self._produced_at = self._consumed_at
 
     @property
     def columns(self) -> list[str]:
@@ -76,33 +76,37 @@ class PoolLoader(BaseDataLoader):
             epoch: From 0 on.
         """
         self.loader.set_epoch(epoch)
-        self._skip = 0
-        self._taken = self._made = (self._place(), 0)
+        self._skipped_batches = 0
+        self._consumed_at = self._produced_at = (self._pool_state(), 0)
 
     def __len__(self) -> int:
         """Batches of the next iteration."""
         size, rows = self.loader.size * self.loader.batch_size, self.loader.dataset.rows
-        first = self._place()["rows"]
+        first = self._pool_state()["rows"]
         pools = len(self.loader)
         if not pools:
             return 0
         last = first + (pools - 1) * size
-        return (pools - 1) * self._count(first) + self._count(min(last, rows)) - self._skip
+        return (
+            (pools - 1) * self._batch_count(first)
+            + self._batch_count(min(last, rows))
+            - self._skipped_batches
+        )
 
-    def _place(self) -> dict[str, Any]:
+    def _pool_state(self) -> dict[str, Any]:
         """Returns the state of the pools' loader before the first batch of its next iteration."""
-        epoch, rows = self.loader._next  # noqa: SLF001 - of one house
+        epoch, rows = self.loader._next_position  # noqa: SLF001 - of one house
         return {**self.loader.state_dict(), "epoch": epoch, "rows": rows}
 
     @abstractmethod
-    def _count(self, start: int) -> int:
+    def _batch_count(self, start: int) -> int:
         """Batches of the pool that begins at a row of the epoch, the same on every rank."""
 
     @abstractmethod
-    def _cut(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
-        """The batches of a pool."""
+    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+        """Cuts a pool into batches."""
 
-    def _random(self, *numbers: int) -> np.random.Generator:
+    def _random_generator(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.loader.seed, *numbers])
 
     def _pool_rows(self, start: int) -> int:
@@ -114,21 +118,21 @@ class PoolLoader(BaseDataLoader):
         )
 
     def _iterate(self) -> Iterator[Batch]:
-        before, skipped, self._skip = self._place(), self._skip, 0
+        before, skipped, self._skipped_batches = self._pool_state(), self._skipped_batches, 0
         with closing(iter(self.loader)) as pools:  # pyright: ignore[reportArgumentType] - a generator
             for pool in pools:
                 after = self.loader.state_dict()
-                parts = self._cut(pool, before["epoch"], before["rows"])
+                parts = self._cut_pool(pool, before["epoch"], before["rows"])
                 for number, part in enumerate(parts[skipped:], skipped + 1):
-                    self._made = (before, number) if number < len(parts) else (after, 0)
+                    self._produced_at = (before, number) if number < len(parts) else (after, 0)
                     yield part
                 before, skipped = after, 0
 
-    def _mark(self) -> tuple[dict[str, Any], int]:
-        return self._made
+    def _produced_position(self) -> tuple[dict[str, Any], int]:
+        return self._produced_at
 
-    def _reached(self, mark: tuple[dict[str, Any], int]) -> None:
-        self._taken = mark
+    def _set_consumer_position(self, mark: tuple[dict[str, Any], int]) -> None:
+        self._consumed_at = mark
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -137,7 +141,7 @@ class PoolLoader(BaseDataLoader):
         Between two pools, a loader of another size and batch size can take it. Within a pool, both
         must be equal.
         """
-        state, taken = self._taken
+        state, taken = self._consumed_at
         shape = [self.loader.size, self.loader.batch_size, self.batch_size] if taken else None
         return {
             "version": _STATE_VERSION,
@@ -169,8 +173,8 @@ class PoolLoader(BaseDataLoader):
                 f"{list(state['shape'])} there, {here} here"
             )
         self.loader.load_state_dict(state["loader"])
-        self._skip = int(state["taken"])
-        self._taken = self._made = (self._place(), self._skip)
+        self._skipped_batches = int(state["taken"])
+        self._consumed_at = self._produced_at = (self._pool_state(), self._skipped_batches)
 
     def close(self) -> None:
         """Ends the worker processes of the loader."""
@@ -224,21 +228,23 @@ class WeightedLoader(PoolLoader):
         else:
             self._column = weights or balanced or ""
         self._balanced = balanced is not None
-        _check_read(self._column, loader, "balanced" if self._balanced else "weights")
+        _check_column_read(self._column, loader, "balanced" if self._balanced else "weights")
 
-    def _count(self, start: int) -> int:
+    def _batch_count(self, start: int) -> int:
         del start
         return 1
 
-    def _cut(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         if self.loader.tail == "pad":  # padding is no row: it is in no class and has no share
-            real = np.flatnonzero(np.asarray(pool[WEIGHTS]))
+            real = np.flatnonzero(np.asarray(pool[WEIGHTS_KEY]))
             pool = {name: values[real] for name, values in pool.items()}
-        weight, owners = self._weights(np.asarray(pool[self._column]))
-        chosen = self._draw(weight, owners, self._random(epoch, start, self.loader.rank))
+        weight, owners = self._row_weights(np.asarray(pool[self._column]))
+        chosen = self._draw_rows(
+            weight, owners, self._random_generator(epoch, start, self.loader.rank)
+        )
         return [{name: values[chosen] for name, values in pool.items()}]
 
-    def _weights(self, column: Array) -> tuple[Array, Array]:
+    def _row_weights(self, column: Array) -> tuple[Array, Array]:
         """Returns the weight of each row, and the number of its value where that decides."""
         if column.ndim != 1:
             raise ValueError(
@@ -252,7 +258,9 @@ class WeightedLoader(PoolLoader):
             if self._balanced:
                 each = 1.0 / counts
             else:
-                each = np.array([self._weight_of(value) for value in found.tolist()], np.float64)
+                each = np.array(
+                    [self._weight_of_value(value) for value in found.tolist()], np.float64
+                )
             weight = each[owners] if len(found) else np.zeros(0)
         if not np.all(np.isfinite(weight) & (weight >= 0)):
             wrong = weight[~(np.isfinite(weight) & (weight >= 0))][0]
@@ -261,14 +269,14 @@ class WeightedLoader(PoolLoader):
             )
         return weight, owners
 
-    def _weight_of(self, value: Any) -> float:
+    def _weight_of_value(self, value: Any) -> float:
         if value not in (self._values or {}):
             raise ValueError(
                 f"weights has no weight for the value {value!r} of column {self._column!r}"
             )
         return (self._values or {})[value]
 
-    def _draw(self, weight: Array, owners: Array, random: np.random.Generator) -> Array:
+    def _draw_rows(self, weight: Array, owners: Array, random: np.random.Generator) -> Array:
         """Returns the rows of a pool; of a shorter pool, as many in proportion."""
         if not len(weight):
             return np.zeros(0, np.int64)
@@ -330,46 +338,50 @@ class LengthLoader(PoolLoader):
                 f"a batch of the loader is too small for a pool: {loader.batch_size} rows are "
                 f"fewer than {batch_size}"
             )
-        taken = [name for name in ragged if name + LENGTH in loader.columns]
+        taken = [name for name in ragged if name + LENGTH_SUFFIX in loader.columns]
         if taken:
             raise ValueError(
-                f"a column is called {taken[0] + LENGTH!r}, as the lengths of {taken[0]!r} are"
+                f"a column is called {taken[0] + LENGTH_SUFFIX!r}, as the lengths of "
+                f"{taken[0]!r} are"
             )
-        loader._length_suffix = LENGTH  # noqa: SLF001 - of one house
+        loader._length_suffix = LENGTH_SUFFIX  # noqa: SLF001 - of one house
         self._column, self._even = column, even
 
-    def _count(self, start: int) -> int:
+    def _batch_count(self, start: int) -> int:
         return -(-self._pool_rows(start) // self.batch_size)
 
-    def _cut(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
+    def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         ragged = self.loader._ragged  # noqa: SLF001 - of one house
-        lengths, count = np.asarray(pool[self._column + LENGTH]), self._count(start)
-        mixed = self._random(epoch, start, self.loader.rank).permutation(len(lengths))
+        lengths, count = np.asarray(pool[self._column + LENGTH_SUFFIX]), self._batch_count(start)
+        mixed = self._random_generator(epoch, start, self.loader.rank).permutation(len(lengths))
         ordered = mixed[np.argsort(-lengths[mixed], kind="stable")]
         if self._even == "values":
             step = np.array(
-                [ragged[self._column].width(int(length)) for length in lengths[ordered]], np.int64
+                [ragged[self._column].padded_width(int(length)) for length in lengths[ordered]],
+                np.int64,
             )
-            pieces = evened(step, count)
+            pieces = balance_batch_sizes(step, count)
         else:
             pieces = [len(part) for part in np.array_split(ordered, count)]
         ends = np.cumsum(pieces)
         # The same order on all ranks: each step then has rows of about one length everywhere.
         turns = (
-            self._random(epoch, start).permutation(count) if self.loader.shuffle else range(count)
+            self._random_generator(epoch, start).permutation(count)
+            if self.loader.shuffle
+            else range(count)
         )
         chosen = [ordered[ends[turn] - pieces[turn] : ends[turn]] for turn in turns]
-        return [self._part(pool, rows) for rows in chosen]
+        return [self._trim_batch(pool, rows) for rows in chosen]
 
-    def _part(self, pool: Batch, rows: Array) -> Batch:
+    def _trim_batch(self, pool: Batch, rows: Array) -> Batch:
         part = {name: values[rows] for name, values in pool.items()}
         for name, one in self.loader._ragged.items():  # noqa: SLF001 - of one house
-            longest = int(np.asarray(part[name + LENGTH]).max(initial=0))
-            part[name] = part[name][:, : one.width(longest)]
+            longest = int(np.asarray(part[name + LENGTH_SUFFIX]).max(initial=0))
+            part[name] = part[name][:, : one.padded_width(longest)]
         return part
 
 
-def evened(widths: Array, count: int) -> list[int]:
+def balance_batch_sizes(widths: Array, count: int) -> list[int]:
     """Cuts rows into so many batches that the largest padded size is as small as possible.
 
     Args:
@@ -382,7 +394,7 @@ def evened(widths: Array, count: int) -> list[int]:
     if len(widths) <= count:
         return [1] * len(widths) + [0] * (count - len(widths))
 
-    def pieces(bound: int) -> list[int]:
+    def cut_to_bound(bound: int) -> list[int]:
         found, at = [], 0
         while at < len(widths):
             found.append(min(len(widths) - at, max(1, bound // int(widths[at]))))
@@ -392,15 +404,15 @@ def evened(widths: Array, count: int) -> list[int]:
     low, high = int(widths[0]), int(widths[0]) * -(-len(widths) // count)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(pieces(middle)) <= count else (middle + 1, high)
-    found = pieces(low)
+        low, high = (low, middle) if len(cut_to_bound(middle)) <= count else (middle + 1, high)
+    found = cut_to_bound(low)
     while len(found) < count:
         largest = found.index(max(found))
         found[largest : largest + 1] = [found[largest] // 2, found[largest] - found[largest] // 2]
     return found
 
 
-def _check_read(column: str, loader: ParquetLoader, option: str) -> None:
+def _check_column_read(column: str, loader: ParquetLoader, option: str) -> None:
     if column not in loader.columns:
         raise ValueError(
             f"{option} names column {column!r}, which the loader does not read: "

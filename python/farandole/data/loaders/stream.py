@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from farandole.data.arrays import wrapper
+from farandole.data.arrays import result_wrapper
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
-from farandole.data.loader import _world
-from farandole.data.transform import Shapes, _checked, from_arrow
+from farandole.data.loader import _rank_and_size
+from farandole.data.transform import ResultShapes, _result_arrays, column_from_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -66,14 +66,14 @@ class StreamLoader(BaseDataLoader):
             shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0:
                 in the order of the stream.
             seed: Of the shuffle; the same on every rank.
-            rank: This rank; default: that of the running job, or 0; for a shard, 0.
-            size: How many ranks share the stream; default: that of the running job, or 1; for a
-                shard, 1.
+            rank: This rank; default: the rank in the running job, or 0; for a shard, 0.
+            size: Number of ranks that share the stream; default: the size of the running job, or 1;
+                for a shard, 1.
             framework: Arrays of NumPy or tensors of torch.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record
-                batch, a table, or a dict of arrays. For a rank without rows it is called with one
-                row, and what it returns is left out. If its first result has no rows, it is called
-                with the whole window, to learn their shape.
+                batch, a table, or a dict of arrays. On a rank without rows it is called with one
+                row, and the result is dropped. If its first result has no rows, it is called with
+                the whole window, to learn the shape of the rows.
 
         Raises:
             ValueError: A number out of range, a column that the source does not have, a source for
@@ -97,7 +97,7 @@ class StreamLoader(BaseDataLoader):
                 f"{rank}, {size}"
             )
         here, everywhere = (
-            (0, 1) if shard else _world() if rank is None or size is None else (rank, size)
+            (0, 1) if shard else _rank_and_size() if rank is None or size is None else (rank, size)
         )
         self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
         self.batch_size, self.seed = batch_size, seed
@@ -112,12 +112,14 @@ class StreamLoader(BaseDataLoader):
         self._window = shuffle_rows
         self._read: Callable[[int], Any]
         if shard:
-            self._read = _of_shard(source)
+            self._read = _shard_reader(source)
         else:
-            self._read = source if callable(source) else _reading(source, self._columns, self.size)
+            self._read = (
+                source if callable(source) else _source_reader(source, self._columns, self.size)
+            )
         self._transform = transformation_fn
-        self._shapes = Shapes()
-        self._wrap = wrapper(framework)
+        self._shapes = ResultShapes()
+        self._wrap = result_wrapper(framework)
         self._start = (0, 0, 0)
         """Start of the next iteration: the pass, the first row of the window, and rows already
         taken from it.
@@ -125,7 +127,7 @@ class StreamLoader(BaseDataLoader):
         self._done = 0
         """Steps of the iteration that were done before it was resumed."""
         self._rounds: Generator[tuple[tuple[int, int, int], Batch | None]] | None = None
-        self._made = self._taken = (*self._start, 0)
+        self._produced_at = self._consumed_at = (*self._start, 0)
 
     def __len__(self) -> int:
         """Batches of the next iteration.
@@ -140,7 +142,7 @@ class StreamLoader(BaseDataLoader):
     def _iterate(self) -> Iterator[Batch]:
         first = done = self._done
         self._done = 0
-        rounds = self._rounds = self._rounds or self._passes()
+        rounds = self._rounds = self._rounds or self._read_passes()
         ends = 0
         while self._steps is None or done < self._steps:
             try:
@@ -148,7 +150,7 @@ class StreamLoader(BaseDataLoader):
             # a generator that has raised is over: the next iteration reads again from here
             except BaseException:
                 if self._rounds is rounds:
-                    self._rounds, self._start = None, self._made[:3]
+                    self._rounds, self._start = None, self._produced_at[:3]
                 raise
             # the stream has ended, perhaps with the last batch of the iteration before
             if batch is None:
@@ -157,24 +159,24 @@ class StreamLoader(BaseDataLoader):
                     return
                 continue
             done += 1
-            self._made = (*place, done % self._steps if self._steps else 0)
+            self._produced_at = (*place, done % self._steps if self._steps else 0)
             yield batch
 
-    def _passes(self) -> Generator[tuple[tuple[int, int, int], Batch | None]]:
+    def _read_passes(self) -> Generator[tuple[tuple[int, int, int], Batch | None]]:
         """Batches, each with the place after it; between two passes over the stream, none."""
         number, start, taken = self._start
         while True:
-            yield from self._pass(number, start, taken)
+            yield from self._read_pass(number, start, taken)
             number, start, taken = number + 1, 0, 0
-            self._made = self._taken = (number, 0, 0, 0)
+            self._produced_at = self._consumed_at = (number, 0, 0, 0)
             yield (number, 0, 0), None
 
-    def _pass(
+    def _read_pass(
         self, number: int, start: int, taken: int
     ) -> Iterator[tuple[tuple[int, int, int], Batch]]:
         import numpy as np  # noqa: PLC0415 - optional
 
-        for window in _cut(self._batches(start), self._window or self._round):
+        for window in _cut_windows(self._read_tables(start), self._window or self._round):
             rows = window.num_rows
             order = np.arange(rows)
             if self._window:
@@ -185,13 +187,13 @@ class StreamLoader(BaseDataLoader):
                 taken = min(rows, taken + self._round)
                 place = (number, start, taken) if taken < rows else (number, start + rows, 0)
                 if len(mine):
-                    yield place, self._batch(window.take(mine), window)
+                    yield place, self._make_batch(window.take(mine), window)
                 else:  # types and shapes are those of another rank's row
-                    one = self._batch(window.take(rows_of_all[:1]), window)
+                    one = self._make_batch(window.take(rows_of_all[:1]), window)
                     yield place, {name: values[:0] for name, values in one.items()}
             start, taken = start + rows, 0
 
-    def _batches(self, start: int) -> Iterator[pa.Table]:
+    def _read_tables(self, start: int) -> Iterator[pa.Table]:
         import pyarrow as pa  # noqa: PLC0415 - optional
 
         for part in self._read(start):
@@ -207,24 +209,27 @@ class StreamLoader(BaseDataLoader):
                 )
             yield table if self._columns is None else table.select(self._columns)
 
-    def _batch(self, table: pa.Table, window: pa.Table) -> Batch:
+    def _make_batch(self, table: pa.Table, window: pa.Table) -> Batch:
         if (transform := self._transform) is not None:
 
-            def others() -> Generator[dict[str, Any]]:
-                yield _checked(transform(_record_batch(window)))
+            def transform_window() -> Generator[dict[str, Any]]:
+                yield _result_arrays(transform(_to_record_batch(window)))
 
-            result = self._shapes.given(_checked(transform(_record_batch(table))), others)
+            result = self._shapes.with_known_shapes(
+                _result_arrays(transform(_to_record_batch(table))), transform_window
+            )
             return self._wrap(None, result, None)  # pyright: ignore[reportArgumentType]
         arrays = {
-            name: from_arrow(name, table.column(name), "the stream") for name in table.column_names
+            name: column_from_arrow(name, table.column(name), "the stream")
+            for name in table.column_names
         }
         return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
 
-    def _mark(self) -> tuple[int, int, int, int]:
-        return self._made
+    def _produced_position(self) -> tuple[int, int, int, int]:
+        return self._produced_at
 
-    def _reached(self, mark: tuple[int, int, int, int]) -> None:
-        self._taken = mark
+    def _set_consumer_position(self, mark: tuple[int, int, int, int]) -> None:
+        self._consumed_at = mark
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -232,7 +237,7 @@ class StreamLoader(BaseDataLoader):
 
         It fits another number of ranks and another batch size, if `shuffle_rows` is the same.
         """
-        number, start, taken, done = self._taken
+        number, start, taken, done = self._consumed_at
         return {
             "version": _STATE_VERSION,
             "pass": number,
@@ -262,18 +267,20 @@ class StreamLoader(BaseDataLoader):
         self.seed = int(state["seed"])
         self._start = (int(state["pass"]), int(state["row"]), int(state["taken"]))
         self._done = int(state["steps"]) % self._steps if self._steps else 0
-        self._made = self._taken = (*self._start, self._done)
+        self._produced_at = self._consumed_at = (*self._start, self._done)
 
     def close(self) -> None:
         """Ends reading. The next iteration continues at the position of the consumer."""
         if self._rounds is not None:
             self._rounds.close()
         self._rounds = None
-        self._start = self._taken[:3]
+        self._start = self._consumed_at[:3]
 
 
-def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int], Iterator[Any]]:
-    """A source of `prepare_data`, from any row on."""
+def _source_reader(
+    source: Any, columns: list[str] | None, size: int
+) -> Callable[[int], Iterator[Any]]:
+    """Returns a function that reads a source of `prepare_data` from any row on."""
     from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
     opened = open_source(source)
@@ -296,9 +303,9 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
         )
     read = False
 
-    def batches(start: int) -> Iterator[Any]:
+    def read_batches(start: int) -> Iterator[Any]:
         nonlocal read
-        if read and not opened.again:
+        if read and not opened.is_rereadable:
             raise ValueError("the stream can be read once: pass a function that opens it again")
         if start and not opened.ordered:
             raise ValueError(
@@ -312,13 +319,13 @@ def _reading(source: Any, columns: list[str] | None, size: int) -> Callable[[int
                     yield batch.slice(start)
                 start = max(0, start - batch.num_rows)
 
-    return batches
+    return read_batches
 
 
-def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
+def _shard_reader(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
     """Returns one rank's rows of a Ray data set, whose order Ray may change with each pass."""
 
-    def tables(start: int) -> Iterator[pa.Table]:
+    def read_tables(start: int) -> Iterator[pa.Table]:
         if start:
             raise ValueError(
                 "a shard of a Ray data set begins with its first row, so this state cannot be "
@@ -326,17 +333,17 @@ def _of_shard(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
             )
         return ray_tables(shard)
 
-    return tables
+    return read_tables
 
 
-def _record_batch(table: pa.Table) -> pa.RecordBatch:
+def _to_record_batch(table: pa.Table) -> pa.RecordBatch:
     import pyarrow as pa  # noqa: PLC0415 - optional
 
     parts = table.combine_chunks().to_batches()
     return parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
-def _cut(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
+def _cut_windows(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
     """Tables of so many rows, and the rest."""
     import pyarrow as pa  # noqa: PLC0415 - optional
 

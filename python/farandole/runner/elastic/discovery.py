@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from pathlib import Path
 
-LIMIT: Final = 20.0
+DISCOVERY_TIMEOUT: Final = 20.0
 """Seconds that a program may take to list the hosts."""
 
 
 class HostDiscovery(ABC):
-    """Finds hosts. It is asked every second, on a thread of its own."""
+    """Finds hosts. A separate thread asks every second."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The hosts there are now, in the order of ranks, and how many workers each takes.
+        """Returns the slots of each host that is available now, in the order of ranks.
 
-        What it raises the first time ends the job; later the hosts found last stay.
+        An exception of the first call ends the job; after a later one, the job keeps the hosts
+        that were found last.
         """
 
 
@@ -53,7 +54,7 @@ class HostDiscoveryScript(HostDiscovery):
     """Hosts as a program prints them.
 
     Args:
-        discovery_script: What the shell is to run; it prints `host` or `host:slots` a line.
+        discovery_script: Command for the shell; it prints `host` or `host:slots` a line.
         slots: Slots of hosts without a number.
     """
 
@@ -77,17 +78,19 @@ class HostDiscoveryScript(HostDiscovery):
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
-                timeout=LIMIT,
+                timeout=DISCOVERY_TIMEOUT,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"{failed} did not end within {LIMIT:g} s and was killed") from None
+            raise RuntimeError(
+                f"{failed} did not end within {DISCOVERY_TIMEOUT:g} s and was killed"
+            ) from None
         if ended.returncode != 0:
             raise RuntimeError(f"{failed}. Exit code: {ended.returncode}: {ended.stderr.strip()}")
         lines = (line.strip() for line in ended.stdout.splitlines())
-        return dict(self._host(line) for line in lines if line)
+        return dict(self._parse_line(line) for line in lines if line)
 
-    def _host(self, line: str) -> tuple[str, int]:
+    def _parse_line(self, line: str) -> tuple[str, int]:
         host, colon, slots = line.rpartition(":")
         if not colon:
             if self._default_slots is None:

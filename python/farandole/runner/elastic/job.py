@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner import hearing, outcome, timelines
-from farandole.runner.agent import environment
+from farandole.runner import event_handler, outcome, timelines
+from farandole.runner.agent import worker_environment
 from farandole.runner.backend import LocalBackend
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import Output, payload
-from farandole.runner.limits import start_limit
-from farandole.runner.outcome import Ending
+from farandole.runner.gang import JobOutput, pickle_payload
+from farandole.runner.limits import start_timeout_seconds
+from farandole.runner.outcome import TaskOutcome
 from farandole.runner.show import training
 
 if TYPE_CHECKING:
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from farandole._native.elastic import ElasticJob
     from farandole._native.launcher import Outcome
     from farandole.runner.elastic.discovery import HostDiscovery
-    from farandole.runner.hosts import Reach
-    from farandole.runner.watcher import Watcher
+    from farandole.runner.hosts import SshOptions
+    from farandole.runner.job_observer import JobObserver
 
-_WAIT: Final = 0.25
-_ENDING: Final = 30.0
+_EVENT_WAIT_SECONDS: Final = 0.25
+_SHUTDOWN_TIMEOUT: Final = 30.0
 """Seconds that an interrupted job may take to end its workers."""
 
 
 @dataclass(frozen=True)
-class Elastic:
+class ElasticRunOptions:
     """The elastic arguments of `farandole.run`.
 
     Attributes:
         discovery: A program that prints hosts, or an object that finds them.
-        min_num_proc: The least number of processes.
-        max_num_proc: The largest.
+        min_num_proc: Smallest number of processes.
+        max_num_proc: Largest number of processes.
         slots: Slots of hosts without a number.
-        reset_limit: How often the world may change.
+        reset_limit: Largest number of changes of the world.
         cooldown_range: Seconds without a new process on a host after a failure there, at first and
             at most.
         spares: Processes beyond the largest number.
@@ -63,11 +63,11 @@ class Elastic:
     timeout: float | None = None
 
     @property
-    def is_asked(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether the job is elastic."""
         return self.discovery is not None or self.min_num_proc is not None
 
-    def check(self, **hosts: object) -> None:
+    def check_arguments(self, **hosts: object) -> None:
         """Refuses settings that contradict each other.
 
         Args:
@@ -76,7 +76,7 @@ class Elastic:
         Raises:
             ValueError: An argument has no effect, or two exclude each other.
         """
-        if not self.is_asked:
+        if not self.is_elastic:
             others = {name: value for name, value in self.__dict__.items() if value is not None}
             if others:
                 raise ValueError(
@@ -87,7 +87,7 @@ class Elastic:
         if self.discovery is not None and named:
             raise ValueError(f"{named[0]} and host_discovery_script exclude each other")
 
-    def options(self) -> dict[str, str]:
+    def as_settings(self) -> dict[str, str]:
         """Returns the given arguments, as settings."""
         told = {
             "min_num_proc": self.min_num_proc,
@@ -105,7 +105,7 @@ class Elastic:
         }
         return {name: str(value) for name, value in told.items() if value is not None}
 
-    def finder(self) -> HostDiscovery | None:
+    def host_discovery(self) -> HostDiscovery | None:
         """Returns the object that finds hosts, if it is one.
 
         Raises:
@@ -126,9 +126,9 @@ class ElasticBackend(LocalBackend):
     """Workers that come and go, without Spark.
 
     Args:
-        elastic: What makes the job elastic.
-        num_proc: Number of processes that it begins with.
-        reach: How other hosts are reached.
+        elastic: The elastic arguments of the job.
+        num_proc: Number of processes at the beginning of the job.
+        reach: The way to reach other hosts.
         hosts: Hosts and slots, in the order of ranks.
         hostfile: A file with a host a line, which may change while the job runs.
         bind: Network whose address of this host the registrar listens on.
@@ -137,9 +137,9 @@ class ElasticBackend(LocalBackend):
 
     def __init__(
         self,
-        elastic: Elastic,
+        elastic: ElasticRunOptions,
         num_proc: int,
-        reach: Reach,
+        reach: SshOptions,
         *,
         hosts: str | None = None,
         hostfile: str | Path | None = None,
@@ -161,47 +161,47 @@ class ElasticBackend(LocalBackend):
         env: Mapping[str, str | None] | None = None,
         on_progress: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> list[Any]:
-        """Like `Backend.run`; the results are those of the last world. `on_progress` is not
-        called.
-        """
+        """Like `Backend.run`, with the results of the last world. `on_progress` is not called."""
         del on_progress
         from farandole._native.elastic import ElasticJob  # noqa: PLC0415 - starts its threads here
         from farandole.common import logs  # noqa: PLC0415
 
-        logs.start()
+        logs.start_logging()
         size = self._num_proc
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
-        under_way = training.current()
-        changes |= under_way.variables() | timelines.variables()
-        options = self._elastic.options() | {"start_timeout": str(start_limit(self._start_timeout))}
+        under_way = training.current_run()
+        changes |= under_way.worker_variables() | timelines.worker_variables()
+        options = self._elastic.as_settings() | {
+            "start_timeout": str(start_timeout_seconds(self._start_timeout))
+        }
         if self._bind is not None:
             options["bind_address"] = self._bind
-        output = self._streams.output(size)
+        output = self._streams.open_output(size)
         executable = self._executable or sys.executable
         job = ElasticJob(
             size,
             [executable, "-m", "farandole.runner.worker"],
-            env=environment(changes, {}),
-            payload=payload(fn, args, kwargs),
+            env=worker_environment(changes, {}),
+            payload=pickle_payload(fn, args, kwargs),
             python=executable,
             same_python=platform.python_version(),
             options=options,
-            discovery=self._elastic.finder(),
+            discovery=self._elastic.host_discovery(),
             hosts=self._hosts,
             hostfile=self._hostfile,
             ssh_command=self._reach.ssh_command,
             ssh_port=self._reach.ssh_port,
             ssh_identity_file=self._reach.ssh_identity_file,
         )
-        return _Conduct(job, output, under_way).run()
+        return _NativeJobRun(job, output, under_way).run()
 
 
-class _Conduct:
-    """Takes the news of a job until it has ended."""
+class _NativeJobRun:
+    """Handles the events of a job until the job has ended."""
 
-    def __init__(self, job: ElasticJob, output: Output, watcher: Watcher) -> None:
+    def __init__(self, job: ElasticJob, output: JobOutput, watcher: JobObserver) -> None:
         self._job = job
         self._output = output
         self._watcher = watcher
@@ -212,47 +212,47 @@ class _Conduct:
     def run(self) -> list[Any]:
         try:
             while self._outcomes is None:
-                self._hear(_WAIT)
+                self._handle_events(_EVENT_WAIT_SECONDS)
         except BaseException:
             # Soon, as a job of a fixed number of workers ends.
-            self._job.end()
-            self._job.end()
-            deadline = time.monotonic() + _ENDING
+            self._job.request_end()
+            self._job.request_end()
+            deadline = time.monotonic() + _SHUTDOWN_TIMEOUT
             while self._outcomes is None and time.monotonic() < deadline:
-                self._hear(_WAIT)
+                self._handle_events(_EVENT_WAIT_SECONDS)
             raise
         finally:
             if self._output.files is not None:
                 self._output.files.close()
-        return self._results(self._outcomes)
+        return self._collect_results(self._outcomes)
 
-    def _hear(self, timeout: float) -> None:
-        for kind, what in self._job.news(timeout):
+    def _handle_events(self, timeout: float) -> None:
+        for kind, what in self._job.take_events(timeout):
             match kind:
                 case "line":
-                    self._output.line(*what)
+                    self._output.write_line(*what)
                 case "metric":
                     task, rank, name, data = what
-                    hearing.record((task, rank), name, data, self._watcher)
+                    event_handler.dispatch_record((task, rank), name, data, self._watcher)
                 case "loss":
-                    self._output.say(what)
-                    self._watcher.event("a worker or a host is out", what)
+                    self._output.print_message(what)
+                    self._watcher.add_event("a worker or a host is out", what)
                 case "world":
                     generation, places = what
                     self._hosts = [host for _, host in places]
                     before, self._workers = self._workers, {task for task, _ in places}
-                    told = _described(generation, self._workers, before)
-                    self._output.say(told, 1 if generation > 1 else 2)
-                    self._watcher.seats(
+                    told = _describe_world(generation, self._workers, before)
+                    self._output.print_message(told, 1 if generation > 1 else 2)
+                    self._watcher.set_placements(
                         [
                             {"rank": rank, "task": task, "host": host}
                             for rank, (task, host) in enumerate(places)
                         ]
                     )
                     if generation > 1:
-                        self._watcher.restarted(told)
+                        self._watcher.record_restart(told)
                     for rank, host in enumerate(self._hosts):
-                        self._output.say(f"rank {rank} is on {host}", level=2)
+                        self._output.print_message(f"rank {rank} is on {host}", level=2)
                 case "ended":
                     self._outcomes = what
                 case _:
@@ -260,7 +260,7 @@ class _Conduct:
                     raise what
         self._output.flush()
 
-    def _results(self, outcomes: list[Outcome]) -> list[Any]:
+    def _collect_results(self, outcomes: list[Outcome]) -> list[Any]:
         """Returns the results by rank, or the job's failure.
 
         Raises:
@@ -271,7 +271,7 @@ class _Conduct:
             # No worker failed by itself: there were too few workers, or too many changes.
             raise FarandoleJobError(first.reason or "the job was ended")
         endings = [
-            Ending.of(
+            TaskOutcome.from_agent(
                 task,
                 self._hosts[one.rank]
                 if one.rank is not None and one.rank < len(self._hosts)
@@ -280,17 +280,17 @@ class _Conduct:
             )
             for task, one in enumerate(outcomes)
         ]
-        return outcome.results(endings, len(endings))
+        return outcome.results_by_rank(endings, len(endings))
 
 
-def _described(generation: int, workers: set[int], before: set[int]) -> str:
-    """Describes a new world for the user. State that only workers had is lost with the last of
-    them.
+def _describe_world(generation: int, workers: set[int], before: set[int]) -> str:
+    """Describes a new world for the user. If no worker of the world before is in it, state that
+    only workers had is lost.
 
     Args:
-        generation: Which world it is, from 1.
-        workers: Those in it.
-        before: Those of the world before; empty when it is not known.
+        generation: Number of the world, from 1.
+        workers: Workers of the world.
+        before: Workers of the world before; empty when unknown.
     """
     told = f"world {generation} has {len(workers)} ranks"
     if not before or workers & before:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Entry = dict[str, Any]
 
 
-def flat(entry: Entry) -> dict[str, float]:
+def flatten_entry(entry: Entry) -> dict[str, float]:
     """Returns one entry as one row: `epoch`, `loss`, each metric, the same with `val_` before it,
     `seconds`, `rows`.
 
     A number that is `None` is left out.
 
     Args:
-        entry: one epoch.
+        entry: One epoch.
     """
     row: dict[str, float | None] = {"epoch": entry["epoch"]}
     for prefix, part in (("", "train"), ("val_", "validation")):
@@ -41,25 +41,25 @@ def flat(entry: Entry) -> dict[str, float]:
     return {name: value for name, value in row.items() if value is not None}
 
 
-def frame(history: list[Entry]) -> pd.DataFrame:
+def history_frame(history: list[Entry]) -> pd.DataFrame:
     """Returns the history as a pandas frame, one row per epoch.
 
     Args:
-        history: what `getHistory()` returns.
+        history: The result of `getHistory()`.
     """
     import pandas as pd
 
-    return pd.DataFrame([flat(entry) for entry in history])
+    return pd.DataFrame([flatten_entry(entry) for entry in history])
 
 
-def entries(
+def entries_from_keras(
     history: Mapping[str, Sequence[Any]], times: Sequence[Mapping[str, float]] | None = None
 ) -> list[Entry]:
     """Converts a Keras history, a list per name, to entries.
 
     Args:
-        history: by name; names of validation start with `val_`.
-        times: seconds and rows of each epoch, where they are known.
+        history: Lists by name; names of validation start with `val_`.
+        times: Seconds and rows of each epoch, if known.
     """
     count = max(map(len, history.values()), default=0) if times is None else len(times)
     made: list[Entry] = []
@@ -67,16 +67,16 @@ def entries(
         row = {name: values[epoch] for name, values in history.items() if len(values) == count}
         entry: Entry = {
             "epoch": epoch,
-            "train": _scores(row, ""),
+            "train": _part_scores(row, ""),
             **({} if times is None else times[epoch]),
         }
         if "val_loss" in row:
-            entry["validation"] = _scores(row, "val_")
+            entry["validation"] = _part_scores(row, "val_")
         made.append(entry)
     return made
 
 
-def _scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _part_scores(row: dict[str, Any], prefix: str) -> dict[str, Any]:
     names = [
         name
         for name in row

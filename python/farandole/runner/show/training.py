@@ -18,34 +18,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.runner import timelines
-from farandole.runner.show.history import flat
-from farandole.runner.watcher import TOLD, Watcher
+from farandole.runner.job_observer import REPORTS_VARIABLE, JobObserver
+from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from farandole.runner.show.told import Told
+    from farandole.runner.show.run_reporter import RunReporter
 
-_STEP_EVERY = 0.5
-_RANKS_EVERY = 1.0
-_LOGGED_EVERY = 30.0
+_STEP_INTERVAL = 0.5
+_RANK_INTERVAL = 1.0
+_LOGGED_RANK_INTERVAL = 30.0
 """Seconds between the rows of ranks that the event log keeps."""
-_TIMES: Final = (
+_TIME_GAUGES: Final = (
     ("stepSeconds", "step_seconds"),
     ("reduceSeconds", "reduce_seconds"),
     ("waitSeconds", "data_seconds"),
 )
-_HIDDEN: Final = ("epoch", "seconds", "rows", "steps")
-_LONGEST = 2000
-_CURRENT: ContextVar[Training | None] = ContextVar("farandole_training", default=None)
+_HIDDEN_ENTRY_KEYS: Final = ("epoch", "seconds", "rows", "steps")
+_MAX_EVENT_CHARACTERS = 2000
+_CURRENT_RUN: ContextVar[TrainingRun | None] = ContextVar("farandole_training", default=None)
 
 
-class Training(Watcher):
-    """One run.
+class TrainingRun(JobObserver):
+    """Reports one run to the receivers.
 
     Args:
         shim: The plugin; `None` where there is none.
-        name: What the user calls the run.
+        name: The user's name for the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
         others: Other receivers.
@@ -53,55 +53,55 @@ class Training(Watcher):
 
     def __init__(
         self,
-        shim: Told | None,
+        shim: RunReporter | None,
         name: str = "",
         what: str = "",
         parameters: Mapping[str, Any] = {},
-        others: Iterable[Told | None] = (),
+        others: Iterable[RunReporter | None] = (),
     ) -> None:
         self._shim = shim
-        self._all: list[Told] = [one for one in (shim, *others) if one is not None]
+        self._reporters: list[RunReporter] = [one for one in (shim, *others) if one is not None]
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {
             "name": name,
             "what": what,
             "state": "running",
-            "started": _now(),
+            "started": _now_millis(),
             "restarts": 0,
             "tags": [],
-            "parameters": {key: finite(value) for key, value in parameters.items()},
+            "parameters": {key: json_safe(value) for key, value in parameters.items()},
         }
         with contextlib.suppress(Exception):  # a process whose user has no name
             self._run["user"] = getpass.getuser()
         self._seats: list[dict[str, Any]] = []
-        self._said: dict[int, dict[str, Any]] = {}
-        self._places: dict[int, str] = {}
-        self._left: dict[int, str] = {}
-        self._ask: Callable[[], None] | None = None
+        self._rank_facts: dict[int, dict[str, Any]] = {}
+        self._executors: dict[int, str] = {}
+        self._exit_states: dict[int, str] = {}
+        self._poll_callback: Callable[[], None] | None = None
         self._events = 0
         self._step_at = self._ranks_at = self._logged_at = -math.inf
-        self._told()
+        self._put_run()
 
-    def look(self) -> None:
-        """Like `Watcher.look`."""
-        if self._ask is not None:
-            self._ask()
+    def poll_updates(self) -> None:
+        """Like `JobObserver.poll_updates`."""
+        if self._poll_callback is not None:
+            self._poll_callback()
 
-    def asking(self, ask: Callable[[], None]) -> None:
-        """Calls a function in every `look`, if there is a plugin.
+    def set_poll_callback(self, ask: Callable[[], None]) -> None:
+        """Sets a function that every `poll_updates` calls, if there is a plugin.
 
         Args:
-            ask: Asks the plugin for news of the job.
+            ask: Asks the plugin for events of the job.
         """
         if self._shim is not None:
-            self._ask = ask
+            self._poll_callback = ask
 
-    def variables(self) -> dict[str, str | None]:
+    def worker_variables(self) -> dict[str, str | None]:
         """Returns variables that make workers report their progress."""
-        return {TOLD: "1"} if self._all else {}
+        return {REPORTS_VARIABLE: "1"} if self._reporters else {}
 
-    def tagged(self, tag: str, size: int) -> None:
-        """The tag of the Spark jobs that run it, by which the tab finds their stages.
+    def set_job_tag(self, tag: str, size: int) -> None:
+        """Sets the tag of the Spark jobs of the run, by which the tab finds their stages.
 
         Args:
             tag: A job's tag.
@@ -109,250 +109,259 @@ class Training(Watcher):
         """
         self._run["tags"].append(tag)
         self._run["size"] = size
-        self._told()
+        self._put_run()
 
-    def seats(self, seats: Iterable[Mapping[str, Any]]) -> None:
-        """The places of the ranks, when they are known or have changed.
+    def set_placements(self, seats: Iterable[Mapping[str, Any]]) -> None:
+        """Takes the places of the ranks, when they are known or have changed.
 
         Args:
             seats: One for each rank.
         """
-        if not self._all:
+        if not self._reporters:
             return
-        self._left.clear()
+        self._exit_states.clear()
         self._seats = [
             {"rank": seat["rank"], "task": seat["task"], "host": seat["host"]} for seat in seats
         ]
         self._seats.sort(key=lambda seat: seat["rank"])
         self._run["size"] = len(self._seats)
-        self._told()
-        self._tell_ranks(logged=True)
+        self._put_run()
+        self._put_ranks(logged=True)
 
-    def located(self, task: int, where: str) -> None:
-        """In which executor a task is.
+    def record_location(self, task: int, where: str) -> None:
+        """Takes the executor of a task.
 
         Args:
-            task: Its number.
-            where: The executor's.
+            task: Number of the task.
+            where: Number of the executor.
         """
-        if self._all:
-            self._places[task] = where
+        if self._reporters:
+            self._executors[task] = where
 
-    def holds(self, executor: str) -> bool:
+    def has_executor(self, executor: str) -> bool:
         """Returns whether a task of the run is, or was, in an executor.
 
         Args:
             executor: The executor's number.
         """
-        return executor in self._places.values()
+        return executor in self._executors.values()
 
     def executor_of(self, rank: int | None) -> str | None:
         """Returns the executor of a rank; `None` where it is not known.
 
         Args:
-            rank: Which; `None` is nowhere.
+            rank: Number of the rank; `None` has no executor.
         """
         return next(
-            (self._places.get(seat["task"]) for seat in self._seats if seat["rank"] == rank), None
+            (self._executors.get(seat["task"]) for seat in self._seats if seat["rank"] == rank),
+            None,
         )
 
-    def said(self, task: int, record: Mapping[str, Any]) -> None:
-        """A worker's report about itself, possibly before it has a rank.
+    def update_rank_facts(self, task: int, record: Mapping[str, Any]) -> None:
+        """Takes a worker's report about itself, possibly before the worker has a rank.
 
         Args:
-            task: Number of its task.
-            record: Its process, GPU, and where its time goes.
+            task: Number of the worker's task.
+            record: The worker's process, GPU and use of time.
         """
-        if not self._all:
+        if not self._reporters:
             return
-        self._said.setdefault(task, {}).update(
-            {name: finite(value) for name, value in record.items()}
+        self._rank_facts.setdefault(task, {}).update(
+            {name: json_safe(value) for name, value in record.items()}
         )
         now = time.monotonic()
-        if now - self._ranks_at >= _RANKS_EVERY:
-            self._tell_ranks(logged=now - self._logged_at >= _LOGGED_EVERY)
+        if now - self._ranks_at >= _RANK_INTERVAL:
+            self._put_ranks(logged=now - self._logged_at >= _LOGGED_RANK_INTERVAL)
 
-    def left(self, task: int, how: str) -> None:
-        """Like `Watcher.left`."""
-        if not self._all:
+    def mark_worker_gone(self, task: int, how: str) -> None:
+        """Like `JobObserver.mark_worker_gone`."""
+        if not self._reporters:
             return
-        self._left[task] = how
+        self._exit_states[task] = how
         # All ranks of a gang may leave in one moment. The last report of the ranks is at the end of
         # the run.
-        if time.monotonic() - self._ranks_at >= _RANKS_EVERY:
-            self._tell_ranks(logged=False)
+        if time.monotonic() - self._ranks_at >= _RANK_INTERVAL:
+            self._put_ranks(logged=False)
 
-    def line(self, rank: int, stream: str, text: str) -> None:
-        """Like `Watcher.line`."""
-        for one in self._all:
-            one.line(rank, stream, text)
+    def write_line(self, rank: int, stream: str, text: str) -> None:
+        """Like `JobObserver.write_line`."""
+        for one in self._reporters:
+            one.write_line(rank, stream, text)
 
-    def timeline(self, place: str) -> None:
-        """The timeline of all ranks is written.
+    def publish_timeline(self, place: str) -> None:
+        """Reports that the timeline of all ranks is written.
 
         Args:
-            place: Path or URL of its file.
+            place: Path or URL of the file.
         """
         is_here = Path(place).is_file()
         self._run |= {"timeline": place, "timeline_is_here": is_here}
-        for one in self._all if is_here else ():
-            one.timeline(self._id, place)
-        self._told()
+        for one in self._reporters if is_here else ():
+            one.publish_timeline(self._id, place)
+        self._put_run()
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        """A report of an estimator's training function.
+    def record_progress(self, record: Mapping[str, Any]) -> None:
+        """Takes a report of an estimator's training function.
 
         Args:
-            record: As `farandole.runner.reports` describes it, and has checked it.
+            record: A report that `farandole.runner.reports` has checked.
         """
-        if not self._all:
+        if not self._reporters:
             return
         kind = record.get("kind")
         if kind == "step":
             now = time.monotonic()
-            if now - self._step_at >= _STEP_EVERY:
+            if now - self._step_at >= _STEP_INTERVAL:
                 self._step_at = now
-                self._put("step", record, logged=False)
-                self._rate(record)
+                self._put_row("step", record, logged=False)
+                self._report_rate(record)
         elif kind == "epoch":
             entry = record["entry"]
-            numbers = {name: value for name, value in flat(entry).items() if name not in _HIDDEN}
+            numbers = {
+                name: value
+                for name, value in flatten_entry(entry).items()
+                if name not in _HIDDEN_ENTRY_KEYS
+            }
             body = {"epoch": entry["epoch"], "loss": numbers.get("loss"), "values": numbers}
             more = {name: entry.get(name) for name in ("seconds", "rows")}
-            self._put(
+            self._put_row(
                 f"epoch/{entry['epoch']:08d}",
                 body | more | {"rows_per_second": record.get("rows_per_second")},
             )
-            self._rate(record)
+            self._report_rate(record)
 
-    def event(self, what: str, reason: str | None) -> None:
+    def add_event(self, what: str, reason: str | None) -> None:
         """Shows an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
-            what: In a few words.
-            reason: Why, where known.
+            what: The event in a few words.
+            reason: Reason of the event, if known.
         """
         self._events += 1
-        body = {"time": _now(), "what": what[:_LONGEST], "reason": (reason or "")[:_LONGEST]}
-        self._put(f"event/{self._events:06d}", body)
+        body = {
+            "time": _now_millis(),
+            "what": what[:_MAX_EVENT_CHARACTERS],
+            "reason": (reason or "")[:_MAX_EVENT_CHARACTERS],
+        }
+        self._put_row(f"event/{self._events:06d}", body)
 
-    def restarted(self, reason: str) -> None:
-        """The job starts again after a failure.
+    def record_restart(self, reason: str) -> None:
+        """Reports that the job starts again after a failure.
 
         Args:
-            reason: Of the failure.
+            reason: Reason of the failure.
         """
         self._run["restarts"] += 1
-        self.event("restart", reason)
-        self._told()
-        self._gauge("restarts", self._run["restarts"])
+        self.add_event("restart", reason)
+        self._put_run()
+        self._set_gauge("restarts", self._run["restarts"])
 
-    def ended(self, error: BaseException | None) -> None:
-        """The run is over.
+    def mark_ended(self, error: BaseException | None) -> None:
+        """Reports the end of the run.
 
         Args:
-            error: Why it failed; `None` if it did not.
+            error: The failure; `None` after success.
         """
         stopped = isinstance(error, KeyboardInterrupt)
         self._run |= {
             "state": "ended" if error is None else "interrupted" if stopped else "failed",
-            "ended": _now(),
+            "ended": _now_millis(),
         }
         if error is not None:
             self._run["reason"] = (
                 str(getattr(error, "reason", "") or error) or type(error).__name__
-            )[:_LONGEST]
+            )[:_MAX_EVENT_CHARACTERS]
         if self._seats:
-            self._tell_ranks(logged=True)
-        self._told()
+            self._put_ranks(logged=True)
+        self._put_run()
 
-    def _rate(self, record: Mapping[str, Any]) -> None:
+    def _report_rate(self, record: Mapping[str, Any]) -> None:
         speed = record.get("rows_per_second")
         if isinstance(speed, int | float) and math.isfinite(speed):
-            self._gauge("rowsPerSecond", speed)
+            self._set_gauge("rowsPerSecond", speed)
 
-    def _gauge(self, name: str, value: float) -> None:
-        for one in self._all:
-            one.gauge(name, value)
+    def _set_gauge(self, name: str, value: float) -> None:
+        for one in self._reporters:
+            one.set_gauge(name, value)
 
-    def _tell_ranks(self, *, logged: bool) -> None:
+    def _put_ranks(self, *, logged: bool) -> None:
         self._ranks_at = time.monotonic()
         self._logged_at = self._ranks_at if logged else self._logged_at
         ranks = [
             seat
-            | {"executor": self._places.get(seat["task"])}
-            | self._said.get(seat["task"], {})
-            | self._state_of(seat)
+            | {"executor": self._executors.get(seat["task"])}
+            | self._rank_facts.get(seat["task"], {})
+            | self._rank_state(seat)
             for seat in self._seats
         ]
-        self._put("ranks", {"ranks": ranks}, logged=logged)
-        for gauge, name in _TIMES:
+        self._put_row("ranks", {"ranks": ranks}, logged=logged)
+        for gauge, name in _TIME_GAUGES:
             known = [value for one in ranks if isinstance(value := one.get(name), int | float)]
             if known:
-                self._gauge(gauge, sum(known) / len(known))
+                self._set_gauge(gauge, sum(known) / len(known))
 
-    def _state_of(self, seat: Mapping[str, Any]) -> dict[str, str]:
-        how = self._left.get(seat["task"])
+    def _rank_state(self, seat: Mapping[str, Any]) -> dict[str, str]:
+        how = self._exit_states.get(seat["task"])
         return {} if how is None else {"state": how}
 
-    def _told(self) -> None:
-        self._put("run", self._run)
+    def _put_run(self) -> None:
+        self._put_row("run", self._run)
 
-    def _put(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        for one in self._all:
+    def _put_row(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
+        for one in self._reporters:
             # a record that JSON cannot hold: the training continues without it
             with contextlib.suppress(Exception):
-                one.put(self._id, key, finite(dict(body)), logged=logged)
+                one.put_row(self._id, key, json_safe(dict(body)), logged=logged)
 
 
 @contextlib.contextmanager
-def telling(
-    shim: Told | None,
+def report_run(
+    shim: RunReporter | None,
     name: str,
     what: str,
     parameters: Mapping[str, Any] = {},
-    *others: Told | None,
-) -> Iterator[Training]:
-    """Tells the plugin and others of what runs inside.
+    *others: RunReporter | None,
+) -> Iterator[TrainingRun]:
+    """Reports the events of the run inside to the plugin and other receivers.
 
-    Inside a run that is in progress in this context already, that run receives the events.
+    If a run is already in progress in this context, that run receives the events.
 
     Args:
         shim: The plugin; `None` where there is none.
-        name: What the user calls the run.
+        name: The user's name for the run.
         what: The estimator's class, or `run`.
         parameters: Plain values by name.
         *others: Other receivers.
     """
-    outer = _CURRENT.get()
+    outer = _CURRENT_RUN.get()
     if outer is not None:
         yield outer
         return
     if shim is None and all(one is None for one in others):
-        yield SILENT
+        yield SILENT_RUN
         return
-    run = Training(shim, name, what, parameters, others)
-    timelines.tell(run.timeline)
-    token = _CURRENT.set(run)
+    run = TrainingRun(shim, name, what, parameters, others)
+    timelines.on_trace_written(run.publish_timeline)
+    token = _CURRENT_RUN.set(run)
     try:
         yield run
     except BaseException as error:
-        run.ended(error)
+        run.mark_ended(error)
         raise
     else:
-        run.ended(None)
+        run.mark_ended(None)
     finally:
-        _CURRENT.reset(token)
+        _CURRENT_RUN.reset(token)
 
 
-def current() -> Training:
+def current_run() -> TrainingRun:
     """Returns the run that is in progress in this context; without one, a run that reports
     nothing.
     """
-    return _CURRENT.get() or SILENT
+    return _CURRENT_RUN.get() or SILENT_RUN
 
 
-def finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Returns a value without numbers that JSON does not have: they become text.
 
     Args:
@@ -361,15 +370,15 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): finite(one) for key, one in value.items()}
+        return {str(key): json_safe(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [json_safe(one) for one in value]
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def _now() -> int:
+def _now_millis() -> int:
     return int(time.time() * 1000)
 
 
-SILENT: Final = Training(None)
-"""For a job that reports nothing."""
+SILENT_RUN: Final = TrainingRun(None)
+"""The run of a job that reports nothing."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A job of plain functions as a run of a store: what the run viewer shows of `run(ui=True)`,
-also on Spark.
+"""A job of plain functions as a run of a store, for the run viewer of `run(ui=True)`, also on
+Spark.
 """
 
 from __future__ import annotations
@@ -18,36 +18,39 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import store as native
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.hearing import record
-from farandole.runner.show.journal import HISTORY, OUTPUT, Journal
-from farandole.runner.show.training import current, telling
+from farandole.runner.event_handler import dispatch_record
+from farandole.runner.show.journal import HISTORY_FILE, OUTPUT_DIRECTORY, RunJournal
+from farandole.runner.show.training import current_run, report_run
 from farandole.stores.store import Store
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
 
-    from farandole.runner.show.told import Told
+    from farandole.runner.show.run_reporter import RunReporter
 
-HERE: Final = "farandole-runs"
+DEFAULT_STORE: Final = "farandole-runs"
 """The store if none is named: a directory in the current one."""
 
 
-class _Journal(Journal):
+class _FunctionRunJournal(RunJournal):
     """Also writes the history, which estimators write by themselves."""
 
-    def _write(self) -> None:
+    def _write_files(self) -> None:
         with self._lock:
             lines = [
-                json.dumps(_entry(self._epochs[epoch])) + "\n" for epoch in sorted(self._epochs)
+                json.dumps(_history_entry(self._epochs[epoch])) + "\n"
+                for epoch in sorted(self._epochs)
             ]
         if lines:
-            self._remote.write(f"{self._remote.logs_subdir}/{HISTORY}", "".join(lines).encode())
-        super()._write()
+            self._remote.write(
+                f"{self._remote.logs_subdir}/{HISTORY_FILE}", "".join(lines).encode()
+            )
+        super()._write_files()
 
 
-def _entry(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns an epoch as a history has it."""
+def _history_entry(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns an epoch in the form of a history entry."""
     parts: dict[str, dict[str, Any]] = {"train": {}, "validation": {}}
     for name, value in values.items():
         if name not in ("epoch", "seconds"):
@@ -66,31 +69,31 @@ def _entry(values: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def watched(
+def view_run(
     ui: bool | str | os.PathLike[str] | Store,
     function: Callable[..., Any] | str,
     size: int | None,
     what: str = "run",
-    shim: Told | None = None,
+    shim: RunReporter | None = None,
     *,
     writes_output: bool = False,
 ) -> Iterator[str | None]:
-    """Opens the run viewer, and writes what it shows of the job that runs inside.
+    """Opens the run viewer, and writes the run of the job inside for the viewer.
 
     The run stays in the store. Reports of the function (`farandole.spark.task.report`) become its
     curves.
 
     Args:
         ui: `True`, or the store that keeps the run; `False` shows nothing.
-        function: What runs, or its name.
-        size: Number of processes; `None` until the ranks have places.
-        what: The function that runs it.
+        function: The function that runs, or its name.
+        size: Number of processes; `None` until the ranks have hosts.
+        what: Name of the public function that runs the job.
         shim: The Spark plugin, which receives the same events.
         writes_output: Whether the lines of ranks that reach the driver are written here; otherwise
             the caller does it.
 
     Yields:
-        The directory for what ranks print; `None` where nothing is shown, or the store is not of
+        The directory for the output of ranks; `None` where nothing is shown, or the store is not of
             this host.
     """
     if ui is False:
@@ -101,7 +104,7 @@ def watched(
     store = (
         ui
         if isinstance(ui, Store)
-        else Store.create(str(Path(HERE).absolute() if ui is True else ui))
+        else Store.create(str(Path(DEFAULT_STORE).absolute() if ui is True else ui))
     )
     called = function if isinstance(function, str) else getattr(function, "__qualname__", "")
     name = re.sub(r"[^A-Za-z0-9]+", "-", called).strip("-") or "run"
@@ -109,18 +112,18 @@ def watched(
     announce(show(store, run=run), "the run is at")
     remote = store.to_remote(run)
     local = native.Store(remote.run_path).local_path if remote.run_path is not None else None
-    folder = None if local is None else Path(local) / OUTPUT
-    journal = _Journal(
+    folder = None if local is None else Path(local) / OUTPUT_DIRECTORY
+    journal = _FunctionRunJournal(
         remote, {} if size is None else {"size": size}, output=folder if writes_output else None
     )
     try:
-        with telling(shim, run, what, {}, journal):
+        with report_run(shim, run, what, {}, journal):
             yield None if folder is None else str(folder)
     finally:
         try:
-            # the job is over; what is missing is said at the end
+            # The job is over. A message at the end reports missing timelines.
             with contextlib.suppress(OSError):
-                timelines.keep(remote)
+                timelines.write_trace_to_run(remote)
         finally:
             journal.close()
 
@@ -130,57 +133,57 @@ class Watch:
     their arguments.
 
     Attributes:
-        folder: The directory for what ranks print; `None` where the store is not of this host.
+        folder: The directory for the output of ranks; `None` where the store is not of this host.
 
     Args:
-        store: Where the run is kept; default: `farandole-runs` of the current directory.
-        name: What runs.
+        store: Store that keeps the run; default: `farandole-runs` of the current directory.
+        name: Name of the program or function that runs.
         size: Number of processes.
     """
 
     def __init__(self, store: str | None, name: str, size: int) -> None:
         self._run = contextlib.ExitStack()
-        self._store = store or str(Path(HERE))
-        self.folder = self._run.enter_context(watched(self._store, name, size))
-        self._training = current()
+        self._store = store or str(Path(DEFAULT_STORE))
+        self.folder = self._run.enter_context(view_run(self._store, name, size))
+        self._training = current_run()
 
     def world(self, generation: int, places: list[tuple[int, str]]) -> None:
         """Reports the members of a world.
 
         Args:
-            generation: Which world of an elastic job it is.
+            generation: Number of the world in an elastic job.
             places: Task and host of each rank.
         """
-        self._training.seats(
+        self._training.set_placements(
             [{"rank": rank, "task": task, "host": host} for rank, (task, host) in enumerate(places)]
         )
         if generation > 1:
-            self._training.restarted(f"world {generation} has {len(places)} ranks")
+            self._training.record_restart(f"world {generation} has {len(places)} ranks")
 
     def metric(self, task: int, rank: int | None, kind: str, data: bytes) -> None:
-        """A record of a worker.
+        """Takes a record of a worker.
 
         Args:
-            task: The worker's.
-            rank: Its rank.
-            kind: What the record is.
-            data: What it holds.
+            task: Task of the worker.
+            rank: Rank of the worker.
+            kind: Kind of the record.
+            data: Content of the record.
         """
-        record((task, rank), kind, data, self._training)
+        dispatch_record((task, rank), kind, data, self._training)
 
     def loss(self, what: str) -> None:
-        """A worker or a host is out.
+        """Reports the loss of a worker or a host.
 
         Args:
-            what: Which, and why.
+            what: The worker or host, and the reason.
         """
-        self._training.event("a worker or a host is out", what)
+        self._training.add_event("a worker or a host is out", what)
 
     def ended(self, reason: str | None, interrupted: bool) -> None:
-        """The job is over.
+        """Reports the end of the job.
 
         Args:
-            reason: Why it failed; `None` if it did not.
+            reason: Reason of the failure; `None` after success.
             interrupted: Whether the user ended it.
         """
         error = (

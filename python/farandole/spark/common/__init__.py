@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from farandole.spark.common.backend import SparkBackend
     from farandole.spark.common.runs.driver import RunDiffersError
     from farandole.stores.databricks import DBFSLocalStore
+    from farandole.stores.run_lease import RunInUseError
     from farandole.stores.services import HDFSStore, ObjectStore
     from farandole.stores.store import AbstractFilesystemStore, FilesystemStore, LocalStore, Store
-    from farandole.stores.tenure import RunInUseError
 
-_HOMES = {
+_MODULE_BY_NAME = {
     "Backend": "farandole.runner.backend",
     "LocalBackend": "farandole.runner.backend",
     "SparkBackend": "farandole.spark.common.backend",
@@ -29,7 +29,7 @@ _HOMES = {
     "ObjectStore": "farandole.stores.services",
     "Store": "farandole.stores.store",
     "RunDiffersError": "farandole.spark.common.runs.driver",
-    "RunInUseError": "farandole.stores.tenure",
+    "RunInUseError": "farandole.stores.run_lease",
 }
 
 __all__ = [
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = _MODULE_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(home), name)

@@ -10,11 +10,11 @@ import inspect
 import os
 from typing import TYPE_CHECKING, Any
 
-from farandole.common.check import at_least
+from farandole.common.check import integer_at_least
 from farandole.runner import environment
 from farandole.runner.backend import Backend, LocalBackend, elastic_bounds
-from farandole.runner.gang import Output
-from farandole.runner.limits import start_limit
+from farandole.runner.gang import JobOutput
+from farandole.runner.limits import start_timeout_seconds
 from farandole.spark import runner
 
 if TYPE_CHECKING:
@@ -26,17 +26,22 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "LocalBackend", "SparkBackend", "default_num_proc"]
 
 
-def _keywords(function: Callable[..., Any], *own: str) -> set[str]:
-    """Keyword arguments of a function, but those that are a backend's own."""
+def _keyword_arguments(function: Callable[..., Any], *own: str) -> set[str]:
+    """Returns the keyword arguments of a function, except the backend's own arguments."""
     keywords = inspect.signature(function).parameters.values()
     return {one.name for one in keywords if one.kind is inspect.Parameter.KEYWORD_ONLY} - set(own)
 
 
-_OF_RUN = _keywords(runner.run_with, "num_proc", "env")
-_OF_RUN_ELASTIC = _keywords(
-    runner.run_elastic_with, "num_proc", "min_num_proc", "max_num_proc", "env", "ends_on_error"
+_RUN_KEYWORDS = _keyword_arguments(runner.run_with_progress, "num_proc", "env")
+_RUN_ELASTIC_KEYWORDS = _keyword_arguments(
+    runner.run_elastic_with_progress,
+    "num_proc",
+    "min_num_proc",
+    "max_num_proc",
+    "env",
+    "ends_on_error",
 )
-_PLAIN = (
+_NUMERIC_KEYWORDS = (
     "start_timeout",
     "verbose",
     "prefix_output_with_timestamp",
@@ -45,7 +50,7 @@ _PLAIN = (
     "reset_limit",
 )
 """Arguments of `farandole.spark.run` and `run_elastic` that are numbers."""
-_NOT_FOR_EXECUTORS = (
+_DRIVER_ONLY_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "PYSPARK_GATEWAY_PORT",
     "PYSPARK_GATEWAY_SECRET",
@@ -70,25 +75,25 @@ def default_num_proc() -> int:
 class SparkBackend(Backend):
     """Workers in the tasks of the active Spark session.
 
-    Unlike `farandole.spark.run`, it forwards variables of the driver to the workers: settings of
-    Farandole, of frameworks and of numerical libraries, as `farandole.runner.environment` lists
-    them, and never `CUDA_VISIBLE_DEVICES` or what looks like a secret. `verbose=2` names what was
-    left out.
+    Unlike `farandole.spark.run`, `SparkBackend` forwards variables of the driver to the workers:
+    the settings of Farandole, of frameworks and of numerical libraries that
+    `farandole.runner.environment` lists. `CUDA_VISIBLE_DEVICES` and variables that look like
+    secrets are never forwarded. `verbose=2` names the variables that were left out.
 
-    With `min_num_proc` or `max_num_proc` the job is elastic, as that of
-    `farandole.spark.run_elastic`: when a worker is lost the others continue, and another one
-    replaces it when Spark has a slot.
+    With `min_num_proc` or `max_num_proc` the job is elastic, like a job of
+    `farandole.spark.run_elastic`: when a worker is lost, the other workers continue, and a new
+    worker replaces it when Spark has a slot.
 
     Args:
-        num_proc: Number of processes, or of those that an elastic job begins with; default: Spark's
+        num_proc: Number of processes; for an elastic job, the number at its start. Default: Spark's
             default parallelism.
-        env: Environment of the workers instead of the driver's; all of it travels.
+        env: Environment of the workers instead of the driver's; all of it is sent.
         pass_env: Names of further variables of the driver that are forwarded, or patterns such as
             `"WANDB_*"`.
         min_num_proc: Smallest number of processes; default: `num_proc`.
         max_num_proc: Largest number of processes; default: `num_proc`.
         **kwargs: Further arguments of `farandole.spark.run`, such as `stdout`, `verbose` or
-            `start_timeout`; of an elastic job those of `farandole.spark.run_elastic`.
+            `start_timeout`; for an elastic job, arguments of `farandole.spark.run_elastic`.
     """
 
     def __init__(
@@ -101,13 +106,15 @@ class SparkBackend(Backend):
         max_num_proc: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._num_proc = None if num_proc is None else at_least(1)("num_proc", num_proc)
+        self._num_proc = None if num_proc is None else integer_at_least(1)("num_proc", num_proc)
         self._bounds = elastic_bounds(num_proc, min_num_proc, max_num_proc)
         self._env = dict(env) if env is not None else None
         if isinstance(pass_env, str) or not all(isinstance(one, str) for one in pass_env):
             raise TypeError(f"pass_env is a list of names and patterns of variables: {pass_env!r}")
         self._pass_env = tuple(pass_env)
-        name, known = ("run_elastic", _OF_RUN_ELASTIC) if self._bounds else ("run", _OF_RUN)
+        name, known = (
+            ("run_elastic", _RUN_ELASTIC_KEYWORDS) if self._bounds else ("run", _RUN_KEYWORDS)
+        )
         unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
@@ -127,31 +134,35 @@ class SparkBackend(Backend):
         """Like `Backend.run`; also raises the errors of `farandole.spark.run`."""
         base: dict[str, str | None] = dict(self._env or {})
         if self._env is None:
-            taken, left = environment.chosen(os.environ, self._pass_env, _NOT_FOR_EXECUTORS)
+            taken, left = environment.select_variables(
+                os.environ, self._pass_env, _DRIVER_ONLY_VARIABLES
+            )
             base |= taken
-            self._tell_of(left)
+            self._report_unforwarded(left)
         merged = {
             name: value
             for name, value in (base | dict(env or {})).items()
-            if name not in _NOT_FOR_EXECUTORS
+            if name not in _DRIVER_ONLY_VARIABLES
         }
         more: dict[str, Any] = {"env": merged, **self._bounds, **self._kwargs}
         if self._bounds:
             first = self._num_proc
-            return runner.run_elastic_with(
+            return runner.run_elastic_with_progress(
                 fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more
             )
-        return runner.run_with(fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more)
+        return runner.run_with_progress(
+            fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more
+        )
 
-    def _tell_of(self, left: Sequence[str]) -> None:
+    def _report_unforwarded(self, left: Sequence[str]) -> None:
         if left:
-            output = Output(
+            output = JobOutput(
                 self._kwargs.get("stdout"),
                 self._kwargs.get("stderr"),
                 verbose=self._kwargs.get("verbose", 1),
             )
             names = ", ".join(left)
-            output.say(
+            output.print_message(
                 "variables of the driver that are not forwarded to the workers (pass_env adds "
                 f"names): {names}",
                 2,
@@ -161,31 +172,35 @@ class SparkBackend(Backend):
         """Returns the arguments for a backend of the same kind and numbers: no environment, no
         stream, no store.
         """
-        given = {name: self._kwargs[name] for name in _PLAIN if name in self._kwargs}
+        given = {name: self._kwargs[name] for name in _NUMERIC_KEYWORDS if name in self._kwargs}
         return {"num_proc": self._num_proc, **self._bounds, **given}
 
     def num_processes(self) -> int:
-        """Returns the number of workers, or of those that the job begins with; without a number
-        Spark is asked.
+        """Returns the number of workers; for an elastic job, the number at its start. If no number
+        is given, Spark decides.
         """
         if self._num_proc is None:
-            from farandole.spark.job.session import Cluster  # noqa: PLC0415 - LocalBackend does without
+            from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - LocalBackend does without
 
             most = self._bounds.get("max_num_proc")
-            return Cluster.active().default_parallelism() if most is None else most
+            return (
+                SparkCluster.from_active_session().default_parallelism() if most is None else most
+            )
         return self._num_proc
 
     def check(self) -> None:
         """Like `Backend.check`."""
-        from farandole.spark.job.session import Cluster  # noqa: PLC0415 - as above
+        from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - as above
 
-        Cluster.active().check(self._bounds.get("min_num_proc") or self.num_processes())
-        start_limit(self._kwargs.get("start_timeout"))
-        Output(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
+        SparkCluster.from_active_session().check_job_size(
+            self._bounds.get("min_num_proc") or self.num_processes()
+        )
+        start_timeout_seconds(self._kwargs.get("start_timeout"))
+        JobOutput(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
-        """Like `Backend.through`: Spark bounds what its rows bring back by
-        `spark.driver.maxResultSize`.
+        """Like `Backend.through`. Without a store, results travel in Spark's rows, whose size
+        `spark.driver.maxResultSize` limits.
         """
         if type(self) is not SparkBackend or self._kwargs.get("store") is not None:
             return self  # another class may have attributes of its own, which a copy would lack

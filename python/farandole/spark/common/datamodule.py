@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-_WHY = (
+_NVTABULAR_RETIRED_MESSAGE = (
     "NVTabular has been retired by its makers and installs with no current framework: leave "
     "data_module out, the native reader takes categorical and continuous columns alike"
 )
@@ -32,7 +32,7 @@ class DataModule(ABC):
         has_val: whether there is validation data.
         train_batch_size: rows of a batch.
         val_batch_size: rows of a validation batch.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether each epoch has another order.
         transform_fn: the estimator's transformation, of a dict of arrays.
         inmemory_cache_all: whether rows stay in memory.
         cur_shard: rank of this process.
@@ -86,19 +86,19 @@ class DataModule(ABC):
         self.kwargs = kwargs
 
     def __enter__(self) -> Self:
-        """Before the first batch."""
+        """Starts the data module, before the first batch."""
         return self
 
     def __exit__(self, *_: object) -> None:  # noqa: B027 - few have anything to close
-        """After the last batch."""
+        """Ends the data module, after the last batch."""
 
     @abstractmethod
     def train_data(self) -> Iterable[Any]:
-        """The batches of an epoch, or of many."""
+        """Returns the batches of one epoch, or of several."""
 
     @abstractmethod
     def val_data(self) -> Iterable[Any]:
-        """The batches of a validation, or of many."""
+        """Returns the batches of one validation, or of several."""
 
 
 class ParquetDataModule(DataModule):
@@ -110,13 +110,13 @@ class ParquetDataModule(DataModule):
 
     def train_data(self) -> Iterable[Any]:
         """Like `DataModule.train_data`; every iteration is the next epoch."""
-        return self._loader(self.train_dir, self.train_batch_size, self.shuffle)
+        return self._create_loader(self.train_dir, self.train_batch_size, self.shuffle)
 
     def val_data(self) -> Iterable[Any]:
         """Like `DataModule.val_data`."""
-        return self._loader(str(self.val_dir), self.val_batch_size, shuffle=True)
+        return self._create_loader(str(self.val_dir), self.val_batch_size, shuffle=True)
 
-    def _loader(self, url: str, batch_size: int, shuffle: bool) -> Iterable[Any]:
+    def _create_loader(self, url: str, batch_size: int, shuffle: bool) -> Iterable[Any]:
         from farandole.data import ParquetLoader  # noqa: PLC0415 - in training processes
 
         return ParquetLoader(
@@ -137,7 +137,7 @@ class NVTabularDataModule:
     short_name = "nvtabular"
 
     def __init__(self, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(_WHY)
+        raise NotImplementedError(_NVTABULAR_RETIRED_MESSAGE)
 
 
 def check_data_module(module: Any) -> Any:
@@ -150,5 +150,5 @@ def check_data_module(module: Any) -> Any:
         NotImplementedError: NVTabular's, with the reason.
     """
     if isinstance(module, type) and issubclass(module, NVTabularDataModule):
-        raise NotImplementedError(_WHY)
+        raise NotImplementedError(_NVTABULAR_RETIRED_MESSAGE)
     return None if module is ParquetDataModule else module

@@ -23,33 +23,47 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pyspark.ml import Estimator
 
-from farandole.data.columns import Roles, check_present
-from farandole.data.learning import WORDS, Wish
-from farandole.data.splits import split_of
+from farandole.data.columns import ColumnRoles, check_columns_present
+from farandole.data.learning import LEARNED_FILL_WORDS, EncodingSpec
+from farandole.data.splits import resolve_split
 from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.show.journal import recorded
-from farandole.runner.show.training import telling
-from farandole.runner.timelines import gathered
+from farandole.runner.show.journal import write_run_journal
+from farandole.runner.show.training import report_run
+from farandole.runner.timelines import collect_timelines
 from farandole.spark.common.backend import SparkBackend
-from farandole.spark.common.data.copies import encoded
-from farandole.spark.common.data.existing import Existing, in_use
-from farandole.spark.common.data.prepare import find_data, prepare_data, same_rows
-from farandole.spark.common.data.reference import with_statistics, with_stored_statistics
+from farandole.spark.common.data.data_cleanup import delete_old_data
+from farandole.spark.common.data.encoded_copies import use_encoded_copy
+from farandole.spark.common.data.existing_data import ExistingDataPaths, share_prepared_data
+from farandole.spark.common.data.prepare import declare_same_rows, find_data, prepare_data
 from farandole.spark.common.data.schema import check_types
-from farandole.spark.common.data.tidying import tidy
-from farandole.spark.common.model.base import FarandoleModel, check_columns, check_form
-from farandole.spark.common.model.classes import ClassParams
+from farandole.spark.common.data.training_statistics import with_statistics, with_stored_statistics
+from farandole.spark.common.model.base import (
+    FarandoleModel,
+    check_class_columns,
+    require_output_form,
+)
+from farandole.spark.common.model.classes import ClassificationParams
 from farandole.spark.common.params import EstimatorParams
-from farandole.spark.common.runs.driver import alone, begin, mapped, name_of
-from farandole.spark.common.runs.fingerprint import LENGTH, Fingerprint, of_data, parameters
-from farandole.spark.common.runs.finite import NotFiniteError
-from farandole.spark.common.runs.halting import Stop
+from farandole.spark.common.runs.driver import (
+    begin_run,
+    hold_run_lease,
+    mark_param_map_fit,
+    run_id_of_fit,
+)
+from farandole.spark.common.runs.fingerprint import (
+    LENGTH_PARAMS,
+    Fingerprint,
+    data_parts,
+    parameter_parts,
+)
+from farandole.spark.common.runs.finite_loss import NotFiniteError
+from farandole.spark.common.runs.stop_request import StopRequest
 from farandole.spark.common.runs.trackers import plain_parameters
-from farandole.spark.common.show.progress import Progress, progress
-from farandole.spark.job.session import Cluster
-from farandole.spark.shim import Shim
-from farandole.stores.visibility import executor_hosts, told_local
+from farandole.spark.common.show.progress import ProgressDisplay, create_progress_display
+from farandole.spark.job.session import SparkCluster
+from farandole.spark.shim import SparkPlugin
+from farandole.stores.local_paths import executor_hosts, local_path_warning
 
 if TYPE_CHECKING:
     import os
@@ -59,15 +73,15 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.data.splits import Split
+    from farandole.data.splits import ValidationSplit
     from farandole.runner.backend import Backend
-    from farandole.spark.common.data.existing import Paths
-    from farandole.spark.common.runs.fingerprint import Part
+    from farandole.spark.common.data.existing_data import Paths
+    from farandole.spark.common.runs.fingerprint import FingerprintPart
     from farandole.spark.common.runs.tracking import Tracker
     from farandole.stores.store import AbstractFilesystemStore
 
 
-class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
+class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     """The base of the estimators of all frameworks."""
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
@@ -94,8 +108,8 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         Raises:
             ValueError: a parameter, a column or the data does not fit; the message names it.
         """
-        self._show(ui)
-        with gathered(timeline), mapped(params is not None):
+        self._open_viewer(ui)
+        with collect_timelines(timeline), mark_param_map_fit(params is not None):
             return super().fit(df, params)
 
     def fitMultiple(  # noqa: N802 - Spark's name
@@ -119,11 +133,11 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         """
         estimator, rows = self.copy(), f"rows-{uuid.uuid4().hex}"
 
-        def fit(number: int) -> Any:
-            with same_rows(rows):
+        def fit_param_map(number: int) -> Any:
+            with declare_same_rows(rows):
                 return estimator.fit(dataset, paramMaps[number])
 
-        return _Fits(fit, len(paramMaps))
+        return _FitIterator(fit_param_map, len(paramMaps))
 
     def fit_on_parquet(
         self,
@@ -162,38 +176,44 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             RunDiffersError: a `ValueError`: the run of `run_id` was started with other data or
                 parameters.
         """
-        self._show(ui)
-        with gathered(timeline), mapped(params is not None):
-            return (self.copy(params) if params else self)._fit_prepared(
-                dataset_idx, Existing.at(path, val_path, dataset_idx)
+        self._open_viewer(ui)
+        with collect_timelines(timeline), mark_param_map_fit(params is not None):
+            return (self.copy(params) if params else self)._fit_existing_data(
+                dataset_idx, ExistingDataPaths.from_paths(path, val_path, dataset_idx)
             )
 
-    def _show(self, ui: bool) -> None:
+    def _open_viewer(self, ui: bool) -> None:
         if ui and self.getStore() is not None:
             from farandole.ui import announce, show
 
-            announce(show(self._store()), "the runs of this store are at")
+            announce(show(self._filesystem_store()), "the runs of this store are at")
 
     def _fit(self, dataset: DataFrame) -> Any:
         if not hasattr(dataset, "mapInArrow"):
-            return self._fit_frame(dataset)
-        self._check()
+            return self._fit_table(dataset)
+        self._check_params()
         if dataset.isStreaming:
             raise ValueError(
                 "fit does not take a streaming DataFrame: write the stream to a table and fit the "
                 "table"
             )
-        backend, store, roles = self._backend(), self._store(), self._roles()
-        check_present(roles, dataset.columns, "DataFrame")
+        backend, store, roles = (
+            self._create_backend(),
+            self._filesystem_store(),
+            self._column_roles(),
+        )
+        check_columns_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
         store.check_writable()
         backend.check()
-        with progress(self.getVerbose()) as shown:
-            warning = told_local(store.prefix_path, executor_hosts(Cluster.active().context))
+        with create_progress_display(self.getVerbose()) as shown:
+            warning = local_path_warning(
+                store.prefix_path, executor_hosts(SparkCluster.from_active_session().context)
+            )
             if warning is not None:
                 warnings.warn(warning, stacklevel=4)
-            shown.message("preparing data")
+            shown.show_message("preparing data")
             seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
             with prepare_data(
                 backend.num_processes(),
@@ -204,72 +224,86 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 parts,
                 fill=self.getFill(),
                 categories=self.getCategories(),
-                split=self._split(),
+                split=self._validation_split(),
                 ragged=self.getRagged(),
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
-                shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), self.getGcMaxSize(), shown.message)
+                shown.show_message(_prepared_data_summary(prepared))
+                delete_old_data(
+                    store, self.getGcOlderThan(), self.getGcMaxSize(), shown.show_message
+                )
                 wanted = self.getStatistics()
                 counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
-                # Anew: a live bar has put streams of its own instead of those that the first one
-                # took.
-                return self._train(self._backend(), counted, shown)
+                # Create a second backend: the progress bar has replaced sys.stdout and sys.stderr,
+                # and the first backend holds the old streams.
+                return self._train_model(self._create_backend(), counted, shown)
 
-    def _fit_frame(self, dataset: Any) -> Any:
+    def _fit_table(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow
         dataset.
         """
-        from farandole.data.inputs.frames import is_frame
+        from farandole.data.inputs.frames import holds_rows
         from farandole.data.inputs.sources import open_source
-        from farandole.data.prepare import prepare, spec_of
+        from farandole.data.prepare import prepare_source, writer_spec
 
-        if not is_frame(dataset):
+        if not holds_rows(dataset):
             kind = type(dataset)
             raise TypeError(
                 "fit takes a Spark DataFrame, or a pyarrow, pandas or polars table, "
                 f"this is a {kind.__module__}.{kind.__qualname__}"
             )
-        self._check()
-        backend, store, roles = self._backend(), self._store(), self._roles()
+        self._check_params()
+        backend, store, roles = (
+            self._create_backend(),
+            self._filesystem_store(),
+            self._column_roles(),
+        )
         source = open_source(dataset)
-        check_present(roles, source.schema.names, "table")
+        check_columns_present(roles, source.schema.names, "table")
         store.check_writable()
         backend.check()
-        with progress(self.getVerbose()) as shown:
-            shown.message("preparing data")
-            spec = spec_of(
+        with create_progress_display(self.getVerbose()) as shown:
+            shown.show_message("preparing data")
+            spec = writer_spec(
                 roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan()
             )
-            with prepare(source, store, roles, spec, "fit", self._wish()) as prepared:
-                shown.message(_described(prepared))
-                tidy(store, self.getGcOlderThan(), self.getGcMaxSize(), shown.message)
+            with prepare_source(
+                source, store, roles, spec, "fit", self._encoding_spec()
+            ) as prepared:
+                shown.show_message(_prepared_data_summary(prepared))
+                delete_old_data(
+                    store, self.getGcOlderThan(), self.getGcMaxSize(), shown.show_message
+                )
                 wanted = self.getStatistics()
                 counted = with_statistics(
                     prepared, source, source.schema.names, roles, wanted=wanted
                 )
-                return self._train(self._backend(), counted, shown)  # as above
+                return self._train_model(self._create_backend(), counted, shown)  # as above
 
-    def _fit_prepared(self, dataset_idx: int | None, given: Existing | None) -> Any:
-        self._check()
-        backend, store = self._backend(), self._store()
-        where = given or Existing.in_store(store, dataset_idx)
-        with in_use(where):  # before the data is opened, so that it is not deleted in between
-            found = find_data(store, self._roles(), dataset_idx, where)
+    def _fit_existing_data(self, dataset_idx: int | None, given: ExistingDataPaths | None) -> Any:
+        self._check_params()
+        backend, store = self._create_backend(), self._filesystem_store()
+        where = given or ExistingDataPaths.from_store(store, dataset_idx)
+        with share_prepared_data(
+            where
+        ):  # before the data is opened, so that it is not deleted in between
+            found = find_data(store, self._column_roles(), dataset_idx, where)
             if store.saving_runs():
                 store.check_writable()
             backend.check()
-            wish = replace(self._wish(), split=None)  # it is split already
-            made = encoded(store, found, where, self._roles(), wish, allow_nan=self.getAllowNan())
-            with progress(self.getVerbose()) as shown, made as prepared:
-                shown.message(_described(prepared))
+            wish = replace(self._encoding_spec(), split=None)  # it is split already
+            made = use_encoded_copy(
+                store, found, where, self._column_roles(), wish, allow_nan=self.getAllowNan()
+            )
+            with create_progress_display(self.getVerbose()) as shown, made as prepared:
+                shown.show_message(_prepared_data_summary(prepared))
                 counted = with_stored_statistics(
-                    prepared, where.train, self._roles(), wanted=self.getStatistics()
+                    prepared, where.train, self._column_roles(), wanted=self.getStatistics()
                 )
-                return self._train(self._backend(), counted, shown)  # as in `_fit`
+                return self._train_model(self._create_backend(), counted, shown)  # as in `_fit`
 
-    def _check(self) -> None:
+    def _check_params(self) -> None:
         """Refuses parameters that do not go together.
 
         Raises:
@@ -282,31 +316,37 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 )
         if self.getNumProc() is not None and self.getBackend() is not None:
             raise ValueError('At most one of parameters "backend" and "num_proc" may be specified')
-        both = sorted(set(self._roles().features) & set(self.getLabelCols()))
+        both = sorted(set(self._column_roles().features) & set(self.getLabelCols()))
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
-        if not self._store().saving_runs():
+        if not self._filesystem_store().saving_runs():
             self._check_without_runs()
         fill = self.getFill()
-        unused = sorted(set(fill) - {"*", *self._roles().kept}) if isinstance(fill, dict) else []
+        unused = (
+            sorted(set(fill) - {"*", *self._column_roles().stored_columns})
+            if isinstance(fill, dict)
+            else []
+        )
         if unused:
             raise ValueError(
                 f"fill must name features, labels or weights; these are not: {', '.join(unused)}"
             )
         strange = sorted(
-            set(self.getCategories()) - {*self._roles().features, *self.getLabelCols()}
+            set(self.getCategories()) - {*self._column_roles().features, *self.getLabelCols()}
         )
         if strange:
             raise ValueError(
                 f"categories must be features or labels; these are neither: {', '.join(strange)}"
             )
-        self._split()  # refuses what does not go together
+        self._validation_split()  # refuses what does not go together
         columns = self._class_columns() | (
             {} if self.getThresholds() is None else {"thresholds": ""}
         )
         if columns:
-            form = check_form(next(iter(columns)), self._output_form(), self.getLabelCols())
-            check_columns(columns, form, self.getThresholds())
+            form = require_output_form(
+                next(iter(columns)), self._output_form(), self.getLabelCols()
+            )
+            check_class_columns(columns, form, self.getThresholds())
         weights = self.getLossWeights()
         if weights is not None and len(weights) != len(self.getLabelCols()):
             raise ValueError(
@@ -325,18 +365,19 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                 "tensorboard=True writes into the directory of the run, so the store must save runs"
             )
 
-    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> Any:
+    def _train_model(self, backend: Backend, prepared: Prepared, shown: ProgressDisplay) -> Any:
         raise NotImplementedError
 
-    def _launch(
+    def _launch_job(
         self,
         backend: Backend,
         train: Callable[[Any], Any],
         job: Any,
-        shown: Progress,
+        shown: ProgressDisplay,
         tracker: Tracker | None = None,
     ) -> list[Any]:
-        """Runs a job's training function, once more after each failure where that was asked for.
+        """Runs a job's training function, and repeats it after a failure if the user asked for
+        that.
 
         Args:
             backend: where.
@@ -352,15 +393,15 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
             FarandoleJobError: a worker failed, and no restart is left.
         """
 
-        def report(_rank: int, record: dict[str, Any]) -> None:
-            shown.report(record)
+        def handle_report(_rank: int, record: dict[str, Any]) -> None:
+            shown.show_report(record)
             if tracker is not None:
-                tracker.report(record)
+                tracker.log_report(record)
             if stop is not None:
-                stop.check()
-                if stop.is_news():
-                    shown.message("stopping, as asked for in the notebook")
-                    run.event("stop", "asked for in the notebook")
+                stop.raise_if_ended()
+                if stop.is_newly_asked():
+                    shown.show_message("stopping, as asked for in the notebook")
+                    run.add_event("stop", "asked for in the notebook")
 
         more: dict[str, Any] = {}
         # A backend of the user's may have Horovod's `run`, which knows of no progress.
@@ -368,22 +409,24 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         if any(
             one.name == "on_progress" or one.kind is inspect.Parameter.VAR_KEYWORD for one in told
         ):
-            more["on_progress"] = report
+            more["on_progress"] = handle_report
         left = self.getMaxRestarts() if self.getOnFailure() == "restart" else 0
         with (
-            recorded(self, job) as journal,
-            telling(
-                Shim.active(),
+            write_run_journal(self, job) as journal,
+            report_run(
+                SparkPlugin.from_active_context(),
                 job.run_id,
                 type(self).__name__,
                 plain_parameters(self),
                 journal,
-                shown.told(),
+                shown.rank_reporter(),
             ) as run,
-            contextlib.closing(Stop(getattr(job, "base", job).store)) as request,
-            shown.offering(request) as stop,
+            contextlib.closing(StopRequest(getattr(job, "base", job).store)) as request,
+            shown.offer_stop(request) as stop,
         ):
-            if env := self._environment() | ({} if stop is None else stop.variables()):
+            if env := self._worker_environment() | (
+                {} if stop is None else stop.worker_variables()
+            ):
                 more["env"] = env
             while True:
                 try:
@@ -394,14 +437,14 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
                     ):  # it would come again
                         raise
                     left -= 1
-                    shown.message(
+                    shown.show_message(
                         f"{error.reason}; starting again from the last checkpoint, restarts left: "
                         f"{left}"
                     )
-                    run.restarted(error.reason)
-                    backend = self._backend()
+                    run.record_restart(error.reason)
+                    backend = self._create_backend()
 
-    def _new_run(self, framework: str, fingerprint: Fingerprint) -> str:
+    def _new_run_id(self, framework: str, fingerprint: Fingerprint) -> str:
         """Returns the run's name: as the user set it, or one that no other run has.
 
         Args:
@@ -410,90 +453,98 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         """
         given = self.getRunId()
         return (
-            name_of(given, fingerprint)
+            run_id_of_fit(given, fingerprint)
             if given
             else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
         )
 
-    def _fingerprint(self, prepared: Prepared) -> Fingerprint:
+    def _fit_fingerprint(self, prepared: Prepared) -> Fingerprint:
         """Returns the parts that decide the result of a fit.
 
         Args:
             prepared: its data.
         """
-        own = self._own_parts()
+        own = self._framework_parts()
         names = {one.name for one in own}
-        parts = (*of_data(prepared), *own, *parameters(self, names))
-        return Fingerprint(parts, tuple(parameters(self, (), LENGTH)))
+        parts = (*data_parts(prepared), *own, *parameter_parts(self, names))
+        return Fingerprint(parts, tuple(parameter_parts(self, (), LENGTH_PARAMS)))
 
-    def _own_parts(self) -> list[Part]:
-        """The parts of a fingerprint that are the framework's: model, optimizer, loss."""
+    def _framework_parts(self) -> list[FingerprintPart]:
+        """Returns the framework's parts of a fingerprint: model, optimizer, loss."""
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def _held(self, job: Any, fingerprint: Fingerprint, shown: Progress) -> Iterator[None]:
-        """Holds a run for this fit alone, which continues with what it was started with, and says
-        where it continues.
+    def _hold_run(
+        self, job: Any, fingerprint: Fingerprint, shown: ProgressDisplay
+    ) -> Iterator[None]:
+        """Holds the lease of a run, checks the run's fingerprint, and reports the epoch at which
+        the run continues.
 
         Args:
             job: the run.
-            fingerprint: of the fit.
-            shown: gets the messages.
+            fingerprint: fingerprint of the fit.
+            shown: receives the messages.
 
         Raises:
             RunInUseError: another fit trains the same run.
             RunDiffersError: the run was started with something else.
         """
         force, epochs = self.getResume() == "force", self.getEpochs()
-        with alone(job.store.run_path, job.run_id):
-            begin(job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.message)
-            checkpoint = job.paths().get("checkpoint")
-            if checkpoint is not None and self._store().exists(checkpoint):
-                shown.message(
+        with hold_run_lease(job.store.run_path, job.run_id):
+            begin_run(
+                job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.show_message
+            )
+            checkpoint = job.file_paths().get("checkpoint")
+            if checkpoint is not None and self._filesystem_store().exists(checkpoint):
+                shown.show_message(
                     f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch "
                     f"{epochs}"
                 )
             yield
 
-    def _backend(self) -> Backend:
+    def _create_backend(self) -> Backend:
         if self.getBackend() is not None:
-            return cast("Backend", self.getBackend()).through(self._store())
+            return cast("Backend", self.getBackend()).through(self._filesystem_store())
         verbose = self.getVerbose()
         streams: dict[str, Any] = (
             {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
         )
-        return SparkBackend(self.getNumProc(), verbose=verbose, store=self._store(), **streams)
+        return SparkBackend(
+            self.getNumProc(), verbose=verbose, store=self._filesystem_store(), **streams
+        )
 
-    def _environment(self) -> dict[str, str]:
-        """Variables that the framework needs in the workers, besides those of the backend."""
+    def _worker_environment(self) -> dict[str, str]:
+        """Returns the variables that the framework needs in the workers, in addition to the
+        backend's.
+        """
         return {}
 
-    def _store(self) -> AbstractFilesystemStore:
+    def _filesystem_store(self) -> AbstractFilesystemStore:
         return cast("AbstractFilesystemStore", self.getStore())
 
-    def _wish(self) -> Wish:
+    def _encoding_spec(self) -> EncodingSpec:
         """Categories, and what replaces missing values."""
-        return Wish.of(
+        return EncodingSpec.from_arguments(
             self.getCategories(),
             self.getFill(),
             self.getLabelCols(),
-            self._split(),
+            self._validation_split(),
             self.getRagged(),
         )
 
-    def _split(self) -> Split | None:
+    def _validation_split(self) -> ValidationSplit | None:
         """Returns the rule that chooses the validation rows, if it needs more than each row
         alone.
         """
         columns = self.getValidationStratify(), self.getValidationGroup(), self.getValidationTime()
-        return split_of(self.getValidation(), *columns, self.getRandomSeed() or 0)
+        return resolve_split(self.getValidation(), *columns, self.getRandomSeed() or 0)
 
-    def _carried(self, prepared: Prepared) -> dict[str, Any]:
-        """Parameters that the fitted model takes over: categories, fill values, statistics, and
-        those of predictions.
+    def _inherited_params(self, prepared: Prepared) -> dict[str, Any]:
+        """Returns the parameters that the fitted model inherits: categories, fill values,
+        statistics, and the parameters of predictions.
 
         Args:
-            prepared: its data.
+            prepared: the training data.
         """
         given, asked = self.getFill(), {"verbose": self.getVerbose(), **self._class_params()}
         if form := self._output_form():
@@ -514,7 +565,7 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         if prepared.encoding is None:
             return {"fill": given, **asked}
         plain = {} if given is None else dict(given) if isinstance(given, dict) else {"*": given}
-        values = {name: value for name, value in plain.items() if value not in WORDS}
+        values = {name: value for name, value in plain.items() if value not in LEARNED_FILL_WORDS}
         return {
             "fill": {**values, **prepared.fill} or None,
             "learned": dict(prepared.encoding.learned),
@@ -524,33 +575,35 @@ class FarandoleEstimator(ClassParams, EstimatorParams, Estimator[Any]):
         }
 
     def _output_form(self) -> str | None:
-        """Returns the form of the model's only output: as set, or as its loss takes it; `None`
-        if it is unknown.
+        """Returns the form of the model's only output: the set form, or else the form that the
+        loss expects; `None` if it is unknown.
         """
         return self.getOutputForm() or (
-            self._form_of_loss() if len(self.getLabelCols()) == 1 else None
+            self._loss_output_form() if len(self.getLabelCols()) == 1 else None
         )
 
-    def _form_of_loss(self) -> str | None:
-        """The form that the framework's loss takes, if it is one of those that are known."""
+    def _loss_output_form(self) -> str | None:
+        """Returns the output form that the framework's loss expects; `None` for an unknown
+        loss.
+        """
         return None
 
-    def _inputs(self) -> list[list[str]]:
+    def _input_columns(self) -> list[list[str]]:
         """Returns the columns of each of the model's inputs: `feature_cols=["a", ["b", "c"]]`
         makes two inputs.
         """
         return [[one] if isinstance(one, str) else list(one) for one in self.getFeatureCols()]
 
-    def _roles(self) -> Roles:
-        return Roles(
-            features=tuple(name for columns in self._inputs() for name in columns),
+    def _column_roles(self) -> ColumnRoles:
+        return ColumnRoles(
+            features=tuple(name for columns in self._input_columns() for name in columns),
             labels=tuple(self.getLabelCols()),
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
 
 
-class _Fits:
+class _FitIterator:
     """An iterator that fits one model in each call; several threads may ask it at the same time.
 
     Args:
@@ -579,7 +632,7 @@ HorovodModel = FarandoleModel
 """Horovod's name of `FarandoleModel`."""
 
 
-def _described(prepared: Prepared) -> str:
+def _prepared_data_summary(prepared: Prepared) -> str:
     what = "data that was prepared before" if prepared.reused else "prepared data"
     validation = f", {prepared.val_rows:,} for validation" if prepared.val_url else ""
     left_out = (

@@ -6,9 +6,9 @@
         batch_size: Parameter[int] = Parameter("Rows per step.", check.at_least(1), default=32)
         setBatchSize, getBatchSize = accessors("batch_size")
 
-The rest follows from the statement: the constructor's keyword with its type, which editors see as
-that of a dataclass, the default, the check of every value, `explainParam`, `help`, and the
-reference in the documentation.
+The class derives everything else from this attribute: the constructor's keyword with its type (in
+editors like a dataclass field), the default, the check of every value, `explainParam`, `help`, and
+the reference in the documentation.
 
 A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of
 `fit`. A wrong value is a `ValueError` or `TypeError` that names the parameter.
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from farandole.common.check import Check
 
 T = TypeVar("T")
-_WIDTH = 100
+_MAX_DOC_COLUMNS = 100
 
 
 class Parameter(Param[T]):
-    """A `Param` whose name is that of the attribute, and that knows its default.
+    """A `Param` with the name of its attribute, and with a default.
 
     Args:
-        doc: What it means.
+        doc: Description of the parameter.
         check: Checks a value, and returns it in its canonical form.
-        default: Its value if none is set.
+        default: Value of the parameter if none is set.
     """
 
     def __init__(self, doc: str, check: Check, *, default: T | None) -> None:
@@ -55,7 +55,7 @@ class Parameter(Param[T]):
         self.typeConverter = partial(self.check, name)
 
     @property
-    def told(self) -> str:
+    def doc_with_default(self) -> str:
         """The parameter's documentation, with its default if there is one."""
         return self.doc if self.default is None else f"{self.doc} Default: `{self.default!r}`."
 
@@ -88,7 +88,7 @@ def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any
 
 
 @dataclass_transform(kw_only_default=True, eq_default=False, field_specifiers=(Parameter,))
-class Parameters(Params):
+class DeclaredParams(Params):
     """The base of classes that state parameters. The constructor takes each by name; `None`
     stands for its default.
     """
@@ -98,15 +98,17 @@ class Parameters(Params):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
-        self._setDefault(**{one.name: copy.copy(one.default) for one in stated(type(self))})
+        self._setDefault(
+            **{one.name: copy.copy(one.default) for one in declared_parameters(type(self))}
+        )
         # A default must not count as set: it would win over a param map.
         self.setParams(**{name: value for name, value in given.items() if value is not None})
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Gives the class a constructor whose signature and documentation list its parameters."""
         super().__init_subclass__(**more)
-        if getattr(cls.__init__, "__wrapped__", cls.__init__) is Parameters.__init__:
-            cls.__init__ = _constructor(cls)
+        if getattr(cls.__init__, "__wrapped__", cls.__init__) is DeclaredParams.__init__:
+            cls.__init__ = _build_constructor(cls)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses a value in the place of a parameter, which would be lost."""
@@ -141,7 +143,7 @@ class Parameters(Params):
         return self._set(**params)
 
 
-def stated(kind: type) -> list[Parameter[Any]]:
+def declared_parameters(kind: type) -> list[Parameter[Any]]:
     """Returns the parameters of a class, in the order of their statements; base classes come
     first.
     """
@@ -151,17 +153,17 @@ def stated(kind: type) -> list[Parameter[Any]]:
     return list(found.values())
 
 
-def _optional(annotation: str) -> str:
+def _optional_type(annotation: str) -> str:
     """Returns the type of a keyword: `Parameter[int]` takes `int | None`."""
     text = annotation.removeprefix("Parameter[").removesuffix("]")
     return text if text == "Any" else f"{text} | None"
 
 
-def _constructor(kind: type[Parameters]) -> Callable[..., None]:
-    """`Parameters.__init__` for one class."""
+def _build_constructor(kind: type[DeclaredParams]) -> Callable[..., None]:
+    """Returns the constructor of a class, with a keyword for each parameter."""
 
-    def __init__(self: Parameters, **given: Any) -> None:  # noqa: N807 - it becomes one
-        Parameters.__init__(
+    def __init__(self: DeclaredParams, **given: Any) -> None:  # noqa: N807 - it becomes one
+        DeclaredParams.__init__(
             self, **{name: value for name, value in given.items() if name not in kind._UNUSED}
         )
 
@@ -170,17 +172,23 @@ def _constructor(kind: type[Parameters]) -> Callable[..., None]:
         for base in reversed(kind.__mro__)
         for name, text in inspect.get_annotations(base).items()
     }
-    keywords = {one.name: _optional(str(types.get(one.name, "Any"))) for one in stated(kind)}
+    keywords = {
+        one.name: _optional_type(str(types.get(one.name, "Any")))
+        for one in declared_parameters(kind)
+    }
     keywords |= dict.fromkeys(kind._UNUSED, "Any")
     lines = [
         textwrap.fill(
-            f"{one.name}: {one.told}", _WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8
+            f"{one.name}: {one.doc_with_default}",
+            _MAX_DOC_COLUMNS,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
         )
-        for one in stated(kind)
+        for one in declared_parameters(kind)
     ]
     __init__.__doc__ = "\n".join(["Sets parameters.", "", "Args:", *lines])
     __init__.__qualname__, __init__.__module__ = f"{kind.__qualname__}.__init__", kind.__module__
-    __init__.__wrapped__ = Parameters.__init__  # pyright: ignore[reportFunctionMemberAccess]
+    __init__.__wrapped__ = DeclaredParams.__init__  # pyright: ignore[reportFunctionMemberAccess]
     __init__.__signature__ = inspect.Signature(  # pyright: ignore[reportFunctionMemberAccess]
         [
             inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),

@@ -10,8 +10,8 @@ import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
-from farandole.spark.common import values
-from farandole.spark.common.parameter import Parameter, Parameters, accessors
+from farandole.spark.common import param_checks
+from farandole.spark.common.parameter import DeclaredParams, Parameter, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,192 +22,196 @@ if TYPE_CHECKING:
     from farandole.stores.store import Store
 
 
-class EstimatorParams(Parameters):
+class EstimatorParams(DeclaredParams):
     """The parameters of every estimator."""
 
     num_proc: Parameter[int] = Parameter(
         "Training processes, instead of `backend`; without both, Spark's default parallelism.",
-        check.at_least(1),
+        check.integer_at_least(1),
         default=None,
     )
-    model: Parameter[Any] = Parameter("The model to train.", check.anything, default=None)
+    model: Parameter[Any] = Parameter("The model to train.", check.any_value, default=None)
     backend: Parameter[Backend] = Parameter(
         "Where processes run, instead of `num_proc`: `SparkBackend`, `LocalBackend`.",
-        values.backend,
+        param_checks.check_backend,
         default=None,
     )
     store: Parameter[Store | str] = Parameter(
         "Where prepared data, checkpoints and logs live: a `Store`, or a path.",
-        values.store,
+        param_checks.check_store,
         default=None,
     )
     optimizer: Parameter[Any] = Parameter(
-        "The optimizer over the model's parameters.", check.anything, default=None
+        "The optimizer over the model's parameters.", check.any_value, default=None
     )
     loss: Parameter[Any] = Parameter(
-        "The loss, or a list of one per label column.", check.anything, default=None
+        "The loss, or a list of one per label column.", check.any_value, default=None
     )
     loss_weights: Parameter[Sequence[float]] = Parameter(
         "Weight of each label's loss; without them, the weights are equal.",
-        check.numbers,
+        check.number_list,
         default=None,
     )
     sample_weight_col: Parameter[str] = Parameter(
         "Column with each row's weight in the loss, and in the `weighted_metrics` of a Keras "
         "model.",
-        check.text,
+        check.nonempty_text,
         default=None,
     )
     metrics: Parameter[Any] = Parameter(
-        "Functions of (output, label), averaged over rows.", check.functions, default=[]
+        "Functions of (output, label), averaged over rows.", check.callable_list, default=[]
     )
     feature_cols: Parameter[Sequence[str | Sequence[str]]] = Parameter(
         "Columns for the model, one input each; a list in the list makes one input of several "
         "columns.",
-        values.features,
+        param_checks.check_feature_cols,
         default=None,
     )
     label_cols: Parameter[Sequence[str]] = Parameter(
-        "Columns to compare the outputs with.", check.names, default=None
+        "Columns to compare the outputs with.", check.column_names, default=None
     )
     validation: Parameter[float | str] = Parameter(
         "Share of rows held out, or a column: true or positive rows are held out.",
-        values.validation,
+        param_checks.check_validation_value,
         default=None,
     )
     validation_stratify: Parameter[str] = Parameter(
         "Column of classes: the share `validation` is held out of each, of every class with two "
         "rows at least one.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     validation_group: Parameter[str] = Parameter(
         "Column of groups: all rows of a group are on one side.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     validation_time: Parameter[str] = Parameter(
         "Column of times or numbers: the latest rows are held out.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     batch_size: Parameter[int] = Parameter(
-        "Rows per step and process.", check.at_least(1), default=32
+        "Rows per step and process.", check.integer_at_least(1), default=32
     )
     val_batch_size: Parameter[int] = Parameter(
-        "The same for validation; without it, `batch_size`.", check.at_least(1), default=None
+        "The same for validation; without it, `batch_size`.",
+        check.integer_at_least(1),
+        default=None,
     )
     epochs: Parameter[int] = Parameter(
-        "Number of passes over the rows.", check.at_least(1), default=1
+        "Number of passes over the rows.", check.integer_at_least(1), default=1
     )
     verbose: Parameter[int] = Parameter(
-        "0 silent, 1 progress, 2 also what workers print.", check.at_least(0), default=1
+        "0 silent, 1 progress, 2 also what workers print.", check.integer_at_least(0), default=1
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
-        "Called on every rank while the model trains.", check.listed, default=[]
+        "Called on every rank while the model trains.", check.value_list, default=[]
     )
     random_seed: Parameter[int] = Parameter(
-        "Seed of the split, the order and the framework.", check.at_least(0), default=None
+        "Seed of the split, the order and the framework.", check.integer_at_least(0), default=None
     )
     shuffle: Parameter[bool] = Parameter(
-        "Whether each epoch has its own order.", check.flag, default=True
+        "Whether each epoch has its own order.", check.boolean_flag, default=True
     )
     shuffle_buffer_size: Parameter[int] = Parameter(
         "Ignored.",
-        check.deprecated("the order of an epoch does not depend on a buffer"),
+        check.deprecated_argument("the order of an epoch does not depend on a buffer"),
         default=None,
     )
     partitions_per_process: Parameter[int] = Parameter(
-        "Largest number of prepared files per process.", check.at_least(1), default=10
+        "Largest number of prepared files per process.", check.integer_at_least(1), default=10
     )
     run_id: Parameter[str] = Parameter(
         "Name of the run; without it, the framework and the time. The checkpoint of an existing "
         "run is resumed.",
-        values.run_id,
+        param_checks.check_run_id,
         default=None,
     )
     resume: Parameter[str] = Parameter(
         '`"force"` also continues a run that was started with other data, another model or other '
         "parameters.",
-        check.choice("auto", "force"),
+        check.one_of("auto", "force"),
         default="auto",
     )
     gc_older_than: Parameter[str | float | timedelta] = Parameter(
         "`fit` deletes prepared data of the store that is older and not in use: an age such as "
         "`30d`, or seconds.",
-        check.optional(values.age),
+        check.optional_value(param_checks.parse_age),
         default=None,
     )
     gc_max_size: Parameter[str | int] = Parameter(
         "`fit` deletes the oldest prepared data of the store that is not in use, until all of it, "
         "with data in use, takes no more than this: a size such as `500GB` or `20GiB`, or bytes.",
-        check.optional(values.size),
+        check.optional_value(param_checks.parse_size),
         default=None,
     )
     train_steps_per_epoch: Parameter[int] = Parameter(
         "Training steps per epoch, fewer or more than one pass over the rows takes.",
-        check.at_least(1),
+        check.integer_at_least(1),
         default=None,
     )
     validation_steps_per_epoch: Parameter[int] = Parameter(
-        "The same for validation.", check.at_least(1), default=None
+        "The same for validation.", check.integer_at_least(1), default=None
     )
     label_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each label's tensor, -1 for its rows.", check.shapes, default=None
+        "Shape of each label's tensor, -1 for its rows.", check.shape_list, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
-        "Train on GPUs if every process sees one.", check.flag, default=True
+        "Train on GPUs if every process sees one.", check.boolean_flag, default=True
     )
     backward_passes_per_step: Parameter[int] = Parameter(
-        "Batches whose gradients make one step.", check.at_least(1), default=1
+        "Batches whose gradients make one step.", check.integer_at_least(1), default=1
     )
     gradient_compression: Parameter[Any] = Parameter(
         "Compression of gradients between processes, such as `farandole.torch.Compression.fp16`.",
-        values.compression,
+        param_checks.check_compression,
         default=None,
     )
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "Changes the values of each row, a dict by column, in the training processes; if marked by "
         "`farandole.spark.common.transform.batched`, of whole batches.",
-        check.function,
+        check.callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
         "Columns it changes: (name, NumPy type, shape, whether nulls are allowed).",
-        values.edit_fields,
+        param_checks.check_edit_fields,
         default=None,
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "Columns it removes.", check.names_if_any, default=None
+        "Columns it removes.", check.column_names_or_none, default=None
     )
     train_reader_num_workers: Parameter[int] = Parameter(
-        "Reading threads per process.", check.at_least(1), default=2
+        "Reading threads per process.", check.integer_at_least(1), default=2
     )
     val_reader_num_workers: Parameter[int] = Parameter(
-        "The same for validation.", check.at_least(1), default=2
+        "The same for validation.", check.integer_at_least(1), default=2
     )
     reader_pool_type: Parameter[str] = Parameter(
         "Accepted for compatibility with Horovod: readers are native threads.",
-        check.choice("thread", "process", "dummy"),
+        check.one_of("thread", "process", "dummy"),
         default="thread",
     )
     inmemory_cache_all: Parameter[bool] = Parameter(
         "Whether each process keeps its rows in memory after the first epoch.",
-        check.flag,
+        check.boolean_flag,
         default=False,
     )
     mp_start_method: Parameter[str] = Parameter(
         "Start method of processes that a training process starts.",
-        check.choice(*multiprocessing.get_all_start_methods()),
+        check.one_of(*multiprocessing.get_all_start_methods()),
         default=None,
     )
     tensorflow_dataset_prefetch_buffer_size: Parameter[int] = Parameter(
         "Of Keras on TensorFlow: batches prepared ahead; 0 leaves it to Keras.",
-        check.at_least(0),
+        check.integer_at_least(0),
         default=0,
     )
     compress_sparse_cols: Parameter[bool] = Parameter(
-        "Whether prepared vectors, which are dense, are compressed.", check.flag, default=False
+        "Whether prepared vectors, which are dense, are compressed.",
+        check.boolean_flag,
+        default=False,
     )
     fill: Parameter[Any] = Parameter(
         "Replacement of nulls and NaN, for all columns or a dict by column; without it they are "
@@ -215,7 +219,7 @@ class EstimatorParams(Parameters):
         '`"mean"`, `"median"` and `"most_frequent"` are learned from the rows. A feature '
         "`<column>__missing` "
         "says where a column is missing.",
-        values.fill,
+        param_checks.check_fill,
         default=None,
     )
     categories: Parameter[Sequence[str] | Mapping[str, Sequence[Any] | int | None]] = Parameter(
@@ -223,53 +227,59 @@ class EstimatorParams(Parameters):
         "for an unseen one, from 2 on the categories, sorted; in a label, classes from 0 on. A "
         "list of names; or a dict by name of a list of categories, a number of categories, or "
         "None for all. Categories that are not given are learned.",
-        values.categories,
+        param_checks.check_categories,
         default={},
     )
     ragged: Parameter[Mapping[str, Any]] = Parameter(
         "What becomes of columns of lists of different lengths: a dict by name of "
         "`farandole.data.Pad`, which pads them, or `farandole.data.Nested`, which makes nested "
         "tensors of them; Keras takes only the former.",
-        values.ragged,
+        param_checks.check_ragged,
         default={},
     )
     statistics: Parameter[bool] = Parameter(
         "Whether the fitted model carries statistics of the rows, for its `drift`. They take one "
         "more pass over the rows.",
-        check.flag,
+        check.boolean_flag,
         default=False,
     )
     allow_nan: Parameter[bool] = Parameter(
-        "Whether NaN and infinities are accepted like other values.", check.flag, default=False
+        "Whether NaN and infinities are accepted like other values.",
+        check.boolean_flag,
+        default=False,
     )
     continuous_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.names_if_any, default=None
+        "NVTabular's; not used.", check.column_names_or_none, default=None
     )
     categorical_cols: Parameter[Sequence[str]] = Parameter(
-        "NVTabular's; not used.", check.names_if_any, default=None
+        "NVTabular's; not used.", check.column_names_or_none, default=None
     )
     terminate_on_nan: Parameter[bool] = Parameter(
-        "Whether a loss that is NaN or infinite ends the run.", check.flag, default=True
+        "Whether a loss that is NaN or infinite ends the run.", check.boolean_flag, default=True
     )
     mlflow: Parameter[bool] = Parameter(
-        "Whether parameters, metrics and the model are logged to MLflow.", check.flag, default=False
+        "Whether parameters, metrics and the model are logged to MLflow.",
+        check.boolean_flag,
+        default=False,
     )
     wandb: Parameter[bool] = Parameter(
-        "Whether parameters and metrics are logged to Weights & Biases.", check.flag, default=False
+        "Whether parameters and metrics are logged to Weights & Biases.",
+        check.boolean_flag,
+        default=False,
     )
     tensorboard: Parameter[bool] = Parameter(
         "Whether parameters, steps and the model are logged for TensorBoard. Scalars of epochs "
         "always are.",
-        check.flag,
+        check.boolean_flag,
         default=False,
     )
     on_failure: Parameter[str] = Parameter(
         '`"restart"` starts a failed run again from its checkpoint.',
-        check.choice("raise", "restart"),
+        check.one_of("raise", "restart"),
         default="raise",
     )
     max_restarts: Parameter[int] = Parameter(
-        "Largest number of restarts of one fit.", check.at_least(1), default=3
+        "Largest number of restarts of one fit.", check.integer_at_least(1), default=3
     )
 
     setNumProc, getNumProc = accessors("num_proc")
@@ -345,74 +355,78 @@ class EstimatorParams(Parameters):
     setTensorboard, getTensorboard = accessors("tensorboard")
 
 
-class ModelParams(Parameters):
+class ModelParams(DeclaredParams):
     """The parameters of every fitted model."""
 
     history: Parameter[Any] = Parameter(
-        "Losses and metrics of each epoch.", check.anything, default=None
+        "Losses and metrics of each epoch.", check.any_value, default=None
     )
-    model: Parameter[Any] = Parameter("The trained model.", check.anything, default=None)
+    model: Parameter[Any] = Parameter("The trained model.", check.any_value, default=None)
     feature_columns: Parameter[Sequence[str | Sequence[str]]] = Parameter(
-        "Columns for the model, as in the estimator.", values.features, default=None
+        "Columns for the model, as in the estimator.", param_checks.check_feature_cols, default=None
     )
     label_columns: Parameter[Sequence[str]] = Parameter(
-        "Columns the outputs are named after.", check.names, default=None
+        "Columns the outputs are named after.", check.column_names, default=None
     )
     run_id: Parameter[str] = Parameter(
-        "Name of the run that trained the model.", check.text, default=None
+        "Name of the run that trained the model.", check.nonempty_text, default=None
     )
     paths: Parameter[Mapping[str, str]] = Parameter(
-        "Paths of the data, checkpoint and logs of the run.", check.anything, default=None
+        "Paths of the data, checkpoint and logs of the run.", check.any_value, default=None
     )
     output_cols: Parameter[Sequence[str]] = Parameter(
-        "Names of the added columns, instead of `<label>__output`.", check.names, default=None
+        "Names of the added columns, instead of `<label>__output`.",
+        check.column_names,
+        default=None,
     )
     batch_size: Parameter[int] = Parameter(
-        "Largest number of rows that are predicted at once.", check.at_least(1), default=4096
+        "Largest number of rows that are predicted at once.",
+        check.integer_at_least(1),
+        default=4096,
     )
     fill: Parameter[Any] = Parameter(
-        "Replacement of nulls and NaN, as in the estimator.", values.fill, default=None
+        "Replacement of nulls and NaN, as in the estimator.", param_checks.check_fill, default=None
     )
     learned: Parameter[Mapping[str, str]] = Parameter(
         'The values of `fill` that were learned, and their kind, such as `{"age": "mean"}`.',
-        check.anything,
+        check.any_value,
         default={},
     )
     categories: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
-        "The categories of each column that has some.", values.categories, default={}
+        "The categories of each column that has some.", param_checks.check_categories, default={}
     )
     ragged: Parameter[Mapping[str, Any]] = Parameter(
         "What becomes of columns of lists of different lengths, as in the estimator.",
-        values.ragged,
+        param_checks.check_ragged,
         default={},
     )
     statistics: Parameter[Statistics | Mapping[str, Any]] = Parameter(
         "Statistics of the rows that the model was trained with, for `drift`.",
-        values.statistics,
+        param_checks.check_statistics,
         default=None,
     )
     transformation_fn: Parameter[Callable[..., Any]] = Parameter(
         "As in the estimator; predictions take it with `apply_transformation`.",
-        check.function,
+        check.callable_value,
         default=None,
     )
     transformation_edit_fields: Parameter[Sequence[Any]] = Parameter(
-        "As in the estimator.", values.edit_fields, default=None
+        "As in the estimator.", param_checks.check_edit_fields, default=None
     )
     transformation_removed_fields: Parameter[Sequence[str]] = Parameter(
-        "As in the estimator.", check.names_if_any, default=None
+        "As in the estimator.", check.column_names_or_none, default=None
     )
     apply_transformation: Parameter[bool] = Parameter(
         "Whether `transformation_fn` changes features before they are predicted, too.",
-        check.flag,
+        check.boolean_flag,
         default=False,
     )
     verbose: Parameter[int] = Parameter(
-        "0 shows no messages about predictions.", check.at_least(0), default=1
+        "0 shows no messages about predictions.", check.integer_at_least(0), default=1
     )
     signature: Parameter[Sequence[Mapping[str, Any]]] = Parameter(
         "What goes into each input: its `columns`, `shape` (-1 for the rows) and `dtype`.",
-        check.anything,
+        check.any_value,
         default=None,
     )
 

@@ -33,7 +33,7 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Transformation:
+class UserTransformation:
     """A user's function, and its declaration of the columns that it makes."""
 
     function: Callable[..., Any]
@@ -54,9 +54,9 @@ class Transformation:
         """
         rows = len(next(iter(arrays.values())))
         made = (
-            self._whole(arrays)
+            self._transform_batch(arrays)
             if getattr(self.function, "batched", False)
-            else self._by_row(arrays, rows)
+            else self._transform_rows(arrays, rows)
         )
         for name in self.removed:
             made.pop(name, None)
@@ -86,7 +86,7 @@ class Transformation:
                 )
         return made
 
-    def of_features(self, names: Sequence[str], labels: Sequence[str]) -> Transformation:
+    def for_prediction(self, names: Sequence[str], labels: Sequence[str]) -> UserTransformation:
         """Returns the same for predictions, whose rows have no labels.
 
         Args:
@@ -97,7 +97,7 @@ class Transformation:
         absent = [name for name in others if name not in names]
         return replace(self, edits=[one for one in self.edits if one[0] in names], absent=absent)
 
-    def predicted(self, arrays: Arrays, names: Sequence[str]) -> Arrays:
+    def transform_features(self, arrays: Arrays, names: Sequence[str]) -> Arrays:
         """Returns the features of rows that are predicted.
 
         Args:
@@ -105,8 +105,8 @@ class Transformation:
             names: of the features that the model takes.
 
         Raises:
-            ValueError: as when it is called; the function asks for a column that only training has,
-                or leaves out a feature.
+            ValueError: as for a call; or the function needs a column that exists only in training,
+                or omits a feature.
         """
         try:
             made = self(arrays)
@@ -125,7 +125,7 @@ class Transformation:
             )
         return made
 
-    def _whole(self, arrays: Arrays) -> Arrays:
+    def _transform_batch(self, arrays: Arrays) -> Arrays:
         made = self.function(dict(arrays))
         if not isinstance(made, dict):
             raise TypeError(
@@ -133,7 +133,7 @@ class Transformation:
             )
         return {name: np.asarray(values) for name, values in made.items()}
 
-    def _by_row(self, arrays: Arrays, rows: int) -> Arrays:
+    def _transform_rows(self, arrays: Arrays, rows: int) -> Arrays:
         made: list[dict[str, Any]] = []
         for row in range(rows):
             one = self.function({name: values[row] for name, values in arrays.items()})

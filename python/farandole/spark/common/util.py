@@ -16,8 +16,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
-from farandole.data.columns import Roles, check_present
-from farandole.spark.common import values
+from farandole.data.columns import ColumnRoles, check_columns_present
+from farandole.spark.common import param_checks
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.data.types import (
     data_type_to_numpy,
@@ -55,7 +55,7 @@ __all__ = [
     "to_list",
 ]
 
-_PROPERTIES: dict[int | None, tuple[int, int, dict[str, Any], float]] = {}
+_DATASET_PROPERTIES: dict[int | None, tuple[int, int, dict[str, Any], float]] = {}
 
 
 @contextlib.contextmanager
@@ -99,8 +99,8 @@ def prepare_data(
     """
     from farandole.spark.common.data import prepare
 
-    check.at_least(1)("num_processes", num_processes)
-    check.at_least(1)("partitions_per_process", partitions_per_process)
+    check.integer_at_least(1)("num_processes", num_processes)
+    check.integer_at_least(1)("partitions_per_process", partitions_per_process)
     check_validation(validation, df)
     taken = {*label_columns, sample_weight_col, validation}
     features = (
@@ -108,13 +108,13 @@ def prepare_data(
         if feature_columns is None
         else list(feature_columns)
     )
-    roles = Roles(
+    roles = ColumnRoles(
         tuple(features),
-        tuple(check.names("label_columns", label_columns)),
+        tuple(check.column_names("label_columns", label_columns)),
         sample_weight_col,
         validation,
     )
-    check_present(roles, df.columns, "DataFrame")
+    check_columns_present(roles, df.columns, "DataFrame")
     check_types(roles, df.schema)
     with prepare.prepare_data(
         num_processes,
@@ -123,11 +123,11 @@ def prepare_data(
         roles,
         0,
         partitions_per_process,
-        fill=values.fill("fill", fill),
+        fill=param_checks.check_fill("fill", fill),
         allow_nan=allow_nan,
         compress_sparse=compress_sparse,
     ) as prepared:
-        _PROPERTIES[prepared.index] = _properties(store, roles, prepared.index)
+        _DATASET_PROPERTIES[prepared.index] = _dataset_properties(store, roles, prepared.index)
         if verbose:
             print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - as asked for
         yield prepared.index
@@ -140,7 +140,7 @@ def get_dataset_properties(dataset_idx: int | None) -> tuple[int, int, dict[str,
     Args:
         dataset_idx: as `prepare_data` yielded it.
     """
-    return _PROPERTIES[dataset_idx]
+    return _DATASET_PROPERTIES[dataset_idx]
 
 
 def get_simple_meta_from_parquet(
@@ -170,13 +170,15 @@ def get_simple_meta_from_parquet(
         feature_columns = [
             name for name in present if name not in {*label_columns, sample_weight_col}
         ]
-    return _properties(
-        store, Roles(tuple(feature_columns), tuple(label_columns), sample_weight_col), dataset_idx
+    return _dataset_properties(
+        store,
+        ColumnRoles(tuple(feature_columns), tuple(label_columns), sample_weight_col),
+        dataset_idx,
     )
 
 
-def _properties(
-    store: AbstractFilesystemStore, roles: Roles, idx: int | None
+def _dataset_properties(
+    store: AbstractFilesystemStore, roles: ColumnRoles, idx: int | None
 ) -> tuple[int, int, dict[str, Any], float]:
     import numpy as np
 
@@ -187,12 +189,12 @@ def _properties(
     metadata = {
         name: {
             "shape": column.shape,
-            "max_size": column.size,
+            "max_size": column.element_count,
             "element": column.dtype,
             "intermediate_format": "nochange",
         }
         for name, column in found.columns.items()
-        if name in roles.kept
+        if name in roles.stored_columns
     }
     manifest = native.read_manifest(found.train_url)
     if manifest is not None:
@@ -210,7 +212,7 @@ def clear_training_cache() -> None:
     """
     from farandole.spark.common.data import prepare
 
-    _PROPERTIES.clear()
+    _DATASET_PROPERTIES.clear()
     prepare.clear_training_cache()
 
 
@@ -227,7 +229,7 @@ def check_validation(validation: Any, df: DataFrame | None = None) -> None:
     if validation is None:
         return
     try:
-        value = values.validation("validation", validation)
+        value = param_checks.check_validation_value("validation", validation)
     except TypeError as error:
         raise ValueError(str(error)) from None
     if isinstance(value, str) and df is not None and value not in df.columns:
@@ -279,11 +281,11 @@ def check_shape_compatibility(
 
 
 def host_hash(salt: str | None = None) -> str:
-    """Names the host of this process as ranks are grouped into hosts: processes with one hash share
-    memory.
+    """Returns the identity of this process's host by which ranks are grouped into hosts: processes
+    with the same hash share memory.
 
     Args:
-        salt: Tells apart what the host alone does not.
+        salt: Additional text that separates processes of one host.
 
     Returns:
         The host's name and 16 hexadecimal digits over its name, its boot, its IPC namespace, YARN's

@@ -80,19 +80,19 @@ class PytorchDataLoader(BaseDataLoader):
         """Batches of an epoch, 0 if not given."""
         return max(self.limit_step_per_epoch, 0)
 
-    def _tell(self) -> None:
+    def _log_epoch_start(self) -> None:
         if self.verbose:
             _log.info("%s: an epoch starts, %d batches", self.name or "loader", len(self))
 
-    def _epoch(self) -> Iterator[Batch]:
+    def _epoch_batches(self) -> Iterator[Batch]:
         reset = getattr(self.reader, "reset", None)
         if reset is not None and getattr(self.reader, "last_row_consumed", False):
             reset()  # petastorm's readers end for good
-        return _rows(self.reader, self.batch_size, self.shuffling_queue_capacity)
+        return _rebatch_rows(self.reader, self.batch_size, self.shuffling_queue_capacity)
 
     def _iterate(self) -> Iterator[Batch]:
-        self._tell()
-        yield from _first(self._epoch(), self.limit_step_per_epoch)
+        self._log_epoch_start()
+        yield from _take_batches(self._epoch_batches(), self.limit_step_per_epoch)
 
 
 class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
@@ -100,8 +100,8 @@ class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):
-    """Batches that continue over the ends of a reader's epochs: an epoch here is
-    `limit_step_per_epoch` of them.
+    """Batches that continue across the ends of a reader's epochs. An epoch of this loader has
+    `limit_step_per_epoch` batches.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,20 +110,20 @@ class PytorchInfiniteDataLoader(PytorchDataLoader):
         epochs = getattr(self.reader, "num_epochs", None)
         if epochs is not None:
             raise ValueError(f"the reader of an endless loader must have num_epochs=None: {epochs}")
-        self._batches = self._endless()
+        self._batches = self._endless_batches()
 
-    def _endless(self) -> Iterator[Batch]:
+    def _endless_batches(self) -> Iterator[Batch]:
         while True:
             rows = 0
-            for batch in self._epoch():
+            for batch in self._epoch_batches():
                 rows += 1
                 yield batch
             if rows == 0:
                 raise ValueError(f"the reader of {self.name or 'the loader'} gives no rows")
 
     def _iterate(self) -> Iterator[Batch]:
-        self._tell()
-        yield from _first(self._batches, self.limit_step_per_epoch)
+        self._log_epoch_start()
+        yield from _take_batches(self._batches, self.limit_step_per_epoch)
 
 
 class PytorchInfiniteAsyncDataLoader(AsyncDataLoaderMixin, PytorchInfiniteDataLoader):
@@ -150,7 +150,7 @@ class PytorchInmemDataLoader(BaseDataLoader):
             batch_size: Rows of a batch.
             num_epochs: Epochs until the loader gives nothing more; `None`: no end.
             name: For log lines.
-            shuffle: Whether each epoch has an order of its own.
+            shuffle: Whether each epoch has another order.
             limit_step_per_epoch: Batches of an epoch: this times `batch_size` rows are kept.
             verbose: Whether to log the start of each epoch.
 
@@ -167,31 +167,34 @@ class PytorchInmemDataLoader(BaseDataLoader):
         self.shuffle = shuffle
         self.limit_step_per_epoch = limit_step_per_epoch
         self.verbose = verbose
-        self._done = 0
-        kept = list(_first(_rows(reader, batch_size * limit_step_per_epoch, 0), 1))
+        self._epochs_done = 0
+        kept = list(_take_batches(_rebatch_rows(reader, batch_size * limit_step_per_epoch, 0), 1))
         if not kept:
             raise ValueError(f"the reader of {name or 'the loader'} gives no rows")
-        self._kept = kept[0]
+        self._resident_rows = kept[0]
 
     def __len__(self) -> int:
         """Batches of an epoch."""
         return self.limit_step_per_epoch
 
     def _iterate(self) -> Iterator[Batch]:
-        if self.num_epochs is not None and self._done >= self.num_epochs:
+        if self.num_epochs is not None and self._epochs_done >= self.num_epochs:
             return
-        self._done += 1
+        self._epochs_done += 1
         if self.verbose:
             _log.info(
-                "%s: epoch %d starts, %d batches", self.name or "loader", self._done, len(self)
+                "%s: epoch %d starts, %d batches",
+                self.name or "loader",
+                self._epochs_done,
+                len(self),
             )
-        rows = _length(self._kept)
+        rows = _row_count(self._resident_rows)
         order = torch.randperm(rows) if self.shuffle else torch.arange(rows)
-        # Few rows are gone over again: every epoch has as many batches as it says.
+        # If there are too few rows, rows repeat: every epoch has the same number of batches.
         order = order.repeat(-(-self.batch_size * self.limit_step_per_epoch // rows))
         for step in range(self.limit_step_per_epoch):
             taken = order[step * self.batch_size : (step + 1) * self.batch_size]
-            yield {name: column[taken] for name, column in self._kept.items()}
+            yield {name: column[taken] for name, column in self._resident_rows.items()}
 
 
 class PytorchInmemAsyncDataLoader(AsyncDataLoaderMixin, PytorchInmemDataLoader):
@@ -225,8 +228,10 @@ class PetastormBatchedDataLoader(PytorchDataLoader):
         super().__init__(*args, **kwargs, **more)
 
 
-def _first(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
-    """So many of them, or all when `count` is negative; nothing is taken beyond."""
+def _take_batches(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Yields the given number of batches, or all batches if `count` is negative; reads no batch
+    beyond.
+    """
     step = 0
     while step != count:
         try:
@@ -237,31 +242,31 @@ def _first(batches: Iterator[Batch], count: int) -> Iterator[Batch]:
         yield batch
 
 
-def _length(batch: Mapping[str, torch.Tensor]) -> int:
+def _row_count(batch: Mapping[str, torch.Tensor]) -> int:
     return min((len(column) for column in batch.values()), default=0)
 
 
-def _tensors(batch: Any) -> Batch:
+def _batch_tensors(batch: Any) -> Batch:
     """Returns a batch as a dict of tensors; of petastorm's named tuples too."""
     fields = batch._asdict() if hasattr(batch, "_asdict") else batch
 
-    def one(value: Any) -> torch.Tensor:
+    def to_tensor(value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
         array = np.asarray(value)
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
-    return {name: one(value) for name, value in fields.items()}
+    return {name: to_tensor(value) for name, value in fields.items()}
 
 
-def _rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iterator[Batch]:
-    """Batches of one size from those of a reader, drawn at random out of `capacity` rows."""
+def _rebatch_rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iterator[Batch]:
+    """Yields batches of one size, with rows drawn at random from `capacity` rows of a reader."""
     pool: list[Batch] = []
     held = 0
     least = max(capacity, batch_size)
 
-    def draw(all_of_it: bool) -> Iterator[Batch]:
-        """Gives batches away while more than `least` rows are held, or until there are none."""
+    def draw_batches(all_of_it: bool) -> Iterator[Batch]:
+        """Yields batches while more than `least` rows are held, or until no row is left."""
         nonlocal held
         if not pool:
             return
@@ -281,13 +286,13 @@ def _rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iterator[Bat
         pool[:] = [{name: column[at:] for name, column in whole.items()}] if held else []
 
     for batch in reader:
-        tensors = _tensors(batch)
-        rows = _length(tensors)
+        tensors = _batch_tensors(batch)
+        rows = _row_count(tensors)
         if rows == 0:
             continue
         pool.append(tensors)
         held += rows
         # Twice as many as must be held: each round of copies gives many batches.
         if held >= (2 * least if capacity > 0 else least):
-            yield from draw(all_of_it=False)
-    yield from draw(all_of_it=True)
+            yield from draw_batches(all_of_it=False)
+    yield from draw_batches(all_of_it=True)

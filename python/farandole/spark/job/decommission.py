@@ -16,29 +16,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from farandole.runner.agent import Work
-    from farandole.spark.job.session import Cluster
+    from farandole.runner.agent import WorkerSpec
+    from farandole.spark.job.session import SparkCluster
 
-VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
+EXECUTOR_VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
 """Number of the Spark executor that a worker is in."""
 
-_OPTION = "--executor-id"
-_EVERY = 1.0
-_ANCESTORS = 6
+_EXECUTOR_ID_OPTION = "--executor-id"
+_SCHEDULER_POLL_INTERVAL = 1.0
+_MAX_ANCESTORS = 6
 
 
-def told(work: Work) -> Work:
+def with_executor_id(work: WorkerSpec) -> WorkerSpec:
     """Returns the same work, whose worker gets its executor's id, if it can be found out."""
-    executor = own_executor()
-    return work if executor is None else replace(work, env={**work.env, VARIABLE: executor})
+    executor = own_executor_id()
+    return (
+        work if executor is None else replace(work, env={**work.env, EXECUTOR_VARIABLE: executor})
+    )
 
 
-def own_executor(process: int | None = None, proc: Path = Path("/proc")) -> str | None:
+def own_executor_id(process: int | None = None, proc: Path = Path("/proc")) -> str | None:
     """Returns the number of the executor that is an ancestor of this process; `None` outside of
     one.
     """
     process = os.getppid() if process is None else process
-    for _ in range(_ANCESTORS):
+    for _ in range(_MAX_ANCESTORS):
         try:
             command = (
                 (proc / str(process) / "cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -46,37 +48,39 @@ def own_executor(process: int | None = None, proc: Path = Path("/proc")) -> str 
             stat = (proc / str(process) / "stat").read_text()
         except OSError:
             return None
-        if _OPTION in command[:-1]:
-            return command[command.index(_OPTION) + 1]
+        if _EXECUTOR_ID_OPTION in command[:-1]:
+            return command[command.index(_EXECUTOR_ID_OPTION) + 1]
         # The name in parentheses may hold anything; state and parent follow it.
         process = int(stat.rpartition(")")[2].split()[1])
     return None
 
 
-class Decommissions:
+class ExecutorDecommissions:
     """Workers whose executors are being decommissioned; clients of Spark Connect cannot ask."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SparkCluster) -> None:
         self._scheduler = None
         if cluster.context is not None:
             self._scheduler = cluster.context._jsc.sc().taskScheduler()  # noqa: SLF001 - pyspark has no door to it
         self._executors: dict[int, str] = {}
-        self._next = 0.0
+        self._next_poll = 0.0
 
-    def worker(self, task: int, where: str) -> None:
+    def record_location(self, task: int, where: str) -> None:
         """Takes note of where a worker is."""
         self._executors[task] = where
 
-    def news(self) -> list[tuple[int, str]]:
+    def poll_departures(self) -> list[tuple[int, str]]:
         """Workers whose executors have begun to be decommissioned since the last call, and why
         they leave.
         """
         now = time.monotonic()
-        if self._scheduler is None or now < self._next:
+        if self._scheduler is None or now < self._next_poll:
             return []
-        self._next = now + _EVERY
+        self._next_poll = now + _SCHEDULER_POLL_INTERVAL
         leaving = {
-            executor for executor in set(self._executors.values()) if self._is_leaving(executor)
+            executor
+            for executor in set(self._executors.values())
+            if self._is_decommissioning(executor)
         }
         gone = [
             (task, executor) for task, executor in self._executors.items() if executor in leaving
@@ -85,7 +89,7 @@ class Decommissions:
             del self._executors[task]
         return [(task, f"Spark decommissions executor {executor}") for task, executor in gone]
 
-    def _is_leaving(self, executor: str) -> bool:
+    def _is_decommissioning(self, executor: str) -> bool:
         try:
             return bool(self._scheduler.getExecutorDecommissionState(executor).isDefined())  # pyright: ignore[reportOptionalMemberAccess]
         except Exception:  # noqa: BLE001 - a JVM that does not show it

@@ -14,21 +14,21 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.elastic.crew import Crew
-from farandole.runner.outcome import Ending
-from farandole.spark.job.agents import batch, tasks_of
-from farandole.spark.job.profiles import mapped
-from farandole.spark.job.session import headline
+from farandole.runner.elastic.agent_pool import ThreadedAgentPool
+from farandole.runner.outcome import TaskOutcome
+from farandole.spark.job.agents import task_numbers, to_record_batch
+from farandole.spark.job.profiles import map_agents
+from farandole.spark.job.session import error_headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from farandole.runner.agent import Work
-    from farandole.runner.gang import Output
-    from farandole.spark.job.session import Cluster
+    from farandole.runner.agent import WorkerSpec
+    from farandole.runner.gang import JobOutput
+    from farandole.spark.job.session import SparkCluster
 
 
-class SparkCrew(Crew):
+class SparkAgentPool(ThreadedAgentPool):
     """Workers in Spark's tasks: one Spark job for each.
 
     Attributes:
@@ -36,28 +36,33 @@ class SparkCrew(Crew):
     """
 
     def __init__(
-        self, cluster: Cluster, work: Work, most: int, output: Output, profile: Any = None
+        self,
+        cluster: SparkCluster,
+        work: WorkerSpec,
+        most: int,
+        output: JobOutput,
+        profile: Any = None,
     ) -> None:
-        super().__init__(most, cluster.thread)
+        super().__init__(most, cluster.make_thread)
         self._cluster = cluster
         self._work = work
         self._output = output
         self._profile = profile
         self.tag = f"farandole-{uuid.uuid4().hex[:12]}"
 
-    def _begin(self) -> None:
-        self._cluster.tag(self.tag, "farandole: an elastic worker")
+    def _prepare_thread(self) -> None:
+        self._cluster.tag_jobs(self.tag, "farandole: an elastic worker")
 
-    def _cancel(self) -> None:
-        self._cluster.cancel(self.tag)
+    def _cancel_workers(self) -> None:
+        self._cluster.cancel_jobs(self.tag)
 
-    def _one(self, task: int) -> str | None:
+    def _run_worker(self, task: int) -> str | None:
         try:
-            rows = self._rows(task).collect()
+            rows = self._worker_rows(task).collect()
         except Exception as error:  # noqa: BLE001 - Spark's own tries are over: the next task is another worker
-            told = self._cluster.explain(error)
-            return told if told is not None else f"a Spark job has failed: {headline(error)}"
-        told = Ending.from_rows(
+            told = self._cluster.explain_failure(error)
+            return told if told is not None else f"a Spark job has failed: {error_headline(error)}"
+        told = TaskOutcome.from_rows(
             (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
         )
         for ending in told:
@@ -66,26 +71,26 @@ class SparkCrew(Crew):
             self.endings[ending.task] = ending
         return None
 
-    def _rows(self, task: int) -> Any:
+    def _worker_rows(self, task: int) -> Any:
         one = self._cluster.session.range(0, 1, 1, 1)
-        return mapped(one, _agent(self._work, task), self._profile)
+        return map_agents(one, _make_worker_agent(self._work, task), self._profile)
 
 
-def _agent(work: Work, task: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    def agent(batches: Iterable[Any]) -> Iterator[Any]:
+def _make_worker_agent(work: WorkerSpec, task: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    def run_worker_agent(batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import TaskContext  # noqa: PLC0415 - runs in Spark's task
 
         from farandole.runner import agent as agents  # noqa: PLC0415 - as above
         from farandole.spark import task as tasks  # noqa: PLC0415 - as above
         from farandole.spark.job import decommission  # noqa: PLC0415 - as above
 
-        tasks_of(batches)
+        task_numbers(batches)
         context = TaskContext.get()
         if context is not None and context.attemptNumber() > 0:
             return  # the worker of this number is lost: the driver submits another one
-        at_work = decommission.told(work)
-        ending = agents.serve(at_work, task, 0, tasks.resources())
-        for row in ending.rows():
-            yield batch(row)
+        at_work = decommission.with_executor_id(work)
+        ending = agents.run_worker(at_work, task, 0, tasks.task_resources())
+        for row in ending.to_rows():
+            yield to_record_batch(row)
 
-    return agent
+    return run_worker_agent

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.runner.outcome import SCHEMA
+from farandole.runner.outcome import TASK_ROW_SCHEMA
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
     Agent = Callable[[Iterable[Any]], Iterator[Any]]
 
-_IN_PLANS_SINCE: Final = 4
+_PLAN_PROFILES_SINCE_MAJOR: Final = 4
 
 
-def takes_profiles() -> bool:
+def plans_take_profiles() -> bool:
     """Returns whether the plans of this pyspark take a profile."""
     import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
-    return int(pyspark.__version__.partition(".")[0]) >= _IN_PLANS_SINCE
+    return int(pyspark.__version__.partition(".")[0]) >= _PLAN_PROFILES_SINCE_MAJOR
 
 
-def mapped(
+def map_agents(
     tasks: DataFrame, agent: Agent, profile: ResourceProfile | None, **more: Any
-) -> DataFrame | Profiled:
+) -> DataFrame | ProfiledRows:
     """Returns the rows that an agent makes in each task.
 
     Args:
@@ -42,13 +42,13 @@ def mapped(
         **more: Other arguments of `mapInArrow`.
     """
     if profile is None:
-        return tasks.mapInArrow(agent, SCHEMA, **more)
-    if takes_profiles():
-        return tasks.mapInArrow(agent, SCHEMA, profile=profile, **more)
-    return Profiled.of(tasks.mapInArrow(agent, SCHEMA, **more), profile)
+        return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more)
+    if plans_take_profiles():
+        return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, profile=profile, **more)
+    return ProfiledRows.from_frame(tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more), profile)
 
 
-class Profiled:
+class ProfiledRows:
     """Rows of a classic session of pyspark 3.5, made by tasks with a profile.
 
     Args:
@@ -58,36 +58,36 @@ class Profiled:
 
     def __init__(self, context: Any, pickled: Any) -> None:
         self._context = context
-        self._pickled = pickled
+        self._pickled_rdd = pickled
 
     @classmethod
-    def of(cls, frame: DataFrame, profile: ResourceProfile) -> Profiled:
+    def from_frame(cls, frame: DataFrame, profile: ResourceProfile) -> ProfiledRows:
         """Returns the rows of a frame.
 
         Args:
             frame: One stage without shuffles.
-            profile: What its tasks need.
+            profile: Resources that each task needs.
         """
         context = frame.sparkSession.sparkContext
         classic: Any = frame
         pickled = classic._jdf.javaToPython()  # noqa: SLF001 - what `frame.rdd` is made of
-        _rdd(context, pickled).withResources(profile)  # changes the JVM's object
+        _to_rdd(context, pickled).withResources(profile)  # changes the JVM's object
         return cls(context, pickled)
 
-    def repartition(self, number: int) -> Profiled:
+    def repartition(self, number: int) -> ProfiledRows:
         """Like `DataFrame.repartition`.
 
         Args:
             number: Of partitions.
         """
-        return Profiled(self._context, self._pickled.repartition(number))
+        return ProfiledRows(self._context, self._pickled_rdd.repartition(number))
 
     def collect(self) -> list[Row]:
         """Like `DataFrame.collect`."""
-        return _rdd(self._context, self._pickled).collect()
+        return _to_rdd(self._context, self._pickled_rdd).collect()
 
 
-def _rdd(context: Any, pickled: Any) -> Any:
+def _to_rdd(context: Any, pickled: Any) -> Any:
     from pyspark import RDD  # noqa: PLC0415 - as above
     from pyspark.serializers import BatchedSerializer, CPickleSerializer  # noqa: PLC0415 - as above
 

@@ -14,34 +14,36 @@ import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from farandole.runner.slots import Slots
+from farandole.runner.slots import SlotQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.spark.job.session import Cluster
+    from farandole.spark.job.session import SparkCluster
 
-_LOCK = threading.Lock()
-_QUEUES: WeakKeyDictionary[Any, Slots] = WeakKeyDictionary()
+_QUEUES_LOCK = threading.Lock()
+_QUEUE_BY_APPLICATION: WeakKeyDictionary[Any, SlotQueue] = WeakKeyDictionary()
 
 
-def queue(cluster: Cluster) -> Slots:
+def slot_queue(cluster: SparkCluster) -> SlotQueue:
     """Returns the queue of an application's gangs.
 
     Args:
         cluster: The application.
     """
     application = cluster.context if cluster.context is not None else cluster.session
-    with _LOCK:
-        if application not in _QUEUES:
-            _QUEUES[application] = Slots(_total(cluster), "Spark tasks to start")
-        return _QUEUES[application]
+    with _QUEUES_LOCK:
+        if application not in _QUEUE_BY_APPLICATION:
+            _QUEUE_BY_APPLICATION[application] = SlotQueue(
+                _slot_total(cluster), "Spark tasks to start"
+            )
+        return _QUEUE_BY_APPLICATION[application]
 
 
-def _total(cluster: Cluster) -> Callable[[], int]:
+def _slot_total(cluster: SparkCluster) -> Callable[[], int]:
     if cluster.context is None:
         # a Connect client sees no more, and by a job each time
         return functools.cache(cluster.default_parallelism)
-    if cluster.is_dynamic:
-        return functools.cache(lambda: cluster.most_slots() or 1 << 31)
-    return lambda: cluster.slots() or cluster.default_parallelism()
+    if cluster.uses_dynamic_allocation:
+        return functools.cache(lambda: cluster.max_dynamic_slots() or 1 << 31)
+    return lambda: cluster.slot_count() or cluster.default_parallelism()

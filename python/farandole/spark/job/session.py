@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.job.profiles import takes_profiles
+from farandole.spark.job.profiles import plans_take_profiles
 
 if TYPE_CHECKING:
     import threading
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, Row, SparkSession
 
-_GRACE_AFTER_CANCEL = 10.0
-_SIZES = (
+_CANCEL_GRACE_SECONDS = 10.0
+_SLOT_SETTINGS = (
     ("spark.dynamicAllocation.maxExecutors", str(1 << 31)),
     ("spark.executor.cores", "0"),
     ("spark.task.cpus", "1"),
@@ -33,7 +33,7 @@ NO_SESSION = "Could not find an active SparkContext, are you running in a PySpar
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SparkCluster:
     """A Spark session, with the differences between classic Spark and Spark Connect.
 
     Attributes:
@@ -45,7 +45,7 @@ class Cluster:
     context: Any
 
     @classmethod
-    def active(cls) -> Cluster:
+    def from_active_session(cls) -> SparkCluster:
         """Returns the session of this process.
 
         Raises:
@@ -59,7 +59,9 @@ class Cluster:
                 name="pyspark",
             ) from error
         # Connect first: pyspark's classic module handles it only if it was configured to be remote.
-        session = _connected() or SparkSession.getActiveSession() or _of_context()
+        session = (
+            _active_connect_session() or SparkSession.getActiveSession() or _session_of_context()
+        )
         if session is None:
             raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type
         connect = type(session).__module__.startswith("pyspark.sql.connect")
@@ -71,24 +73,24 @@ class Cluster:
             return int(self.context.defaultParallelism)
         from pyspark.sql import functions  # noqa: PLC0415 - as above
 
-        # A range that is given no number of slices takes the default; that is what a Connect client
-        # can see.
+        # A range without a number of slices has the default parallelism. A Connect client can find
+        # the default only by counting these slices.
         partitions = self.session.range(0, 1 << 20).select(
             functions.spark_partition_id().alias("partition")
         )
         return int(partitions.distinct().count())
 
     @property
-    def master(self) -> str:
+    def master_url(self) -> str:
         """The master's URL; empty on Connect, where it is the server's affair."""
         return str(self.context.master) if self.context is not None else ""
 
     @property
     def is_local(self) -> bool:
         """Whether tasks run in the driver's own JVM, with a number of slots that never changes."""
-        return self.master == "local" or self.master.startswith("local[")
+        return self.master_url == "local" or self.master_url.startswith("local[")
 
-    def thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+    def make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         """Returns a thread for a Spark job: it inherits its maker's job group, tags and
         properties.
         """
@@ -99,7 +101,7 @@ class Cluster:
         inherit: dict[str, Any] = {"session": self.session} if self.context is None and asks else {}
         return InheritableThread(target=target, name=name, daemon=True, **inherit)
 
-    def tag(self, tag: str, description: str) -> None:
+    def tag_jobs(self, tag: str, description: str) -> None:
         """Gives the jobs of this thread a tag by which they are cancelled, and a description."""
         if self.context is None:
             self.session.addTag(tag)
@@ -111,7 +113,7 @@ class Cluster:
         self.context.setLocalProperty("spark.job.description", description)
 
     @contextlib.contextmanager
-    def watching(self, at_work: Callable[[], None]) -> Iterator[None]:
+    def watch_running_tasks(self, at_work: Callable[[], None]) -> Iterator[None]:
         """Calls back when a job of this Connect session has tasks that run; at once where
         pyspark cannot tell.
         """
@@ -121,17 +123,17 @@ class Cluster:
             yield
             return
 
-        def handler(inflight_tasks: int = 0, **_: Any) -> None:
+        def handle_progress(inflight_tasks: int = 0, **_: Any) -> None:
             if inflight_tasks:
                 at_work()
 
-        register(handler)
+        register(handle_progress)
         try:
             yield
         finally:
-            self.session.removeProgressHandler(handler)  # pyright: ignore[reportArgumentType]
+            self.session.removeProgressHandler(handle_progress)  # pyright: ignore[reportArgumentType]
 
-    def cancel(self, tag: str) -> None:
+    def cancel_jobs(self, tag: str) -> None:
         """Cancels the jobs of a tag, and with them Spark's Python processes that ignore it for
         two seconds.
         """
@@ -140,30 +142,30 @@ class Cluster:
         else:
             self.session.interruptTag(tag)
 
-    def collect(self, frame: DataFrame, description: str) -> list[Row]:
-        """Returns the rows of a frame; whatever interrupts this thread cancels the job.
+    def collect_rows(self, frame: DataFrame, description: str) -> list[Row]:
+        """Returns the rows of a frame; an interrupt of this thread cancels the job.
 
-        The job runs on a thread of its own: an interrupt that meets py4j in the middle of an answer
-        breaks the connection, and the job would continue.
+        The job runs on a separate thread: an interrupt while py4j receives an answer would break
+        the connection, and the job would continue.
         """
         tag, rows, errors = f"farandole-{uuid.uuid4().hex[:12]}", [], []
 
-        def run() -> None:
+        def collect_tagged() -> None:
             try:
-                self.tag(tag, description)
+                self.tag_jobs(tag, description)
                 rows.extend(frame.collect())
             except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
                 errors.append(error)
 
-        thread = self.thread(run, f"{tag}-job")
+        thread = self.make_thread(collect_tagged, f"{tag}-job")
         thread.start()
         try:
             while thread.is_alive():
                 thread.join(0.25)
         except BaseException:
-            deadline = time.monotonic() + _GRACE_AFTER_CANCEL
+            deadline = time.monotonic() + _CANCEL_GRACE_SECONDS
             while thread.is_alive() and time.monotonic() < deadline:
-                self.cancel(tag)
+                self.cancel_jobs(tag)
                 thread.join(0.5)
             raise
         if errors:
@@ -189,9 +191,9 @@ class Cluster:
         except Exception:  # noqa: BLE001 - a JVM that does not show it
             return False
 
-    def slots(self) -> int | None:
-        """Tasks that this application could run at once if it ran nothing else; `None` if
-        unknown.
+    def slot_count(self) -> int | None:
+        """Returns the number of tasks that this application could run at once if it ran nothing
+        else; `None` if unknown.
         """
         if self.context is None:
             return None
@@ -204,90 +206,97 @@ class Cluster:
             return int(self.context.defaultParallelism) if self.is_local else None
 
     @property
-    def is_dynamic(self) -> bool:
+    def uses_dynamic_allocation(self) -> bool:
         """Whether dynamic allocation is on. Spark then runs no barrier stage."""
         return (
             not self.is_local
-            and self.conf("spark.dynamicAllocation.enabled", "false").lower() == "true"
+            and self.get_setting("spark.dynamicAllocation.enabled", "false").lower() == "true"
         )
 
-    def check(self, size: int) -> None:
+    def check_job_size(self, size: int) -> None:
         """Refuses settings that cannot work, before the job starts.
 
         Raises:
             ValueError: More tasks than there can be slots, or speculation in a gang without a
                 barrier.
         """
-        if self.is_dynamic:
-            self._check_dynamic(size)
-        slots = self.slots() if self.is_local else None
+        if self.uses_dynamic_allocation:
+            self._check_dynamic_allocation(size)
+        slots = self.slot_count() if self.is_local else None
         if slots is not None and slots < size:
             raise ValueError(
                 f"num_proc={size} needs {size} task slots at the same time, but this Spark "
-                f"application has {slots} (master {self.master}, "
-                f"spark.task.cpus={self.conf('spark.task.cpus', '1')}): start Spark with master "
+                f"application has {slots} (master {self.master_url}, "
+                f"spark.task.cpus={self.get_setting('spark.task.cpus', '1')}): start Spark with "
+                f"master "
                 f"local[{size}], or use num_proc={slots}"
             )
 
-    def _check_dynamic(self, size: int) -> None:
-        if self.conf("spark.speculation", "false").lower() == "true":
+    def _check_dynamic_allocation(self, size: int) -> None:
+        if self.get_setting("spark.speculation", "false").lower() == "true":
             raise ValueError(
                 "spark.speculation starts slow tasks twice, with dynamic allocation also the "
                 "processes of a job, which wait for each other: set spark.speculation=false"
             )
-        most = self.most_slots()
+        most = self.max_dynamic_slots()
         if most is not None and most < size:
-            settings = ", ".join(f"{key}={self.conf(key, default)}" for key, default in _SIZES)
+            settings = ", ".join(
+                f"{key}={self.get_setting(key, default)}" for key, default in _SLOT_SETTINGS
+            )
             raise ValueError(
                 f"num_proc={size} needs {size} task slots at the same time, but dynamic "
                 f"allocation gives at most {most}: {settings}"
             )
 
-    def most_slots(self) -> int | None:
+    def max_dynamic_slots(self) -> int | None:
         """Slots that dynamic allocation gives at most; `None` if unlimited or unknown."""
         try:
-            most, cores, cpus = (int(self.conf(key, default)) for key, default in _SIZES)
+            most, cores, cpus = (
+                int(self.get_setting(key, default)) for key, default in _SLOT_SETTINGS
+            )
         except ValueError:
             return None  # Spark itself says what is wrong with them
         return most * (cores // cpus) if cores else None
 
-    def check_profiles(self) -> None:
+    def check_profile_support(self) -> None:
         """Refuses resource profiles where pyspark has no way to them.
 
         Raises:
             ValueError: A Connect client of pyspark 3.5, which has neither plans nor RDDs that take
                 one.
         """
-        if self.context is None and not takes_profiles():
+        if self.context is None and not plans_take_profiles():
             raise ValueError("with Spark Connect, resource_profile needs pyspark 4.0 or newer")
 
-    def conf(self, key: str, default: str) -> str:
+    def get_setting(self, key: str, default: str) -> str:
         """Returns a setting, or its default where it is not set or not shown."""
         try:
             return str(self.session.conf.get(key, default))
         except Exception:  # noqa: BLE001 - Connect servers hide static settings
             return default
 
-    def explain(self, error: BaseException) -> str | None:
+    def explain_failure(self, error: BaseException) -> str | None:
         """Explains a failed job to its user; `None` if Spark's own message is as good."""
         text = str(error)
         for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
             if f"No module named '{module}'" in text:
                 return (
                     f"the Python of Spark's tasks has no module {module!r}: "
-                    f"{self._interpreter()}. Set PYSPARK_PYTHON (or spark.pyspark.python) to an "
+                    f"{self._describe_interpreter()}. Set PYSPARK_PYTHON (or "
+                    f"spark.pyspark.python) to an "
                     "interpreter that has it, or install it "
                     "there with: pip install 'farandole[spark]'"
                 )
         if "PYTHON_VERSION_MISMATCH" in text:
             return (
                 "the Python of Spark's tasks has another version than the driver's "
-                f"{sys.version.split()[0]}: {self._interpreter()}. Set PYSPARK_PYTHON (or "
+                f"{sys.version.split()[0]}: {self._describe_interpreter()}. Set PYSPARK_PYTHON (or "
                 "spark.pyspark.python) to an interpreter of that version"
             )
         if "spark.driver.maxResultSize" in text:
             return (
-                f"{headline(error, 1)}: with store=..., which all executors and the driver reach, "
+                f"{error_headline(error, 1)}: with store=..., which all executors and the driver "
+                f"reach, "
                 "results of more than "
                 "16 MiB travel by that store"
             )
@@ -300,10 +309,10 @@ class Cluster:
                 "cancelled as",
             )
         ):
-            return f"the Spark job was cancelled: {headline(error)}"
+            return f"the Spark job was cancelled: {error_headline(error)}"
         return None
 
-    def _interpreter(self) -> str:
+    def _describe_interpreter(self) -> str:
         named = getattr(self.context, "pythonExec", None) or os.environ.get(
             "PYSPARK_PYTHON", "python3"
         )
@@ -314,7 +323,7 @@ class Cluster:
         )
 
 
-def headline(error: BaseException, limit: int = 20) -> str:
+def error_headline(error: BaseException, limit: int = 20) -> str:
     """Returns Spark's message without the JVM's stack."""
     text = str(error).partition("JVM stacktrace:")[0].partition("Driver stacktrace:")[0]
     lines = [
@@ -325,12 +334,12 @@ def headline(error: BaseException, limit: int = 20) -> str:
     return "\n".join(lines[:limit]).removeprefix(": ")
 
 
-def _connected() -> SparkSession | None:
+def _active_connect_session() -> SparkSession | None:
     module = sys.modules.get("pyspark.sql.connect.session")
     return module.SparkSession.getActiveSession() if module is not None else None
 
 
-def _of_context() -> SparkSession | None:
+def _session_of_context() -> SparkSession | None:
     """Returns a session for the context that exists, as in a thread that has made no session its
     own.
     """

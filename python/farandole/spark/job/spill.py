@@ -22,23 +22,23 @@ from farandole.common import pickling
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.stores.marks import Mark
+    from farandole.stores.lease_files import LeaseFile
     from farandole.stores.options import StorageOptions
     from farandole.stores.store import Store
 
-LIMIT: Final = 16 << 20
-"""Bytes of a pickle that travel without a store."""
-_PREFIX: Final = "spill-"
-_USE: Final = "_use-"
-_WEEK: Final = 7 * 24 * 3600.0
-_LASTS: Final = 3600.0
-"""Seconds that drivers elsewhere believe a driver's mark, which it renews."""
-_MARKS: dict[str, Mark | None] = {}
-"""Marks of this driver in the directories of its jobs."""
+MAX_INLINE_PICKLE_BYTES: Final = 16 << 20
+"""Largest number of bytes of a pickle that is sent without a store."""
+_SPILL_PREFIX: Final = "spill-"
+_USE_FILE_PREFIX: Final = "_use-"
+_UNLEASED_LIFETIME: Final = 7 * 24 * 3600.0
+_LEASE_DURATION: Final = 3600.0
+"""Seconds after which a driver's lease expires for other drivers, unless it is renewed."""
+_LEASE_FILE_BY_URL: dict[str, LeaseFile | None] = {}
+"""Lease files of this driver in the directories of its jobs, by URL."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class SpilledFile:
     """A file in a job's directory.
 
     Attributes:
@@ -51,7 +51,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Spill:
+class TaskSpill:
     """A job's directory in a store; unpickling one puts the store's options in force.
 
     Attributes:
@@ -63,7 +63,7 @@ class Spill:
     options: StorageOptions | None = None
 
     @classmethod
-    def below(cls, store: Store | str) -> Spill:
+    def create_in_store(cls, store: Store | str) -> TaskSpill:
         """Returns a new directory among the runs of a store.
 
         Args:
@@ -73,24 +73,24 @@ class Spill:
 
         made = Store.create(store) if isinstance(store, str) else store
         runs = made.to_remote("spill")
-        sweep(runs.runs_path)
-        spill = cls(f"{runs.runs_path}/{_PREFIX}{uuid.uuid4().hex}", runs.storage_options)
-        _MARKS[spill.url] = _mark(spill.url)
+        delete_abandoned_spills(runs.runs_path)
+        spill = cls(f"{runs.runs_path}/{_SPILL_PREFIX}{uuid.uuid4().hex}", runs.storage_options)
+        _LEASE_FILE_BY_URL[spill.url] = _create_lease_file(spill.url)
         return spill
 
-    def put(self, data: bytes) -> Stored:
-        """Writes something, whole or not at all."""
+    def write_object(self, data: bytes) -> SpilledFile:
+        """Writes data atomically, under the hash of its content."""
         name = hashlib.sha256(data).hexdigest()
-        self._store().write(name, data)
-        return Stored(name, len(data))
+        self._native_store().write(name, data)
+        return SpilledFile(name, len(data))
 
-    def take(self, stored: Stored) -> bytes:
-        """Reads the data that `put` has written.
+    def read_object(self, stored: SpilledFile) -> bytes:
+        """Reads the data that `write_object` has written.
 
         Raises:
             ValueError: The file is not the one that was written.
         """
-        data = self._store().read(stored.name)
+        data = self._native_store().read(stored.name)
         if hashlib.sha256(data).hexdigest() != stored.name:
             raise ValueError(
                 f"{self.url}/{stored.name} differs from the file that the job wrote: {len(data)} "
@@ -98,50 +98,52 @@ class Spill:
             )
         return data
 
-    def write(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
         """Writes a file of the job's directory."""
-        self._store().write(name, data)
+        self._native_store().write(name, data)
 
-    def read(self, name: str) -> bytes:
+    def read_file(self, name: str) -> bytes:
         """Reads a file of the job's directory."""
-        return self._store().read(name)
+        return self._native_store().read(name)
 
-    def names(self, folder: str) -> list[str]:
-        """Returns the files of a folder of the job's directory, sorted; none where there is no
-        such folder.
+    def list_files(self, folder: str) -> list[str]:
+        """Returns the files of a folder of the job's directory, sorted; an empty list if there is
+        no such folder.
         """
-        store = self._store()
+        store = self._native_store()
         return [name for name, _ in store.list(folder)] if store.exists(folder) else []
 
-    def clear(self) -> None:
-        """Deletes everything the job has left."""
-        mark = _MARKS.pop(self.url, None)
-        self._store().delete_all()
+    def delete_directory(self) -> None:
+        """Deletes the job's directory with all files, and its lease file."""
+        mark = _LEASE_FILE_BY_URL.pop(self.url, None)
+        self._native_store().delete_all()
         if mark is not None:
-            mark.release()
+            mark.delete_if_held()
 
-    def carried(self, packed: bytes) -> bytes:
-        """Returns a pickled `(fn, args, kwargs)`. It travels by the store if it is large, and so
-        does its result.
+    def pack_call(self, packed: bytes) -> bytes:
+        """Returns a pickled `(fn, args, kwargs)`. If the call or its result is large, it is passed
+        through the store.
         """
-        if len(packed) <= LIMIT:
-            return pickling.dumps((call, (self, packed), {}))
-        return pickling.dumps((call_stored, (self, self.put(packed)), {}))
+        if len(packed) <= MAX_INLINE_PICKLE_BYTES:
+            return pickling.pickle_by_value((call_packed, (self, packed), {}))
+        return pickling.pickle_by_value((call_spilled, (self, self.write_object(packed)), {}))
 
-    def fetched(self, value: Any) -> Any:
-        """Returns a result of a carried function, whichever way it came."""
-        return pickle.loads(self.take(value)) if isinstance(value, Stored) else value  # noqa: S301 - see the module
+    def load_result(self, value: Any) -> Any:
+        """Returns a result of a packed call, from the store if it was passed through the store."""
+        return pickle.loads(self.read_object(value)) if isinstance(value, SpilledFile) else value  # noqa: S301 - see the module
 
-    def _store(self) -> Any:
+    def _native_store(self) -> Any:
         from farandole._native import store  # noqa: PLC0415 - as in `below`
 
         return store.Store(self.url)
 
 
-def sweep(runs_path: str) -> None:
-    """Deletes files of jobs with killed drivers. A living driver has a mark in its job's directory.
+def delete_abandoned_spills(runs_path: str) -> None:
+    """Deletes files of jobs with killed drivers. A running driver has a lease file in the directory
+    of its job.
 
-    Directories without a mark, as of versions that left none, are deleted when they are a week old.
+    Earlier versions wrote no lease file. Directories without one are deleted when they are a week
+    old.
 
     Args:
         runs_path: URL of the directory of all runs.
@@ -149,42 +151,42 @@ def sweep(runs_path: str) -> None:
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
 
     runs = NativeStore(runs_path)
-    # a store that cannot be tidied is told of by the job that writes there
+    # If the store fails, the job that writes to the store reports the error.
     with contextlib.suppress(OSError):
-        for name, _, _, is_directory in runs.look(""):
-            if is_directory and name.startswith(_PREFIX) and _is_left(runs, name):
+        for name, _, _, is_directory in runs.list_directory(""):
+            if is_directory and name.startswith(_SPILL_PREFIX) and _is_abandoned(runs, name):
                 runs.delete_all(name)
 
 
-def _is_left(runs: Any, name: str) -> bool:
+def _is_abandoned(runs: Any, name: str) -> bool:
     files = [path for path, _ in runs.list(name)]
-    if any(path.rpartition("/")[2].startswith(_USE) for path in files):
-        return runs.child(name).is_free()
+    if any(path.rpartition("/")[2].startswith(_USE_FILE_PREFIX) for path in files):
+        return runs.open_child(name).is_free()
     ages = [time.time() - (runs.stat(path)[2] or time.time()) for path in files]
-    return bool(ages) and min(ages) > _WEEK
+    return bool(ages) and min(ages) > _UNLEASED_LIFETIME
 
 
-def _mark(url: str) -> Mark | None:
+def _create_lease_file(url: str) -> LeaseFile | None:
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
-    from farandole.stores.marks import Mark  # noqa: PLC0415 - as above
+    from farandole.stores.lease_files import LeaseFile  # noqa: PLC0415 - as above
 
-    name = NativeStore(url).share(_LASTS)
-    return None if name is None else Mark(url, name, _LASTS)
+    name = NativeStore(url).mark_in_use(_LEASE_DURATION)
+    return None if name is None else LeaseFile(url, name, _LEASE_DURATION)
 
 
-def call(spill: Spill, packed: bytes) -> Any:
+def call_packed(spill: TaskSpill, packed: bytes) -> Any:
     """Calls a pickled function in its worker; a large result stays in the store."""
     function: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]] = pickle.loads(packed)  # noqa: S301 - Spark's closure
     del packed
     fn, args, kwargs = function
     value = fn(*args, **kwargs)
-    answer = pickling.dumps(value)
-    if len(answer) <= LIMIT:
+    answer = pickling.pickle_by_value(value)
+    if len(answer) <= MAX_INLINE_PICKLE_BYTES:
         return value
     del value
-    return spill.put(answer)
+    return spill.write_object(answer)
 
 
-def call_stored(spill: Spill, stored: Stored) -> Any:
+def call_spilled(spill: TaskSpill, stored: SpilledFile) -> Any:
     """Like `call`, of a function that is itself in the store."""
-    return call(spill, spill.take(stored))
+    return call_packed(spill, spill.read_object(stored))

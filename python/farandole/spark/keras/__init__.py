@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from farandole.spark.keras.estimator import KerasEstimator
     from farandole.spark.keras.model import KerasModel
 
-_HOMES = {"KerasEstimator": "estimator", "KerasModel": "model"}
+_MODULE_BY_NAME = {"KerasEstimator": "estimator", "KerasModel": "model"}
 
 __all__ = ["KerasEstimator", "KerasModel"]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = _MODULE_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.columns import Column, row_shape
+from farandole.data.columns import PreparedColumn, row_shape
 from farandole.data.ragged import is_nested
-from farandole.spark.keras.job import Input, Label, Shape
+from farandole.spark.keras.job import KerasInput, KerasLabel, KerasModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
-def inputs_of(
-    model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, Column]
+def create_keras_inputs(
+    model: Any, groups: Sequence[Sequence[str]], columns: Mapping[str, PreparedColumn]
 ) -> tuple[Any, Any]:
     """Returns the input of each group of feature columns.
 
@@ -46,10 +46,12 @@ def inputs_of(
         ValueError: the columns do not fit the inputs that the model states.
     """
     stated = getattr(model, "inputs", None)
-    sizes = [sum(max(1, columns[name].size) for name in group) for group in groups]
+    sizes = [sum(max(1, columns[name].element_count) for name in group) for group in groups]
     if not stated:
         made = [
-            Input(tuple(group), _dtype([columns[name].dtype for name in group]), (-1, size))
+            KerasInput(
+                tuple(group), _columns_dtype([columns[name].dtype for name in group]), (-1, size)
+            )
             for group, size in zip(groups, sizes, strict=True)
         ]
         return tuple(made), None
@@ -70,10 +72,10 @@ def inputs_of(
     made = []
     for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(
-            Input(
+            KerasInput(
                 tuple(group),
-                _stated(str(one.dtype)),
-                (-1, *_fitted(group, size, one.shape[1:], index)),
+                _supported_dtype(str(one.dtype)),
+                (-1, *_fit_row_shape(group, size, one.shape[1:], index)),
             )
         )
     return tuple(made), names
@@ -96,7 +98,7 @@ def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] |
     return tuple(group[0] for group in groups) if by_name else names
 
 
-def check_padded(ragged: Mapping[str, Any]) -> None:
+def refuse_nested_columns(ragged: Mapping[str, Any]) -> None:
     """Refuses nested columns, since Keras has no nested tensors.
 
     Args:
@@ -112,7 +114,7 @@ def check_padded(ragged: Mapping[str, Any]) -> None:
             )
 
 
-def _fitted(
+def _fit_row_shape(
     group: Sequence[str], size: int, shape: Sequence[int | None], index: int
 ) -> tuple[int, ...]:
     lengths = [-1 if length is None else int(length) for length in shape]
@@ -127,16 +129,16 @@ def _fitted(
     return tuple(row_shape(lengths, size)) if lengths[:1] != [-1] else (size // known, *lengths[1:])
 
 
-def _dtype(dtypes: Sequence[str]) -> str:
-    return "int64" if all(one in _INTEGERS for one in dtypes) else "float32"
+def _columns_dtype(dtypes: Sequence[str]) -> str:
+    return "int64" if all(one in _INTEGER_DTYPES for one in dtypes) else "float32"
 
 
-def _stated(dtype: str) -> str:
-    return dtype if dtype in (*_INTEGERS, "bool", "float64") else "float32"
+def _supported_dtype(dtype: str) -> str:
+    return dtype if dtype in (*_INTEGER_DTYPES, "bool", "float64") else "float32"
 
 
 def reader_casts(
-    shape: Shape, labels: Sequence[Label], weight: str | None
+    shape: KerasModelShape, labels: Sequence[KerasLabel], weight: str | None
 ) -> dict[str, str | None]:
     """Returns the columns to read, with the types that the reader can cast them to.
 
@@ -154,7 +156,7 @@ def reader_casts(
     return casts | ({} if weight is None else {weight: "float32"})
 
 
-def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
+def model_inputs(shape: KerasModelShape, columns: Mapping[str, Array], rows: int) -> Any:
     """Returns the model's argument.
 
     Args:
@@ -162,10 +164,10 @@ def model_inputs(shape: Shape, columns: Mapping[str, Array], rows: int) -> Any:
         columns: arrays by name, rows first.
         rows: in each.
     """
-    return argument(input_arrays(shape, columns, rows), shape.input_keys)
+    return model_argument(input_arrays(shape, columns, rows), shape.input_keys)
 
 
-def input_arrays(shape: Shape, columns: Mapping[str, Array], rows: int) -> list[Array]:
+def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int) -> list[Array]:
     """Returns the array of each input.
 
     Args:
@@ -185,7 +187,7 @@ def input_arrays(shape: Shape, columns: Mapping[str, Array], rows: int) -> list[
     return made
 
 
-def argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
+def model_argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
     """Arrays as a model takes them: one alone, several in a tuple, or all in a dict.
 
     Args:
@@ -198,7 +200,7 @@ def argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
 
 
 def model_labels(
-    shape: Shape, labels: Sequence[Label], columns: Mapping[str, Array], rows: int
+    shape: KerasModelShape, labels: Sequence[KerasLabel], columns: Mapping[str, Array], rows: int
 ) -> Any:
     """Returns the labels with which the model's outputs are compared.
 
@@ -212,10 +214,10 @@ def model_labels(
         columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:])
         for one in labels
     ]
-    return argument(made, shape.output_keys)
+    return model_argument(made, shape.output_keys)
 
 
-def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
+def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) -> tuple[Any, Any]:
     """Inputs and labels of nothing but zeros, to try a model with.
 
     Args:
@@ -225,7 +227,7 @@ def zeros(shape: Shape, labels: Sequence[Label], rows: int) -> tuple[Any, Any]:
     """
     x = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in shape.inputs]
     y = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in labels]
-    return argument(x, shape.input_keys), argument(y, shape.output_keys) if y else None
+    return model_argument(x, shape.input_keys), model_argument(y, shape.output_keys) if y else None
 
 
 def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
@@ -233,9 +235,9 @@ def output_keys(value: Any, labels: Sequence[str]) -> tuple[str, ...] | None:
     dict.
 
     Args:
-        value: what it returned.
-        labels: the label columns; outputs of their names are theirs, else they go by the dict's
-            order.
+        value: output of the model.
+        labels: the label columns. If the dict has exactly these names, each output belongs to the
+            label of its name; else the order of the dict decides.
     """
     if not isinstance(value, dict):
         return None
@@ -247,12 +249,12 @@ def flat_outputs(value: Any, keys: Sequence[str] | None, count: int) -> list[Any
     """Returns a model's outputs as a list, one per label.
 
     Args:
-        value: what the model returned.
-        keys: of a dict.
-        count: labels.
+        value: output of the model.
+        keys: keys of the output if it is a dict.
+        count: number of labels.
 
     Raises:
-        ValueError: there is another number of them.
+        ValueError: the number of outputs is not `count`.
     """
     if keys is not None:
         found = [value[key] for key in keys]
@@ -263,7 +265,9 @@ def flat_outputs(value: Any, keys: Sequence[str] | None, count: int) -> list[Any
     return found
 
 
-def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None) -> Label:
+def create_label(
+    column: PreparedColumn, output: Sequence[int], stated: Sequence[int] | None
+) -> KerasLabel:
     """Returns the array of one label column.
 
     Args:
@@ -271,26 +275,28 @@ def label_of(column: Column, output: Sequence[int], stated: Sequence[int] | None
         output: shape of one row of the model's output.
         stated: shape as the user set it.
     """
-    like_output = column.size == math.prod(output)
+    like_output = column.element_count == math.prod(output)
     # Labels that are compared element by element are numbers; class indices stay integers.
-    dtype = "int64" if column.dtype in _INTEGERS and not like_output else "float32"
+    dtype = "int64" if column.dtype in _INTEGER_DTYPES and not like_output else "float32"
     if stated is not None:
-        return Label(column, dtype, (-1, *row_shape(stated, column.size)))
-    return Label(column, dtype, (-1, *(output if like_output else column.shape)))
+        return KerasLabel(column, dtype, (-1, *row_shape(stated, column.element_count)))
+    return KerasLabel(column, dtype, (-1, *(output if like_output else column.shape)))
 
 
-def told_misfit(shape: Shape, error: Exception) -> str:
+def describe_misfit(shape: KerasModelShape, error: Exception) -> str:
     """Returns the message about a model that does not accept its inputs.
 
     Args:
-        shape: of the model.
-        error: what the model raised.
+        shape: shape of the model.
+        error: exception of the model.
     """
-    shapes = ", ".join(f"{one.name} {_shown(one.shape)}" for one in shape.inputs)
+    shapes = ", ".join(f"{one.name} {_format_shape(one.shape)}" for one in shape.inputs)
     return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
 
 
-def told_mapping(shape: Shape, labels: Sequence[Label], outputs: Sequence[Sequence[int]]) -> str:
+def describe_mapping(
+    shape: KerasModelShape, labels: Sequence[KerasLabel], outputs: Sequence[Sequence[int]]
+) -> str:
     """Describes for the user how columns become inputs of the model and its outputs become columns.
 
     Args:
@@ -298,13 +304,16 @@ def told_mapping(shape: Shape, labels: Sequence[Label], outputs: Sequence[Sequen
         labels: of the run.
         outputs: shape of one row of each output.
     """
-    goes = ", ".join(f"{one.name} -> {one.dtype} {_shown(one.shape)}" for one in shape.inputs)
+    goes = ", ".join(
+        f"{one.name} -> {one.dtype} {_format_shape(one.shape)}" for one in shape.inputs
+    )
     comes = ", ".join(
-        f"{_shown((-1, *output))} with {one.column.name} {one.dtype} {_shown(one.shape)}"
+        f"{_format_shape((-1, *output))} with {one.column.name} {one.dtype} "
+        f"{_format_shape(one.shape)}"
         for one, output in zip(labels, outputs, strict=True)
     )
     return f"the model gets {goes}; it returns {comes}"
 
 
-def _shown(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"

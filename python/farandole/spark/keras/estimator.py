@@ -11,30 +11,34 @@ import keras
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole._keras.values import as_array
-from farandole.data.columns import Column, check_sizes
-from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
-from farandole.spark.common.data.source import sample
+from farandole.data.columns import PreparedColumn, check_shapes_fit
+from farandole.spark.common.data.reading import (
+    create_transformation,
+    missing_value_policy,
+    training_data_spec,
+)
+from farandole.spark.common.data.source import first_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import Output
-from farandole.spark.common.model.signature import signature
-from farandole.spark.common.runs.trackers import trackers_of
-from farandole.spark.common.runs.tracking import Example
-from farandole.spark.keras import compiled
+from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.signature import input_signature
+from farandole.spark.common.runs.trackers import create_trackers
+from farandole.spark.common.runs.tracking import ModelExample
+from farandole.spark.keras import model_compilation
 from farandole.spark.keras.arrays import (
-    check_padded,
+    create_keras_inputs,
+    describe_mapping,
     flat_outputs,
-    inputs_of,
     model_inputs,
-    told_mapping,
+    refuse_nested_columns,
 )
-from farandole.spark.keras.job import Job, Objects, Shape
+from farandole.spark.keras.fingerprint_parts import model_parts
+from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.params import KerasParams
-from farandole.spark.keras.parts import parts_of
-from farandole.spark.keras.remote import train
+from farandole.spark.keras.remote import train_rank
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import dumps, travelling
+from farandole.spark.keras.saving.objects import copy_callbacks, pickle_objects
 from farandole.spark.keras.saving.persistence import (
     KerasEstimatorParamsReader,
     KerasEstimatorParamsWriter,
@@ -45,18 +49,18 @@ if TYPE_CHECKING:
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
-    from farandole.spark.common.runs.fingerprint import Fingerprint, Part
-    from farandole.spark.common.show.progress import Progress
-    from farandole.spark.keras.compiled import Compiled
-    from farandole.spark.keras.job import Trained
+    from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
+    from farandole.spark.common.show.progress import ProgressDisplay
+    from farandole.spark.keras.job import KerasTrainingResult
+    from farandole.spark.keras.model_compilation import CompiledModelCopy
 
-_QUIET_TENSORFLOW = "2"
-_EXAMPLES = 2
+_TENSORFLOW_LOG_LEVEL = "2"
+_EXAMPLE_ROWS = 2
 """Rows of an example."""
 
 
 class KerasEstimatorParamsWritable(MLWritable):
-    """Saves an estimator by Spark ML's `write()`."""
+    """A mixin that saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> KerasEstimatorParamsWriter:
         """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
@@ -66,7 +70,7 @@ class KerasEstimatorParamsWritable(MLWritable):
 
 
 class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
-    """Loads an estimator by Spark ML's `read()`."""
+    """A mixin that loads an estimator by Spark ML's `read()`."""
 
     @classmethod
     def read(cls) -> KerasEstimatorParamsReader:
@@ -77,25 +81,26 @@ class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
 class KerasEstimator(
     KerasParams, FarandoleEstimator, KerasEstimatorParamsReadable, KerasEstimatorParamsWritable
 ):
-    """Fits a Keras model on a DataFrame, on several processes at once, by Keras's own `fit`.
+    """An estimator that fits a Keras model on a DataFrame, on several processes at once, by Keras's
+    own `fit`.
 
     The training processes use the Keras backend of the driver: TensorFlow, torch or JAX
-    (`KERAS_BACKEND`, here or in `backend_env`). The model travels as a `.keras` file; classes and
-    functions of yours that it is made of travel along. An optimizer, a loss or metrics that are not
-    given here are those with which the model was compiled.
+    (`KERAS_BACKEND`, here or in `backend_env`). The model is sent as a `.keras` file, together with
+    your classes and functions that it uses. If no optimizer, loss or metrics are given here, the
+    ones that the model was compiled with are used.
 
     Columns become arrays as follows. Every feature column is one input of the model, in the shape
     and type that the model states; an input it does not state is `(rows, n)` for vectors and arrays
     of length n, `(rows, 1)` for numbers, float32, or int64 for integers. Columns listed together,
-    `feature_cols=[["a", "b"], "image"]`, are one input, side by side. A label has the shape of its
-    output where it has as many elements, else that of its column. The model is tried on the driver
-    and the mapping is printed.
+    `feature_cols=[["a", "b"], "image"]`, are one input, side by side. If a label has as many
+    elements as its output, the label gets the output's shape; else it keeps its column's shape. The
+    driver tries the model on some rows and prints the mapping.
 
     Training: gradients are averaged over processes. The learning rate, or a schedule, is multiplied
     by their number, in new and in resumed runs. A rate that a callback sets is used unchanged. Each
     row of a step has the same weight. Every process takes the same number of steps, and each row is
-    seen once per epoch. Metrics are those of all rows, whichever process held them, and so are the
-    logs that callbacks see. The moving statistics of batch normalisation are averaged at the end of
+    seen once per epoch. Metrics, and the logs that callbacks see, cover the rows of all processes.
+    The moving statistics of batch normalisation are averaged at the end of
     every epoch. With `random_seed`, the split, the order, and Keras on each rank are seeded;
     dropout differs between ranks.
 
@@ -105,12 +110,12 @@ class KerasEstimator(
     Each fit of a tuner or with a map of parameters has its own run.
     """
 
-    def _check(self) -> None:
-        super()._check()
+    def _check_params(self) -> None:
+        super()._check_params()
         model = self.getModel()
         if not isinstance(model, keras.Model):
             raise ValueError(f"model must be a keras.Model: {type(model).__name__}")
-        known = compiled.compile_arguments(model)
+        known = model_compilation.compile_arguments(model)
         optimizer = self.getOptimizer()
         if optimizer is None and getattr(model, "optimizer", None) is None:
             raise ValueError(
@@ -123,7 +128,7 @@ class KerasEstimator(
         if (
             self.getLoss() is None
             and known.get("loss") is None
-            and not compiled.has_own_step(model)
+            and not model_compilation.has_custom_train_step(model)
         ):
             raise ValueError(
                 "Loss parameter is required for the model to compile, or a compiled model"
@@ -134,13 +139,13 @@ class KerasEstimator(
                 f"loss needs one loss, or one per label column {len(self.getLabelCols())}: "
                 f"{len(loss)}"
             )
-        check_padded(self.getRagged())
+        refuse_nested_columns(self.getRagged())
         for callback in self.getCallbacks():
             if not isinstance(callback, keras.callbacks.Callback):
                 raise TypeError(f"a callback must be a keras.callbacks.Callback: {callback!r}")
 
-    def _environment(self) -> dict[str, str]:
-        quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _QUIET_TENSORFLOW)
+    def _worker_environment(self) -> dict[str, str]:
+        quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", _TENSORFLOW_LOG_LEVEL)
         return {
             "KERAS_BACKEND": keras.backend.backend(),
             "TF_CPP_MIN_LOG_LEVEL": quiet,
@@ -160,16 +165,20 @@ class KerasEstimator(
         )
         return inputs, outputs
 
-    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> KerasModel:
-        job, copy, outputs, fingerprint = self._job(prepared)
-        shown.message(told_mapping(job.shape, job.labels, outputs))
+    def _train_model(
+        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
+    ) -> KerasModel:
+        job, copy, outputs, fingerprint = self._create_job(prepared)
+        shown.show_message(describe_mapping(job.shape, job.labels, outputs))
         with (
-            self._held(job, fingerprint, shown),
-            trackers_of(self, job, prepared, fingerprint) as tracker,
+            self._hold_run(job, fingerprint, shown),
+            create_trackers(self, job, prepared, fingerprint) as tracker,
         ):
-            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            trained = cast(
+                "KerasTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
+            )
             payload.load_state(copy.model, trained.model)
-            tracker.model(copy.model, "keras", self._example(job, prepared, copy.model))
+            tracker.log_model(copy.model, "keras", self._model_example(job, prepared, copy.model))
         return KerasModel(
             history=trained.history,
             model=copy.model,
@@ -177,66 +186,70 @@ class KerasEstimator(
             label_columns=self.getLabelCols(),
             custom_objects=copy.custom_objects,
             run_id=job.run_id,
-            signature=signature(job.shape.inputs),
-            **self._carried(prepared),
-            paths=job.paths(),
+            signature=input_signature(job.shape.inputs),
+            **self._inherited_params(prepared),
+            paths=job.file_paths(),
             outputs=[
-                Output(one.column.dtype, bool(one.column.shape), _size(output))
+                ModelOutput(one.column.dtype, bool(one.column.shape), _element_count(output))
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
 
-    def _example(self, job: Job, prepared: Prepared, model: Any) -> Example | None:
-        """Some rows for MLflow; `None` where it is not asked for, or for several inputs, which
-        it cannot name.
+    def _model_example(
+        self, job: KerasTrainingJob, prepared: Prepared, model: Any
+    ) -> ModelExample | None:
+        """Returns some rows for MLflow; `None` if MLflow is not used, or if the model has several
+        inputs, which MLflow cannot name.
         """
         if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
             return None
-        missing, transformation = missing_of(self, prepared), transformation_of(self)
-        rows = sample(
+        missing, transformation = missing_value_policy(self, prepared), create_transformation(self)
+        rows = first_rows(
             prepared.train_url,
-            self._roles().kept,
-            _EXAMPLES,
+            self._column_roles().stored_columns,
+            _EXAMPLE_ROWS,
             transformation,
             missing,
             prepared.ragged,
         )
-        given = model_inputs(job.shape, rows, _EXAMPLES)
+        given = model_inputs(job.shape, rows, _EXAMPLE_ROWS)
         made = flat_outputs(
             model(keras.ops.convert_to_tensor(given), training=False),
             job.shape.output_keys,
             len(job.labels),
         )
-        return Example(given, as_array(made[0]) if len(made) == 1 else None)
+        return ModelExample(given, as_array(made[0]) if len(made) == 1 else None)
 
-    def _form_of_loss(self) -> str | None:
-        return compiled.form_of(
-            self.getLoss() or compiled.compile_arguments(self.getModel()).get("loss")
+    def _loss_output_form(self) -> str | None:
+        return model_compilation.loss_output_form(
+            self.getLoss() or model_compilation.compile_arguments(self.getModel()).get("loss")
         )
 
-    def _own_parts(self) -> list[Part]:
-        return parts_of(self.getModel(), self.getOptimizer(), self.getLoss())
+    def _framework_parts(self) -> list[FingerprintPart]:
+        return model_parts(self.getModel(), self.getOptimizer(), self.getLoss())
 
-    def _job(self, prepared: Prepared) -> tuple[Job, Compiled, list[tuple[int, ...]], Fingerprint]:
+    def _create_job(
+        self, prepared: Prepared
+    ) -> tuple[KerasTrainingJob, CompiledModelCopy, list[tuple[int, ...]], Fingerprint]:
         """Returns the run's description, an own copy of the model, its outputs' rows, and a
         fingerprint.
         """
-        check_padded(prepared.ragged)
-        groups, labels = self._inputs(), self.getLabelCols()
-        raw = self._roles().kept
-        transformation = transformation_of(self)
+        refuse_nested_columns(prepared.ragged)
+        groups, labels = self._input_columns(), self.getLabelCols()
+        raw = self._column_roles().stored_columns
+        transformation = create_transformation(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample(
+            made = first_rows(
                 prepared.train_url,
                 raw,
                 2,
                 transformation,
-                missing_of(self, prepared),
+                missing_value_policy(self, prepared),
                 prepared.ragged,
             )
             columns = {
-                name: Column(name, str(one.dtype), tuple(one.shape[1:]))
+                name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
                 for name, one in made.items()
             }
             missing = [name for name in raw if name not in columns]
@@ -244,17 +257,17 @@ class KerasEstimator(
                 raise ValueError(
                     f"transformation_fn returns no columns with these names: {', '.join(missing)}"
                 )
-        check_sizes(columns, labels, self.getLabelShapes(), "label")
+        check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
         model = self.getModel()
-        inputs, keys = inputs_of(model, groups, columns)
-        shape = Shape(inputs, keys, None)
-        compiled.build(model, shape)
+        inputs, keys = create_keras_inputs(model, groups, columns)
+        shape = KerasModelShape(inputs, keys, None)
+        model_compilation.build_model(model, shape)
         given = {
             "loss": self.getLoss(),
             "loss_weights": self.getLossWeights(),
             "metrics": self.getMetrics() or None,
         }
-        copy = compiled.compiled_copy(
+        copy = model_compilation.copy_and_compile(
             model,
             self.getOptimizer(),
             {name: value for name, value in given.items() if value is not None},
@@ -263,28 +276,28 @@ class KerasEstimator(
         )
         weight = self.getSampleWeightCol()
         label_columns = [columns[name] for name in labels]
-        shape, arrays, outputs = compiled.try_out(
+        shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), weight is not None
         )
-        fingerprint = self._fingerprint(prepared)  # of a model that is built by now
-        run_id = self._new_run("keras", fingerprint)
-        objects = Objects(
+        fingerprint = self._fit_fingerprint(prepared)  # of a model that is built by now
+        run_id = self._new_run_id("keras", fingerprint)
+        objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
-            callbacks=travelling(self.getCallbacks()),
+            callbacks=copy_callbacks(self.getCallbacks()),
             checkpoint_callback=next(
-                iter(travelling([one for one in [self.getCheckpointCallback()] if one])), None
+                iter(copy_callbacks([one for one in [self.getCheckpointCallback()] if one])), None
             ),
             compression=self.getGradientCompression(),
             transformation=transformation,
             data_module=check_data_module(self.getDataModule()),
         )
-        job = Job(
+        job = KerasTrainingJob(
             model=copy.packed,
-            objects=dumps(objects),
-            store=self._store().to_remote(run_id, prepared.index),
+            objects=pickle_objects(objects),
+            store=self._filesystem_store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=data_of(self, prepared, raw),
+            data=training_data_spec(self, prepared, raw),
             shape=shape,
             labels=arrays,
             weight=weight,
@@ -301,7 +314,7 @@ class KerasEstimator(
         return job, copy, outputs, fingerprint
 
 
-def _size(shape: Sequence[int]) -> int:
+def _element_count(shape: Sequence[int]) -> int:
     size = 1
     for length in shape:
         size *= length

@@ -9,16 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.data.reading import paths_of
+from farandole.spark.common.data.reading import run_file_paths
 
 if TYPE_CHECKING:
-    from farandole.data.columns import Column
-    from farandole.spark.common.data.reading import Data
+    from farandole.data.columns import PreparedColumn
+    from farandole.spark.common.data.reading import TrainingDataSpec
     from farandole.stores.remote_store import RemoteStore
 
 
 @dataclass(frozen=True)
-class Input:
+class KerasInput:
     """One input of the model: feature columns side by side, as one array."""
 
     columns: tuple[str, ...]
@@ -34,20 +34,20 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Label:
+class KerasLabel:
     """A label column and the array made of it."""
 
-    column: Column
+    column: PreparedColumn
     dtype: str
     shape: tuple[int, ...]
     """Shape of one batch, -1 for its rows."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class KerasModelShape:
     """The inputs and outputs of a model."""
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[KerasInput, ...]
     input_keys: tuple[str, ...] | None
     """Names of the inputs, for a model that takes a dict."""
     output_keys: tuple[str, ...] | None
@@ -55,18 +55,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Job:
+class KerasTrainingJob:
     """One run."""
 
     model: bytes
     """The compiled model, a `.keras` file."""
     objects: bytes
-    """Pickled `Objects`."""
+    """Pickled `KerasUserObjects`."""
     store: RemoteStore
     run_id: str
-    data: Data
-    shape: Shape
-    labels: tuple[Label, ...]
+    data: TrainingDataSpec
+    shape: KerasModelShape
+    labels: tuple[KerasLabel, ...]
     weight: str | None
     epochs: int
     random_seed: int | None
@@ -80,13 +80,13 @@ class Job:
     prefetch: int
     """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
 
-    def paths(self) -> dict[str, str]:
+    def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""
-        return paths_of(self.store, self.data)
+        return run_file_paths(self.store, self.data)
 
 
 @dataclass
-class Objects:
+class KerasUserObjects:
     """The user's objects, in one pickle."""
 
     custom_objects: dict[str, Any]
@@ -99,7 +99,7 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class Trained:
+class KerasTrainingResult:
     """The result of rank 0."""
 
     model: bytes

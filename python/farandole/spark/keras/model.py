@@ -14,15 +14,15 @@ import numpy as np
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.common import check, pickling
-from farandole.runner.show.history import entries
+from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.model.base import FarandoleModel
-from farandole.spark.common.model.explained import Layer
-from farandole.spark.common.model.outputs import Output
-from farandole.spark.common.model.outputs import outputs as outputs_param
+from farandole.spark.common.model.model_summary import LayerSummary
+from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
-from farandole.spark.job.ahead import sent
-from farandole.spark.keras.arrays import argument, input_keys
-from farandole.spark.keras.predict import Predictor, call
+from farandole.spark.job.connect_artifacts import prestage_if_large
+from farandole.spark.keras.arrays import input_keys, model_argument
+from farandole.spark.keras.predict import KerasPredictor, call_model
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import custom_objects
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
     from farandole.spark.keras.saving.persistence import KerasModelReader, KerasModelWriter
 
-_PLAIN = {"bfloat16": "float16"}
-"""Types of the same size, for those that NumPy has not."""
+_SAME_SIZE_DTYPES = {"bfloat16": "float16"}
+"""Types that NumPy lacks, and a NumPy type of the same size for each."""
 
 
 class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
-    """Adds predictions to DataFrames, by Arrow batches on the executors.
+    """A model that adds predictions to DataFrames, by Arrow batches on the executors.
 
     Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
     of several elements, or for a vector label, is a dense vector; one element takes the label's
@@ -61,18 +61,18 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     history: Parameter[Mapping[str, Sequence[Any]]] = Parameter(
         "Losses and metrics, a list per name with a number per epoch, as `fit` of Keras returns "
         "them.",
-        check.anything,
+        check.any_value,
         default=None,
     )
-    model: Parameter[keras.Model] = Parameter("The trained model.", check.anything, default=None)
+    model: Parameter[keras.Model] = Parameter("The trained model.", check.any_value, default=None)
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
         "Classes and functions by name that loading the model needs.",
-        check.made_by(dict),
+        check.converted_by(dict),
         default={},
     )
-    outputs: Parameter[Sequence[Output]] = Parameter(
+    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
         "Description of the outputs; determined if omitted.",
-        check.made_by(outputs_param),
+        check.converted_by(outputs_param),
         default=None,
     )
 
@@ -89,8 +89,8 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         history = self.getHistory() or {}
         return pd.DataFrame({"epoch": range(max(map(len, history.values()), default=0)), **history})
 
-    def _entries(self) -> list[Entry]:
-        return entries(self.getHistory() or {})
+    def _history_entries(self) -> list[Entry]:
+        return entries_from_keras(self.getHistory() or {})
 
     def write(self) -> KerasModelWriter:
         """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
@@ -119,8 +119,9 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
         torch's exporter writes it, in a process that loads the model on Keras's torch backend. The
         number of rows stays open. Inputs are named after their columns (`a_b` for columns that are
-        one array), outputs after those of `transform`. ONNX Runtime then predicts some rows, and
-        the file is kept only if it predicts what the model predicts on its own backend.
+        one array), outputs after the columns that `transform` adds. ONNX Runtime then predicts some
+        rows, and the file is kept only if it makes the same predictions as the model on its own
+        backend.
 
         Args:
             path: of the file, on this host; a model above 1 GiB has its weights in a second file
@@ -134,16 +135,18 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             ValueError: the model cannot be exported, or the exported one predicts something else.
             TimeoutError: the export takes more than an hour.
         """
-        from farandole.spark.common.model.onnx import exportable, some_rows
-        from farandole.spark.keras.saving.onnx import export
+        from farandole.spark.common.model.onnx import collect_check_rows, require_exportable
+        from farandole.spark.keras.saving.onnx import export_onnx
 
-        known = exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
+        known = require_exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
         model, labels, backend = self.getModel(), self.getLabelColumns(), keras.backend.backend()
-        keys = input_keys(model, self._inputs())
+        keys = input_keys(model, self._input_columns())
         arrays = (
-            None if rows is None else self._predictor(rows).inputs(some_rows(self, rows), model)
+            None
+            if rows is None
+            else self._create_predictor(rows).batch_inputs(collect_check_rows(self, rows), model)
         )
-        export(
+        export_onnx(
             model,
             custom_objects(model, self.getCustomObjects()),
             known,
@@ -152,76 +155,78 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
             self.getOutputCols(),
             path,
             arrays,
-            lambda batch: call(model, argument(batch, keys), labels, backend),
+            lambda batch: call_model(model, model_argument(batch, keys), labels, backend),
             opset=opset,
             tolerance=tolerance,
         )
 
-    def _layers(self) -> list[Layer]:
-        return layers(self.getModel())
+    def _layer_summaries(self) -> list[LayerSummary]:
+        return layer_summaries(self.getModel())
 
-    def _predictor(self, dataset: DataFrame) -> Predictor:
-        return Predictor(
-            model=sent(dataset.sparkSession, payload.pack(self.getModel())),
-            custom_objects=pickling.dumps(custom_objects(self.getModel(), self.getCustomObjects())),
+    def _create_predictor(self, dataset: DataFrame) -> KerasPredictor:
+        return KerasPredictor(
+            model=prestage_if_large(dataset.sparkSession, payload.pack_model(self.getModel())),
+            custom_objects=pickling.pickle_by_value(
+                custom_objects(self.getModel(), self.getCustomObjects())
+            ),
             backend=keras.backend.backend(),
             columns=tuple(dataset.columns),
-            groups=tuple(tuple(group) for group in self._inputs()),
+            groups=tuple(tuple(group) for group in self._input_columns()),
             labels=tuple(self.getLabelColumns()),
             kinds=(),
             batch_size=self.getBatchSize(),
-            encoding=self._encoding(),
-            transformation=self._sent_transformation(),
+            encoding=self._feature_encoding(),
+            transformation=self._pickled_transformation(),
         )
 
 
-def layers(model: Any) -> list[Layer]:
+def layer_summaries(model: Any) -> list[LayerSummary]:
     """Returns the layers of a model, and instead of a model among them its own layers.
 
     Args:
         model: of any kind. Weights that two layers share count where they come first.
     """
-    made: list[Layer] = []
+    made: list[LayerSummary] = []
     seen: set[int] = set()
     trained = {id(weight) for weight in model.trainable_weights}
 
-    def add(name: str, kind: str, form: str, weights: Sequence[Any]) -> None:
+    def add_summary(name: str, kind: str, form: str, weights: Sequence[Any]) -> None:
         own = [weight for weight in weights if id(weight) not in seen]
         seen.update(id(weight) for weight in own)
         made.append(
-            Layer(
+            LayerSummary(
                 name=name,
                 kind=kind,
                 form=form,
                 parameters=sum(math.prod(weight.shape) for weight in own),
                 trained=sum(math.prod(weight.shape) for weight in own if id(weight) in trained),
-                size=sum(math.prod(weight.shape) * _width(weight.dtype) for weight in own),
+                size=sum(math.prod(weight.shape) * _element_bytes(weight.dtype) for weight in own),
             )
         )
 
-    for name, one in _flat(model, ""):
-        add(name, type(one).__name__, _form(one), one.weights)
+    for name, one in _iterate_layers(model, ""):
+        add_summary(name, type(one).__name__, _output_shape_text(one), one.weights)
     if any(id(weight) not in seen for weight in model.weights):
         # weights of models, and not of their layers
-        add(model.name, type(model).__name__, "", model.weights)
+        add_summary(model.name, type(model).__name__, "", model.weights)
     return made
 
 
-def _flat(model: Any, above: str) -> Iterator[tuple[str, Any]]:
+def _iterate_layers(model: Any, above: str) -> Iterator[tuple[str, Any]]:
     for one in model.layers:
         name = f"{above}{one.name}"
         if getattr(one, "layers", None):
-            yield from _flat(one, f"{name}.")
+            yield from _iterate_layers(one, f"{name}.")
         else:
             yield name, one
 
 
-def _width(dtype: str) -> int:
+def _element_bytes(dtype: str) -> int:
     """Returns the bytes of an element."""
-    return np.dtype(_PLAIN.get(dtype, dtype)).itemsize
+    return np.dtype(_SAME_SIZE_DTYPES.get(dtype, dtype)).itemsize
 
 
-def _form(layer: Any) -> str:
+def _output_shape_text(layer: Any) -> str:
     """Returns the shape of a layer's output, where Keras knows it."""
     shape = getattr(getattr(layer, "output", None), "shape", None) if layer.built else None
     return (

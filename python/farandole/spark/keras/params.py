@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     import keras
 
-_ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
+_DEFAULT_ENVIRONMENT = {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}
 
 
-def _loss(name: str, value: Any) -> Any:
+def _check_loss(name: str, value: Any) -> Any:
     """Returns a Keras loss: its name, an object, a function, or a list or dict of them, one per
     output.
     """
@@ -35,21 +35,21 @@ def _loss(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _metrics(_name: str, value: Any) -> Any:
+def _check_metrics(_name: str, value: Any) -> Any:
     """Keras metrics, as `compile` takes them."""
     if isinstance(value, dict):
         return value
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _objects(name: str, value: Any) -> dict[str, Any]:
+def _check_custom_objects(name: str, value: Any) -> dict[str, Any]:
     """Classes and functions by name."""
     if not isinstance(value, dict) or not all(isinstance(one, str) for one in value):
         raise TypeError(f"{name} must be a dict of classes and functions by name: {value!r}")
     return dict(value)
 
 
-def _environment(name: str, value: Any) -> dict[str, str]:
+def _check_environment(name: str, value: Any) -> dict[str, str]:
     """Variables by name."""
     if not isinstance(value, dict) or not all(
         isinstance(one, str) for pair in value.items() for one in pair
@@ -58,7 +58,7 @@ def _environment(name: str, value: Any) -> dict[str, str]:
     return dict(value)
 
 
-def _checkpoint(name: str, value: Any) -> Any:
+def _check_checkpoint_callback(name: str, value: Any) -> Any:
     """Returns a callback that decides which model is kept."""
     import keras  # noqa: PLC0415 - a training process chooses its devices first
 
@@ -67,7 +67,7 @@ def _checkpoint(name: str, value: Any) -> Any:
     return value
 
 
-def _compression(name: str, value: Any) -> Any:
+def _check_compression(name: str, value: Any) -> Any:
     """Returns one of `Compression`: Keras passes gradients one by one, so a compressor of whole
     steps cannot work.
     """
@@ -82,53 +82,55 @@ class KerasParams(EstimatorParams):
     """Additional parameters of the Keras estimator."""
 
     model: Parameter[keras.Model] = Parameter(
-        "A `keras.Model`, compiled or not.", check.anything, default=None
+        "A `keras.Model`, compiled or not.", check.any_value, default=None
     )
     optimizer: Parameter[keras.optimizers.Optimizer | str] = Parameter(
         "A Keras optimizer or its name; without it, that of the compiled model, with its state.",
-        check.anything,
+        check.any_value,
         default=None,
     )
     loss: Parameter[Any] = Parameter(
         "A Keras loss, or a list or dict with one per output; without it, that of the compiled "
         "model.",
-        _loss,
+        _check_loss,
         default=None,
     )
     metrics: Parameter[Any] = Parameter(
-        "As `compile` takes them; without them, the compiled model's.", _metrics, default=[]
+        "As `compile` takes them; without them, the compiled model's.", _check_metrics, default=[]
     )
     callbacks: Parameter[Sequence[keras.callbacks.Callback]] = Parameter(
         "Keras's; they run on every rank and see the scores of all rows. A `TensorBoard` runs on "
         "rank 0 and writes into the store.",
-        check.listed,
+        check.value_list,
         default=[],
     )
     gradient_compression: Parameter[Any] = Parameter(
         "Compression of gradients between processes, such as `farandole.keras.Compression.fp16`.",
-        _compression,
+        _check_compression,
         default=None,
     )
     custom_objects: Parameter[Mapping[str, Any]] = Parameter(
         "Classes and functions by name, where Keras asks for them; those that the model is seen "
         "to be made of need not be listed.",
-        _objects,
+        _check_custom_objects,
         default={},
     )
     checkpoint_callback: Parameter[keras.callbacks.ModelCheckpoint] = Parameter(
         "A `ModelCheckpoint` such as `farandole.keras.callbacks.BestModelCheckpoint`: `fit` "
         "returns the model that it kept, instead of the last one.",
-        _checkpoint,
+        _check_checkpoint_callback,
         default=None,
     )
     data_module: Parameter[type] = Parameter(
         "A class that returns batches instead of the native reader, created with the arguments of "
         "Horovod's `DataModule`; its `train_data()` and `val_data()` return what `fit` takes.",
-        check.anything,
+        check.any_value,
         default=None,
     )
     backend_env: Parameter[Mapping[str, str]] = Parameter(
-        "Variables to set in the training processes.", _environment, default=_ENVIRONMENT
+        "Variables to set in the training processes.",
+        _check_environment,
+        default=_DEFAULT_ENVIRONMENT,
     )
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")

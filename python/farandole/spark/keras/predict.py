@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.encoding import Encoding
-from farandole.spark.job.ahead import Ahead, arrived
+from farandole.data.encoding import ColumnEncoding
+from farandole.spark.job.connect_artifacts import PrestagedFile, load_prestaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
 
-    from farandole.spark.common.model.classes import Added
-    from farandole.spark.common.transform import Transformation
-    from farandole.spark.keras.job import Shape
+    from farandole.spark.common.model.classes import AddedClassColumns
+    from farandole.spark.common.transform import UserTransformation
+    from farandole.spark.keras.job import KerasModelShape
 
-_KEPT = 2
-_MODELS: dict[str, Any] = {}
+_MAX_KEPT_MODELS = 2
+_MODEL_CACHE: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Predictor:
+class KerasPredictor:
     """A model and how columns go in and out of it."""
 
-    model: bytes | Ahead
+    model: bytes | PrestagedFile
     custom_objects: bytes
     backend: str
     columns: tuple[str, ...]
@@ -50,14 +50,16 @@ class Predictor:
     labels: tuple[str, ...]
     kinds: tuple[str, ...]
     batch_size: int
-    encoding: Encoding = field(default_factory=Encoding)
+    encoding: ColumnEncoding = field(default_factory=ColumnEncoding)
     """Categories, and the replacements of nulls."""
-    added: Added | None = None
+    added: AddedClassColumns | None = None
     """Columns in Spark ML's manner."""
     transformation: bytes | None = None
-    """A pickled `Transformation`, if predictions take one."""
+    """A pickled `UserTransformation`, if predictions take one."""
 
-    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
+    def with_output_kinds(
+        self, kinds: Sequence[str], added: AddedClassColumns | None
+    ) -> KerasPredictor:
         """Returns the same predictor, with the types of its output columns.
 
         Args:
@@ -66,29 +68,30 @@ class Predictor:
         """
         return replace(self, kinds=tuple(kinds), added=added)
 
-    def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Every batch with its predictions appended.
+    def predict_batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yields every batch with its predictions appended.
 
         Args:
             batches: with the feature columns and any others.
         """
         import pyarrow as pa
 
-        from farandole.spark.common.model.outputs import column_of
+        from farandole.spark.common.model.outputs import prediction_column
 
         for batch in batches:
-            found = self.outputs(batch)
+            found = self.predict_outputs(batch)
             columns = [
-                column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)
+                prediction_column(values, kind)
+                for values, kind in zip(found, self.kinds, strict=True)
             ]
             if self.added is not None:
-                columns += self.added.made(batch, found[0])
+                columns += self.added.build_columns(batch, found[0])
             added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays(
                 [*batch.columns, *columns], names=[*batch.schema.names, *added]
             )
 
-    def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def probe_output_sizes(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yields the number of elements of each output, one row per output, if there is a row to
         try.
 
@@ -101,36 +104,36 @@ class Predictor:
         for batch in batches:  # to their end, or Spark would not use this worker again
             if batch.num_rows and not found:
                 found = True
-                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.predict_outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
 
     @cached_property
-    def _content(self) -> str:
+    def _model_key(self) -> str:
         """The identity of the model, computed once in a task."""
         return (
             self.model.name
-            if isinstance(self.model, Ahead)
+            if isinstance(self.model, PrestagedFile)
             else hashlib.sha256(self.model).hexdigest()
         )
 
-    def _load(self) -> Any:
-        key = self._content
-        if key not in _MODELS:
-            _prepare(self.backend)
+    def _load_model(self) -> Any:
+        key = self._model_key
+        if key not in _MODEL_CACHE:
+            _configure_backend(self.backend)
             import cloudpickle
 
             from farandole.spark.keras.saving import payload
 
-            while len(_MODELS) >= _KEPT:
-                _MODELS.pop(next(iter(_MODELS)))
+            while len(_MODEL_CACHE) >= _MAX_KEPT_MODELS:
+                _MODEL_CACHE.pop(next(iter(_MODEL_CACHE)))
             # The driver's own model, with the driver's own classes.
             known = cloudpickle.loads(self.custom_objects)
-            _MODELS[key] = payload.unpack(
-                arrived(self.model), known, safe_mode=False, compiled=False
+            _MODEL_CACHE[key] = payload.unpack_model(
+                load_prestaged(self.model), known, safe_mode=False, compiled=False
             )
-        return _MODELS[key]
+        return _MODEL_CACHE[key]
 
-    def inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
+    def batch_inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
         """Returns the array of each of the model's inputs, rows first.
 
         Args:
@@ -139,45 +142,50 @@ class Predictor:
         """
         from farandole.spark.keras.arrays import input_arrays
 
-        values = self._transformed(self._columns(batch))
-        return input_arrays(self._shape(values, model), values, batch.num_rows)
+        values = self._transform_features(self._feature_arrays(batch))
+        return input_arrays(self._model_shape(values, model), values, batch.num_rows)
 
     @cached_property
-    def _names(self) -> list[str]:
+    def _feature_names(self) -> list[str]:
         return [name for group in self.groups for name in group]
 
     @cached_property
-    def _transformation(self) -> Transformation | None:
+    def _user_transformation(self) -> UserTransformation | None:
         import cloudpickle
 
         return None if self.transformation is None else cloudpickle.loads(self.transformation)
 
-    def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+    def _feature_arrays(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
         """Returns the columns of the model's inputs, before the transformation."""
-        from farandole.spark.common.model.arrow import features
+        from farandole.spark.common.model.arrow import feature_arrays
 
         texts = self.transformation is not None
-        return features(batch, self.columns, self._names, self.encoding, fixed=True, texts=texts)
+        return feature_arrays(
+            batch, self.columns, self._feature_names, self.encoding, fixed=True, texts=texts
+        )
 
-    def _transformed(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    def _transform_features(
+        self, columns: dict[str, npt.NDArray[Any]]
+    ) -> dict[str, npt.NDArray[Any]]:
         """Returns the columns after the transformation, of one row at least."""
-        if self._transformation is None:
+        if self._user_transformation is None:
             return columns
-        made = self._transformation.predicted(columns, self._names)
-        return {name: made[name] for name in self._names}
+        made = self._user_transformation.transform_features(columns, self._feature_names)
+        return {name: made[name] for name in self._feature_names}
 
-    def _shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> Shape:
+    def _model_shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
         """Returns the model's inputs, made of these columns."""
-        from farandole.data.columns import Column
-        from farandole.spark.keras.arrays import inputs_of
-        from farandole.spark.keras.job import Shape
+        from farandole.data.columns import PreparedColumn
+        from farandole.spark.keras.arrays import create_keras_inputs
+        from farandole.spark.keras.job import KerasModelShape
 
         columns = {
-            name: Column(name, str(one.dtype), tuple(one.shape[1:])) for name, one in values.items()
+            name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
+            for name, one in values.items()
         }
-        return Shape(*inputs_of(model, self.groups, columns), None)
+        return KerasModelShape(*create_keras_inputs(model, self.groups, columns), None)
 
-    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+    def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
@@ -186,34 +194,36 @@ class Predictor:
         count = batch.num_rows
         if count == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
-        model = self._load()
+        model = self._load_model()
 
         from farandole.spark.keras.arrays import (
+            describe_misfit,
             flat_outputs,
             model_inputs,
             output_keys,
-            told_misfit,
         )
 
-        columns = self._columns(batch)
+        columns = self._feature_arrays(batch)
         parts: list[list[npt.NDArray[Any]]] = []
         for start in range(0, count, self.batch_size):
-            some = self._transformed(
+            some = self._transform_features(
                 {name: one[start : start + self.batch_size] for name, one in columns.items()}
             )
-            shape = self._shape(some, model)
+            shape = self._model_shape(some, model)
             size = min(self.batch_size, count - start)
             try:
                 with _no_gradients(self.backend):
                     value = model(model_inputs(shape, some, size), training=False)
             except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
-                raise ValueError(told_misfit(shape, error)) from None
+                raise ValueError(describe_misfit(shape, error)) from None
             found = flat_outputs(value, output_keys(value, self.labels), len(self.labels))
-            parts.append([_numbers(one) for one in found])
+            parts.append([_output_to_numpy(one) for one in found])
         return [np.concatenate(pieces).reshape(count, -1) for pieces in zip(*parts, strict=True)]
 
 
-def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list[npt.NDArray[Any]]:
+def call_model(
+    model: Any, argument: Any, labels: Sequence[str], backend: str
+) -> list[npt.NDArray[Any]]:
     """Returns a model's outputs, one per label, rows first.
 
     Args:
@@ -226,10 +236,13 @@ def call(model: Any, argument: Any, labels: Sequence[str], backend: str) -> list
 
     with _no_gradients(backend):
         value = model(argument, training=False)
-    return [_numbers(one) for one in flat_outputs(value, output_keys(value, labels), len(labels))]
+    return [
+        _output_to_numpy(one)
+        for one in flat_outputs(value, output_keys(value, labels), len(labels))
+    ]
 
 
-def _numbers(output: Any) -> npt.NDArray[Any]:
+def _output_to_numpy(output: Any) -> npt.NDArray[Any]:
     """Returns an output as NumPy's array: as exact as the model computed it, halves as what
     NumPy knows.
     """
@@ -241,7 +254,7 @@ def _numbers(output: Any) -> npt.NDArray[Any]:
     )
 
 
-def _prepare(backend: str) -> None:
+def _configure_backend(backend: str) -> None:
     """Chooses the backend for Keras's environment, if Keras is not loaded yet."""
     if "keras" in sys.modules:
         return
@@ -256,7 +269,7 @@ def _prepare(backend: str) -> None:
         os.environ.setdefault("KERAS_TORCH_DEVICE", "cpu")
         from farandole.spark.torch.training import compiler
 
-        compiler.defer()
+        compiler.defer_compiler()
     elif backend == "jax":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -19,10 +19,10 @@ from farandole.common.notices import is_elastic
 from farandole.spark import task
 
 if TYPE_CHECKING:
-    from farandole.spark.keras.job import Job, Trained
+    from farandole.spark.keras.job import KerasTrainingJob, KerasTrainingResult
 
 
-def train(job: Job) -> Trained | None:
+def train_rank(job: KerasTrainingJob) -> KerasTrainingResult | None:
     """Trains one rank's part of a run.
 
     Args:
@@ -36,9 +36,9 @@ def train(job: Job) -> Trained | None:
     basics.init()
     try:
         prepare_devices(os.environ.get("KERAS_BACKEND", "tensorflow"), job.use_gpu)
-        from farandole.spark.keras.training.trainer import Trainer
+        from farandole.spark.keras.training.trainer import KerasTrainer
 
-        return Trainer(job).run()
+        return KerasTrainer(job).run()
     finally:
         basics.shutdown()
 
@@ -54,42 +54,46 @@ def prepare_devices(backend: str, wanted: bool) -> None:
     Raises:
         RuntimeError: some processes see a GPU and some do not.
     """
-    prepare: dict[str, Any] = {"tensorflow": _tensorflow, "torch": _torch, "jax": _jax}
+    prepare: dict[str, Any] = {
+        "tensorflow": _prepare_tensorflow,
+        "torch": _prepare_torch,
+        "jax": _prepare_jax,
+    }
     if backend in prepare:
         prepare[backend](wanted)
 
 
-def _tensorflow(wanted: bool) -> None:
+def _prepare_tensorflow(wanted: bool) -> None:
     import tensorflow as tf
 
     if not {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"} & set(os.environ):
         # it runs already, where a backend trains in the driver's own process
         with contextlib.suppress(RuntimeError):
-            tf.config.threading.set_intra_op_parallelism_threads(_cores())
+            tf.config.threading.set_intra_op_parallelism_threads(_cores_per_process())
     devices = tf.config.list_physical_devices("GPU")
-    chosen = _chosen(len(devices) if wanted else 0)
+    chosen = _choose_gpu(len(devices) if wanted else 0)
     tf.config.set_visible_devices([] if chosen is None else [devices[chosen]], "GPU")
     if chosen is not None:
         tf.config.experimental.set_memory_growth(devices[chosen], enable=True)
 
 
-def _torch(wanted: bool) -> None:
+def _prepare_torch(wanted: bool) -> None:
     import torch
 
     from farandole.spark.torch.training import compiler
 
     # Keras imports it, and calls it where a model was compiled with jit_compile=True
-    compiler.defer()
+    compiler.defer_compiler()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(_cores())
-    chosen = _chosen(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)
+        torch.set_num_threads(_cores_per_process())
+    chosen = _choose_gpu(torch.cuda.device_count() if wanted and torch.cuda.is_available() else 0)
     if chosen is None:
         os.environ["KERAS_TORCH_DEVICE"] = "cpu"
     else:
         torch.cuda.set_device(chosen)
 
 
-def _jax(wanted: bool) -> None:
+def _prepare_jax(wanted: bool) -> None:
     if not wanted:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
@@ -97,20 +101,20 @@ def _jax(wanted: bool) -> None:
     devices = (
         [device for device in jax.local_devices() if device.platform == "gpu"] if wanted else []
     )
-    chosen = _chosen(len(devices))
+    chosen = _choose_gpu(len(devices))
     if chosen is not None:
         jax.config.update("jax_default_device", devices[chosen])
     elif devices:
         jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
 
 
-def _chosen(count: int) -> int | None:
+def _choose_gpu(count: int) -> int | None:
     """Returns the number of this process's GPU among those it sees, where every process sees
     one.
     """
     if is_elastic():
         # Each process for itself: one that joins later has no peer that calls the same.
-        choice = task.device(count, basics.local_rank(), basics.local_size())
+        choice = task.choose_own_gpu(count, basics.local_rank(), basics.local_size())
         return None if choice is None else choice.index
     ranks = int(
         arrays.allreduce(
@@ -122,9 +126,9 @@ def _chosen(count: int) -> int | None:
             f"only some ranks have a GPU: {ranks} of {basics.size()}; set use_gpu=False to train "
             "on CPUs"
         )
-    choice = task.device(count if ranks else 0, basics.local_rank(), basics.local_size())
+    choice = task.choose_own_gpu(count if ranks else 0, basics.local_rank(), basics.local_size())
     return None if choice is None else choice.index
 
 
-def _cores() -> int:
+def _cores_per_process() -> int:
     return max(1, len(os.sched_getaffinity(0)) // basics.local_size())

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from farandole.spark.lightning.estimator import LightningEstimator, TorchEstimator
     from farandole.spark.lightning.model import TorchModel
 
-_HOMES = {"LightningEstimator": "estimator", "TorchEstimator": "estimator", "TorchModel": "model"}
+_MODULE_BY_NAME = {
+    "LightningEstimator": "estimator",
+    "TorchEstimator": "estimator",
+    "TorchModel": "model",
+}
 
 __all__ = ["LightningEstimator", "TorchEstimator", "TorchModel"]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = _MODULE_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:

@@ -9,58 +9,58 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.lightning.elastic import LightningState
-from farandole.spark.common.data.source import Place
+from farandole.spark.common.data.source import EpochPosition
 
 if TYPE_CHECKING:
     import torch
 
-    from farandole.spark.lightning.loader import Loader
-    from farandole.spark.lightning.watch import Watch
+    from farandole.spark.lightning.loader import LightningLoader
+    from farandole.spark.lightning.run_recorder import LightningRunRecorder
 
-EVERY = 10
+COMMIT_INTERVAL_STEPS = 10
 """Steps from one commit to the next."""
 
 
 @dataclass(frozen=True)
-class Reached:
+class LightningRunProgress:
     """The progress of a run, the same on every rank.
 
     Attributes:
-        begun: whether the run has its first state: a fresh one, or that of a checkpoint.
+        begun: whether the run has its first state: a fresh state, or the state of a checkpoint.
         history: entries of complete epochs.
-        place: in the data of the epoch in progress.
-        total: sum of its losses over rows.
-        best: the best weights so far, where those are kept.
+        place: position in the data of the epoch in progress.
+        total: sum of the losses of this epoch over its rows.
+        best: the best weights so far, if best weights are kept.
     """
 
     begun: bool = False
     history: list[dict[str, Any]] = field(default_factory=list)
-    place: Place = field(default_factory=Place)
+    place: EpochPosition = field(default_factory=EpochPosition)
     total: float = 0.0
     best: dict[str, torch.Tensor] | None = None
 
 
-class RunState(LightningState):
-    """State of a run: Lightning's, and how far it has come.
+class LightningRunState(LightningState):
+    """State of a run: Lightning's state and the progress of the run.
 
     Args:
-        reached: how far.
+        reached: progress of the run.
     """
 
-    reached: Reached
-    _loader: Loader | None
-    _watch: Watch | None
+    reached: LightningRunProgress
+    _loader: LightningLoader | None
+    _watch: LightningRunRecorder | None
 
-    def __init__(self, reached: Reached) -> None:
+    def __init__(self, reached: LightningRunProgress) -> None:
         vars(self).update(_loader=None, _watch=None)
-        super().__init__(every=EVERY, reached=reached)
+        super().__init__(every=COMMIT_INTERVAL_STEPS, reached=reached)
 
-    def begin(self, loader: Loader | None, watch: Watch) -> None:
-        """Begins in a world.
+    def begin_world(self, loader: LightningLoader | None, watch: LightningRunRecorder) -> None:
+        """Begins to train in a world.
 
         Args:
-            loader: of the training; `None` where a data module keeps its place for itself.
-            watch: of the run.
+            loader: training loader; `None` if a data module manages its own position.
+            watch: recorder of the run.
         """
         self._loader, self._watch = loader, watch
 
@@ -68,7 +68,7 @@ class RunState(LightningState):
         """Takes note of a batch: where a commit follows, of its place."""
         super().has_done(trainer, batches)
         if self._loader is not None and self.is_due(trainer, batches):
-            total = self._watched.total_everywhere()
+            total = self._required_recorder.global_loss_total()
             self.reached = replace(
                 self.reached,
                 place=self._loader.place_after(trainer.current_epoch, batches),
@@ -83,11 +83,11 @@ class RunState(LightningState):
         """Takes note of an epoch, whose entry is in the history."""
         super().has_ended(trainer)
         if self._loader is not None:
-            self._loader.ends()
-        watch = self._watched
-        self.reached = Reached(True, copy.deepcopy(watch.history), best=watch.best)
+            self._loader.rewind_to_start()
+        watch = self._required_recorder
+        self.reached = LightningRunProgress(True, copy.deepcopy(watch.history), best=watch.best)
 
     @property
-    def _watched(self) -> Watch:
+    def _required_recorder(self) -> LightningRunRecorder:
         assert self._watch is not None  # noqa: S101 - set by `begin`
         return self._watch

@@ -13,37 +13,41 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.data.columns import check_sizes
-from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
+from farandole.data.columns import check_shapes_fit
+from farandole.spark.common.data.reading import (
+    create_transformation,
+    missing_value_policy,
+    training_data_spec,
+)
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import Output
-from farandole.spark.common.model.signature import signature
+from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.signature import input_signature
 from farandole.spark.common.runs.digests import class_name
-from farandole.spark.common.runs.fingerprint import Part
-from farandole.spark.common.runs.trackers import trackers_of
-from farandole.spark.lightning.job import LightningJob, LightningObjects
+from farandole.spark.common.runs.fingerprint import FingerprintPart
+from farandole.spark.common.runs.trackers import create_trackers
+from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
 from farandole.spark.lightning.model import TorchModel
+from farandole.spark.lightning.module_wrapper import wrap_module
 from farandole.spark.lightning.params import LightningParams
-from farandole.spark.lightning.remote import compression_hook, train
-from farandole.spark.lightning.wrapped import wrap
+from farandole.spark.lightning.remote import compression_hook_arguments, train_rank
 from farandole.spark.torch import mapping
-from farandole.spark.torch.columns.losses import constructed, form_of
-from farandole.spark.torch.columns.tensors import inputs_of
-from farandole.spark.torch.job import Job, Label, Loop
-from farandole.spark.torch.parts import parts_of
+from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
+from farandole.spark.torch.columns.tensors import create_torch_inputs
+from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TrainingLoopOptions
 from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
-    from farandole.spark.common.runs.tracking import Example
+    from farandole.spark.common.runs.tracking import ModelExample
     from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
-    from farandole.spark.common.show.progress import Progress
-    from farandole.spark.torch.job import Trained
+    from farandole.spark.common.show.progress import ProgressDisplay
+    from farandole.spark.torch.job import TorchTrainingResult
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 MIN_PL_VERSION = "2.4.0"
@@ -51,7 +55,7 @@ MIN_PL_VERSION = "2.4.0"
 
 
 class TorchEstimatorParamsWritable(MLWritable):
-    """Saves an estimator by Spark ML's `write()`."""
+    """A mixin that saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
         """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
@@ -63,7 +67,7 @@ class TorchEstimatorParamsWritable(MLWritable):
 
 
 class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
-    """Loads an estimator by Spark ML's `read()`."""
+    """A mixin that loads an estimator by Spark ML's `read()`."""
 
     @classmethod
     def read(cls) -> ParamsReader[Any]:
@@ -76,7 +80,7 @@ class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
 class LightningEstimator(
     LightningParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
 ):
-    """Fits a `LightningModule` on a DataFrame, on several processes at once.
+    """An estimator that fits a `LightningModule` on a DataFrame, on several processes at once.
 
     A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes
     them, labels and sample weights with one number per row. Columns listed together in
@@ -90,16 +94,16 @@ class LightningEstimator(
     model and parameters that it was started with.
     """
 
-    def _check(self) -> None:
-        super()._check()
+    def _check_params(self) -> None:
+        super()._check_params()
         if not isinstance(self.getModel(), torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
         if self.getLoss() is not None and self.getLossConstructors() is not None:
             raise ValueError(
                 "at most one of parameters loss and loss_constructors may be specified"
             )
-        if self._package() is None:
-            self._check_plain()
+        if self._lightning_package() is None:
+            self._check_plain_module()
         else:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
                 if self.getOrDefault(name) is not None:
@@ -111,9 +115,9 @@ class LightningEstimator(
         for one in self.getCallbacks():
             if not hasattr(one, "on_fit_start"):
                 raise TypeError(f"a callback must be a Lightning callback: {one!r}")
-        compression_hook(self.getGradientCompression())
+        compression_hook_arguments(self.getGradientCompression())
 
-    def _check_plain(self) -> None:
+    def _check_plain_module(self) -> None:
         optimizer = self.getOptimizer()
         if optimizer is None:
             raise ValueError("optimizer is required for a plain module")
@@ -122,9 +126,9 @@ class LightningEstimator(
         if self.getLoss() is None and self.getLossConstructors() is None:
             raise ValueError("loss is required for a plain module")
 
-    def _package(self) -> str | None:
+    def _lightning_package(self) -> str | None:
         """Returns the package whose `LightningModule` the model is; `None` for a plain module."""
-        imported = [package for package in _PACKAGES if package in sys.modules]
+        imported = [package for package in _LIGHTNING_PACKAGES if package in sys.modules]
         return next(
             (
                 one
@@ -138,22 +142,26 @@ class LightningEstimator(
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
-        fingerprint = self._fingerprint(prepared)
-        job, objects, sizes, tensors = self._job(prepared, fingerprint)
+    def _train_model(
+        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
+    ) -> TorchModel:
+        fingerprint = self._fit_fingerprint(prepared)
+        job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
         with (
-            self._held(base, fingerprint, shown),
-            trackers_of(self, base, prepared, fingerprint) as tracker,
+            self._hold_run(base, fingerprint, shown),
+            create_trackers(self, base, prepared, fingerprint) as tracker,
         ):
-            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            trained = cast(
+                "TorchTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
+            )
             objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
-            module = objects.module.model if self._package() is None else objects.module
-            tracker.model(module, "pytorch", self._example(base, module, tensors))
+            module = objects.module.model if self._lightning_package() is None else objects.module
+            tracker.log_model(module, "pytorch", self._model_example(base, module, tensors))
         outputs = None
         if sizes is not None:
             outputs = [
-                Output(one.column.dtype, bool(one.column.shape), size)
+                ModelOutput(one.column.dtype, bool(one.column.shape), size)
                 for one, size in zip(base.labels, sizes, strict=True)
             ]
         input_dtypes = (
@@ -169,62 +177,70 @@ class LightningEstimator(
             run_id=base.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            signature=signature(base.inputs),
-            **self._carried(prepared),
-            paths=base.paths(),
+            signature=input_signature(base.inputs),
+            **self._inherited_params(prepared),
+            paths=base.file_paths(),
             outputs=outputs,
         )
 
-    def _example(
-        self, job: Job, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
-    ) -> Example | None:
-        """Some rows for MLflow; `None` where it is not asked for, or `forward` does not take the
-        columns.
+    def _model_example(
+        self, job: TorchTrainingJob, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+    ) -> ModelExample | None:
+        """Returns some rows for MLflow; `None` if MLflow is not used, or if `forward` does not take
+        the columns.
         """
         if not self.getMlflow():
             return None
         try:
-            outputs = mapping.outputs_of_model(job.inputs, job.labels, module, tensors)
+            outputs = mapping.model_outputs(job.inputs, job.labels, module, tensors)
         except ValueError:  # the steps of a LightningModule need not call it
             return None
-        return mapping.example(job, tensors, outputs)
+        return mapping.model_example(job, tensors, outputs)
 
-    def _form_of_loss(self) -> str | None:
+    def _loss_output_form(self) -> str | None:
         loss = self.getLoss()
-        return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
+        return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
-    def _own_parts(self) -> list[Part]:
+    def _framework_parts(self) -> list[FingerprintPart]:
         model = self.getModel()
-        parts = parts_of(model, self.getOptimizer())
-        if self._package() is not None:
+        parts = model_parts(model, self.getOptimizer())
+        if self._lightning_package() is not None:
             parts += [
-                Part.of(name, [function, dict(model.hparams)], f"{class_name(model)}.{name}")
+                FingerprintPart.from_value(
+                    name, [function, dict(model.hparams)], f"{class_name(model)}.{name}"
+                )
                 for name in ("training_step", "configure_optimizers")
                 if (function := getattr(type(model), name, None)) is not None
             ]
         return parts
 
-    def _job(
+    def _create_job(
         self, prepared: Prepared, fingerprint: Fingerprint
-    ) -> tuple[LightningJob, LightningObjects, list[int] | None, dict[str, torch.Tensor]]:
+    ) -> tuple[
+        LightningTrainingJob, LightningUserObjects, list[int] | None, dict[str, torch.Tensor]
+    ]:
         """Returns the run's description, a copy of the user's objects, known sizes of outputs,
         and some rows.
         """
-        transformation = transformation_of(self)
-        raw = self._roles().kept
+        transformation = create_transformation(self)
+        raw = self._column_roles().stored_columns
         columns, tensors = mapping.transformed_columns(
-            prepared, raw, transformation, missing_of(self, prepared)
+            prepared, raw, transformation, missing_value_policy(self, prepared)
         )
-        inputs, names = self._inputs(), self.getLabelCols()
-        check_sizes(columns, inputs, self.getInputShapes(), "feature")
-        check_sizes(columns, [[name] for name in names], self.getLabelShapes(), "label")
-        mapping.check_statistics(prepared, self.getSampleWeightCol())
-        package = self._package()
-        losses = self._losses(len(names))
+        inputs, names = self._input_columns(), self.getLabelCols()
+        check_shapes_fit(columns, inputs, self.getInputShapes(), "feature")
+        check_shapes_fit(columns, [[name] for name in names], self.getLabelShapes(), "label")
+        mapping.check_weight_column(prepared, self.getSampleWeightCol())
+        package = self._lightning_package()
+        losses = self._label_losses(len(names))
         shapes = self.getLabelShapes()
-        labels = tuple(Label(*one) for one in mapping.labels_of(names, columns, losses, shapes))
-        made = inputs_of(inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared)
-        objects = LightningObjects(
+        labels = tuple(
+            TorchLabel(*one) for one in mapping.map_labels(names, columns, losses, shapes)
+        )
+        made = create_torch_inputs(
+            inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
+        )
+        objects = LightningUserObjects(
             module=self.getModel(),
             transformation=transformation,
             data_module=check_data_module(self.getDataModule()),
@@ -235,8 +251,12 @@ class LightningEstimator(
             compression=self.getGradientCompression(),
         )
         if package is None:
-            objects.module = wrap(
-                next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
+            objects.module = wrap_module(
+                next(
+                    one
+                    for one in _LIGHTNING_PACKAGES
+                    if find_spec(one.partition(".")[0]) is not None
+                ),
                 model=self.getModel(),
                 optimizer=self.getOptimizer(),
                 scheduler=self.getLrScheduler(),
@@ -257,23 +277,27 @@ class LightningEstimator(
             compression="gradient_compression",
             transformation="transformation_fn",
         )
-        run_id = self._new_run("pytorch", fingerprint)
-        base = Job(
+        run_id = self._new_run_id("pytorch", fingerprint)
+        base = TorchTrainingJob(
             objects=packed,
-            store=self._store().to_remote(run_id, prepared.index),
+            store=self._filesystem_store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
-            loop=Loop.of(self),
+            data=training_data_spec(
+                self, prepared, raw, unseeded=0 if self.getDeterministic() else None
+            ),
+            loop=TrainingLoopOptions.from_estimator(self),
             inputs=made,
             labels=labels,
             weight=self.getSampleWeightCol(),
             loss_weights=(),
         )
-        mine: LightningObjects = payload.unpack(packed)
-        job = LightningJob(
+        mine: LightningUserObjects = payload.unpack_pickle(packed)
+        job = LightningTrainingJob(
             base=base,
             package=package
-            or next(one for one in _PACKAGES if find_spec(one.partition(".")[0]) is not None),
+            or next(
+                one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
+            ),
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
@@ -281,31 +305,31 @@ class LightningEstimator(
         )
         sizes = None
         if package is None:
-            outputs = mapping.outputs_of_model(made, labels, mine.module, tensors)
+            outputs = mapping.model_outputs(made, labels, mine.module, tensors)
             sizes = [output[1:].numel() for output in outputs]
         return job, mine, sizes, tensors
 
-    def _losses(self, count: int) -> list[Any]:
-        """Returns the losses of a plain module; for a `LightningModule` what says that labels
-        keep their kind.
+    def _label_losses(self, count: int) -> list[Any]:
+        """Returns the losses of a plain module; for a `LightningModule`, placeholders by which
+        labels keep their type.
         """
         given = self.getLoss() or self.getLossConstructors()
         if given is None:
-            return [_own_loss] * count
+            return [_placeholder_loss] * count
         losses = list(given) if isinstance(given, list | tuple) else [given] * count
         if len(losses) != count:
             raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
         if self.getLoss() is not None:
             return losses
-        from farandole.spark.torch.job import Objects
+        from farandole.spark.torch.job import TorchUserObjects
 
-        objects = Objects(self.getModel(), self.getOptimizer(), losses, True, [], None)
-        return constructed(
+        objects = TorchUserObjects(self.getModel(), self.getOptimizer(), losses, True, [], None)
+        return construct_losses(
             objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1
         )
 
 
-def _own_loss(_output: Any, _label: Any) -> None:
+def _placeholder_loss(_output: Any, _label: Any) -> None:
     """Stands for the loss that a `LightningModule` computes by itself."""
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from farandole.spark.torch.job import Job
+    from farandole.spark.torch.job import TorchTrainingJob
 
 
 @dataclass(frozen=True)
-class LightningJob:
+class LightningTrainingJob:
     """One run."""
 
-    base: Job
-    """Data, loop, inputs and labels as for plain PyTorch; its objects are `LightningObjects`."""
+    base: TorchTrainingJob
+    """Data, loop, inputs and labels as for plain PyTorch, with `LightningUserObjects`."""
     package: str
     """`lightning.pytorch` or `pytorch_lightning`, whichever the module is of."""
     batches: bool
@@ -35,7 +35,7 @@ class LightningJob:
 
 
 @dataclass
-class LightningObjects:
+class LightningUserObjects:
     """The user's objects, in one pickle."""
 
     module: Any

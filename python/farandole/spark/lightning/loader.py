@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import Place
-from farandole.spark.torch.columns.tensors import check_inputs, input_tensor, label_tensor
+from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.torch.columns.tensors import check_finite_inputs, input_tensor, label_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from farandole.spark.torch.job import Job
-    from farandole.spark.torch.training.setup import Batched
+    from farandole.spark.torch.job import TorchTrainingJob
+    from farandole.spark.torch.training.setup import BatchedSource
 
 
-class Loader:
+class LightningLoader:
     """One rank's batches: every iteration is the next epoch, of equally many steps on every rank.
 
     A batch has a tensor per input, by its column (or `"[a, b]"` for columns listed together), one
@@ -34,13 +34,18 @@ class Loader:
     """
 
     def __init__(
-        self, source: Batched, job: Job, steps: int | None, epoch: int, place: Place | None = None
+        self,
+        source: BatchedSource,
+        job: TorchTrainingJob,
+        steps: int | None,
+        epoch: int,
+        place: EpochPosition | None = None,
     ) -> None:
         self._source = source
         self._job = job
         self._steps = steps
         self._epoch = epoch
-        self._place = place or Place()
+        self._place = place or EpochPosition()
         source.begin_at(self._place)
         self.checked = False
 
@@ -48,35 +53,35 @@ class Loader:
         """Steps that are left of the next epoch, or of the one in progress were it to begin
         again.
         """
-        return self._until_end() - self._place.steps
+        return self._epoch_steps() - self._place.steps
 
-    def place_after(self, epoch: int, steps: int) -> Place:
+    def place_after(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
-            epoch: that is in progress.
-            steps: of it that this loader has given.
+            epoch: epoch in progress.
+            steps: steps of this epoch that this loader has yielded.
         """
         return self._source.place_after(epoch, self._place.steps + steps)
 
-    def ends(self) -> None:
+    def rewind_to_start(self) -> None:
         """Lets the next epoch begin at its first row."""
-        self._place = Place()
+        self._place = EpochPosition()
         self._source.begin_at(self._place)
 
-    def _until_end(self) -> int:
+    def _epoch_steps(self) -> int:
         return self._source.steps_until_end() if self._steps is None else self._steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The next epoch."""
+        """Yields the batches of the next epoch."""
         epoch = self._epoch
         self._epoch += 1
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
-        for rows in self._source.epoch(epoch, self._until_end()):
+        for rows in self._source.epoch(epoch, self._epoch_steps()):
             count = rows.valid or 1
             if not (self.checked or allow_nan):
                 for one in self._job.inputs:
-                    check_inputs(rows.columns, one, count)
+                    check_finite_inputs(rows.columns, one, count)
             batch: dict[str, Any] = {
                 one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs
             }

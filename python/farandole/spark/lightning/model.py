@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TorchModel(PlainTorchModel):
-    """Adds predictions of the module's `forward` to DataFrames, like
+    """A model that adds predictions of the module's `forward` to DataFrames, like
     `farandole.spark.torch.TorchModel`.
 
     A subclass that overrides `get_prediction_fn` predicts in its own way, batch by batch.
@@ -25,12 +25,12 @@ class TorchModel(PlainTorchModel):
 
         The inputs are tensors as in `fit`, one per entry of `feature_columns`, rows first.
         """
-        return _forward
+        return _call_module
 
     def _prediction_fn(self) -> Callable[..., Any] | None:
         function = self.get_prediction_fn()
-        return None if function is _forward else function
+        return None if function is _call_module else function
 
 
-def _forward(module: Any, *inputs: Any) -> Any:
+def _call_module(module: Any, *inputs: Any) -> Any:
     return module(*inputs)

@@ -22,30 +22,35 @@ import farandole.torch as hvd
 from farandole.common import scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
-from farandole.spark.common.runs.halting import Halt
-from farandole.spark.lightning.elastic import Reached, RunState
-from farandole.spark.lightning.loader import Loader
-from farandole.spark.lightning.watch import Watch
-from farandole.spark.torch.job import Trained
+from farandole.spark.common.runs.stop_request import StopCheck
+from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
+from farandole.spark.lightning.loader import LightningLoader
+from farandole.spark.lightning.run_recorder import LightningRunRecorder
+from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.setup import (
-    agree_on_device,
-    device_of,
-    module_steps,
+    check_device_agreement,
+    choose_rank_device,
+    create_sources,
+    data_module_steps,
     prepare_process,
-    sources,
 )
-from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, decision
+from farandole.stores.pickle_policy import (
+    ALLOW_PICKLE_PARAMETER,
+    ALLOW_PICKLE_VARIABLE,
+    PickleNotAllowedError,
+    resolve_decision,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from farandole.spark.lightning.job import LightningJob, LightningObjects
+    from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
 
-_PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_PRECISION_ARGUMENTS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
-def train(job: LightningJob) -> Trained | None:
+def train_rank(job: LightningTrainingJob) -> TorchTrainingResult | None:
     """Trains one rank's part of a run.
 
     Args:
@@ -62,41 +67,46 @@ def train(job: LightningJob) -> Trained | None:
         # a word per checkpoint, and advertisements
         logging.getLogger(name).setLevel(logging.WARNING)
     hvd.init(process_sets="dynamic")
-    with scratch.directory() as folder, contextlib.closing(Halt(job.base.store)) as halt:
+    with (
+        scratch.temporary_directory() as folder,
+        contextlib.closing(StopCheck(job.base.store)) as halt,
+    ):
         try:
-            return _train(job, folder, halt)
+            return _start_training(job, folder, halt)
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             hvd.shutdown()
 
 
-def _train(job: LightningJob, folder: Path, halt: Halt) -> Trained | None:
+def _start_training(
+    job: LightningTrainingJob, folder: Path, halt: StopCheck
+) -> TorchTrainingResult | None:
     base = job.base
     prepare_process(base.loop, hvd.rank())
-    device = device_of(base.loop.use_gpu and job.gpus != 0)
-    objects: LightningObjects = payload.unpack(base.objects)
+    device = choose_rank_device(base.loop.use_gpu and job.gpus != 0)
+    objects: LightningUserObjects = payload.unpack_pickle(base.objects)
     if not is_elastic():
         return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
 
     return elastic.run(lambda state: _train_in_world(job, objects, device, folder, halt, state))(
-        RunState(Reached())
+        LightningRunState(LightningRunProgress())
     )
 
 
 def _train_in_world(
-    job: LightningJob,
-    objects: LightningObjects,
+    job: LightningTrainingJob,
+    objects: LightningUserObjects,
     device: torch.device,
     folder: Path,
-    halt: Halt,
-    state: RunState | None,
-) -> Trained | None:
+    halt: StopCheck,
+    state: LightningRunState | None,
+) -> TorchTrainingResult | None:
     """Trains from the beginning, or from the progress so far, to the end."""
-    agree_on_device(device)
+    check_device_agreement(device)
     base, rank, size = job.base, hvd.rank(), hvd.size()
-    reached = Reached() if state is None else state.reached
+    reached = LightningRunProgress() if state is None else state.reached
     resume, history = None, list(reached.history)
     if not reached.begun:
         # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in
@@ -105,51 +115,59 @@ def _train_in_world(
         if found is not None:
             resume = folder / "resume.ckpt"
             resume.write_bytes(found)
-            history = _checked(job, found).get("farandole_history", [])
+            history = _load_checkpoint(job, found).get("farandole_history", [])
     moves = state is not None
-    watch = Watch(
+    watch = LightningRunRecorder(
         job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves
     )
     watch.best = reached.best
-    trainer = _trainer(job, objects, watch, folder, device)
+    trainer = _create_trainer(job, objects, watch, folder, device)
     loader = None
     if objects.data_module is not None:
-        data: dict[str, Any] = {"datamodule": _data_module(job, objects, rank, size)}
+        data: dict[str, Any] = {"datamodule": _create_data_module(job, objects, rank, size)}
     else:
-        train_source, val_source, _ = sources(
+        train_source, val_source, _ = create_sources(
             base, objects.transformation, None, rank, size, moves=moves
         )
-        loader = Loader(train_source, base, base.data.train_steps, len(history), reached.place)
+        loader = LightningLoader(
+            train_source, base, base.data.train_steps, len(history), reached.place
+        )
         data = {"train_dataloaders": loader}
         if val_source is not None:
-            data["val_dataloaders"] = Loader(val_source, base, base.data.val_steps, len(history))
+            data["val_dataloaders"] = LightningLoader(
+                val_source, base, base.data.val_steps, len(history)
+            )
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
     if state is None:
         trainer.fit(
             module,
             **data,
             ckpt_path=None if resume is None else str(resume),
-            **_trusting(job, trainer),
+            **_weights_only_argument(job, trainer),
         )
     else:
         state.reached = replace(reached, begun=True, history=history)
-        state.begin(loader, watch)
+        state.begin_world(loader, watch)
         state.fit(
             trainer,
             module,
             **data,
             ckpt_path=None if resume is None else str(resume),
-            **_trusting(job, trainer),
+            **_weights_only_argument(job, trainer),
         )
     if hvd.rank() != 0:
         return None
-    return Trained(
-        payload.pack_state({"model": watch.best_state(trainer, objects.module)}), watch.history
+    return TorchTrainingResult(
+        payload.pack_state({"model": watch.result_weights(trainer, objects.module)}), watch.history
     )
 
 
-def _trainer(
-    job: LightningJob, objects: LightningObjects, watch: Watch, folder: Path, device: torch.device
+def _create_trainer(
+    job: LightningTrainingJob,
+    objects: LightningUserObjects,
+    watch: LightningRunRecorder,
+    folder: Path,
+    device: torch.device,
 ) -> Any:
     from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
 
@@ -167,12 +185,12 @@ def _trainer(
         else []
     )
     for logger in loggers:
-        _redirect(logger, folder / "run" / job.base.store.logs_subdir)
-    callbacks = [*objects.callbacks, watch.callback(lightning.Callback)]
+        _redirect_logger(logger, folder / "run" / job.base.store.logs_subdir)
+    callbacks = [*objects.callbacks, watch.create_callback(lightning.Callback)]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
-        "strategy": strategy_class(job.package)(**compression_hook(objects.compression)),
+        "strategy": strategy_class(job.package)(**compression_hook_arguments(objects.compression)),
         "max_epochs": loop.epochs,
         "max_steps": loop.max_steps or -1,
         "max_time": None if loop.max_time is None else {"seconds": loop.max_time},
@@ -180,7 +198,7 @@ def _trainer(
         "logger": list(loggers) or False,
         "log_every_n_steps": job.log_every,
         "num_sanity_val_steps": 0,
-        "precision": _PRECISIONS[loop.precision],
+        "precision": _PRECISION_ARGUMENTS[loop.precision],
         "accumulate_grad_batches": loop.backward_passes,
         "gradient_clip_val": loop.clip_norm,
         "deterministic": loop.deterministic or None,
@@ -194,7 +212,7 @@ def _trainer(
     return lightning.Trainer(**arguments | objects.trainer_args)
 
 
-def compression_hook(compression: Any) -> dict[str, Any]:
+def compression_hook_arguments(compression: Any) -> dict[str, Any]:
     """Returns the strategy's arguments for gradients that travel in a smaller form.
 
     Args:
@@ -223,46 +241,49 @@ def compression_hook(compression: Any) -> dict[str, Any]:
     )
 
 
-def _redirect(logger: Any, directory: Path) -> None:
+def _redirect_logger(logger: Any, directory: Path) -> None:
     """Lets a logger write its files to the directory from which they are copied to the store."""
     for name in ("_root_dir", "_save_dir"):
         if hasattr(logger, name):
             setattr(logger, name, str(directory))
 
 
-def _trusting(job: LightningJob, trainer: Any) -> dict[str, Any]:
+def _weights_only_argument(job: LightningTrainingJob, trainer: Any) -> dict[str, Any]:
     import inspect  # noqa: PLC0415 - once per run
 
-    # What holds code was refused before: see `_checked`.
+    # `_load_checkpoint` has refused a checkpoint that contains code.
     takes = "weights_only" in inspect.signature(trainer.fit).parameters
-    return {"weights_only": not decision(job.allow_pickle)} if takes else {}
+    return {"weights_only": not resolve_decision(job.allow_pickle)} if takes else {}
 
 
-def _checked(job: LightningJob, found: bytes) -> dict[str, Any]:
-    """Returns the checkpoint, unpickled as far as that runs no code; with the user's consent,
-    all of it.
+def _load_checkpoint(job: LightningTrainingJob, found: bytes) -> dict[str, Any]:
+    """Returns the checkpoint. Without the user's consent, a checkpoint whose unpickling runs code
+    raises an error.
     """
-    if decision(job.allow_pickle):
-        return payload.unpack(found)
+    if resolve_decision(job.allow_pickle):
+        return payload.unpack_pickle(found)
     try:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
             f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain "
             f"values: loading it runs code. If you trust {job.base.store.run_path}, set "
-            f"{PARAMETER}=True or {VARIABLE}=1, else choose another run_id: {error}"
+            f"{ALLOW_PICKLE_PARAMETER}=True or {ALLOW_PICKLE_VARIABLE}=1, else choose another "
+            f"run_id: {error}"
         ) from error
 
 
-def _data_module(job: LightningJob, objects: LightningObjects, rank: int, size: int) -> Any:
+def _create_data_module(
+    job: LightningTrainingJob, objects: LightningUserObjects, rank: int, size: int
+) -> Any:
     data = job.base.data
     if not isinstance(objects.data_module, type):
         return objects.data_module
-    return data.module(
+    return data.create_data_module(
         objects.data_module,
         epochs=job.base.loop.epochs,
         transformation=objects.transformation,
         rank=rank,
         size=size,
-        steps=module_steps(data, size),
+        steps=data_module_steps(data, size),
     )

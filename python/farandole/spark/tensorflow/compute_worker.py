@@ -14,7 +14,7 @@ from pathlib import Path
 
 from farandole.spark import run
 from farandole.tensorflow.data.compute_service import compute_worker_fn, require_consent, serving
-from farandole.tensorflow.data.compute_worker import parser
+from farandole.tensorflow.data.compute_worker import create_parser
 
 
 def main(
@@ -26,7 +26,7 @@ def main(
     *,
     open_to_the_network: bool = False,
 ) -> None:
-    """The work of the driver.
+    """Runs the work of the driver.
 
     Args:
         output_filename: Where trainers will look.
@@ -57,7 +57,7 @@ def main(
 
 
 if __name__ == "__main__":
-    told = parser().parse_args()
+    told = create_parser().parse_args()
     main(
         told.configfile,
         told.dispatchers,

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from farandole.spark.torch.estimator import TorchEstimator
     from farandole.spark.torch.model import TorchModel
 
-_HOMES = {"TorchEstimator": "estimator", "TorchModel": "model"}
+_MODULE_BY_NAME = {"TorchEstimator": "estimator", "TorchModel": "model"}
 
 __all__ = ["TorchEstimator", "TorchModel"]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = _MODULE_BY_NAME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("pyspark") is None:

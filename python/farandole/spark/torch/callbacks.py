@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
     import torch
 
-_MOMENTS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", "on_train_end")
+_CALLBACK_METHODS = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_batch_end",
+    "on_epoch_end",
+    "on_train_end",
+)
 
 
 @dataclass
@@ -58,52 +64,54 @@ class Callback:
     """
 
     def on_train_begin(self, state: TrainingState) -> None:
-        """Before the first epoch; also of a resumed run."""
+        """Runs before the first epoch, also in a resumed run."""
 
     def on_epoch_begin(self, state: TrainingState) -> None:
-        """Before an epoch's first batch."""
+        """Runs before an epoch's first batch."""
 
     def on_batch_end(self, state: TrainingState) -> None:
-        """After a batch."""
+        """Runs after a batch."""
 
     def on_epoch_end(self, state: TrainingState) -> None:
-        """After an epoch and its validation, before its checkpoint."""
+        """Runs after an epoch and its validation, before its checkpoint."""
 
     def on_train_end(self, state: TrainingState) -> None:
-        """After the last epoch."""
+        """Runs after the last epoch."""
 
 
-class Callbacks:
+class CallbackGroup:
     """The callbacks of one run, by the moment at which they are called.
 
     Args:
-        callbacks: as users gave them.
-        state: what they are called with.
+        callbacks: the user's callbacks.
+        state: argument of the callbacks.
     """
 
     def __init__(self, callbacks: Sequence[Any], state: TrainingState) -> None:
         self.state = state
-        self._at = {moment: _of_moment(callbacks, moment) for moment in _MOMENTS}
+        self._functions_by_method = {
+            moment: _callbacks_of_method(callbacks, moment) for moment in _CALLBACK_METHODS
+        }
 
     def __bool__(self) -> bool:
         """Returns whether there are any."""
-        return any(self._at.values())
+        return any(self._functions_by_method.values())
 
-    def has(self, moment: str) -> bool:
+    def has_callbacks(self, moment: str) -> bool:
         """Returns whether any is called at that moment."""
-        return bool(self._at[moment])
+        return bool(self._functions_by_method[moment])
 
-    def call(self, moment: str) -> None:
-        """Calls those of a moment.
+    def call_callbacks(self, moment: str) -> None:
+        """Calls the callbacks of a moment.
 
         Args:
             moment: name of the method.
         """
-        for function in self._at[moment]:
+        for function in self._functions_by_method[moment]:
             function(self.state)
 
 
-def check(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuses callbacks that would never be called.
 
     Args:
@@ -113,14 +121,15 @@ def check(callbacks: Sequence[Any]) -> None:
         TypeError: naming the object.
     """
     for one in callbacks:
-        if not callable(one) and not any(hasattr(one, moment) for moment in _MOMENTS):
+        if not callable(one) and not any(hasattr(one, moment) for moment in _CALLBACK_METHODS):
             raise TypeError(
-                f"a callback must be a function or have one of the methods {', '.join(_MOMENTS)}: "
+                f"a callback must be a function or have one of the methods "
+                f"{', '.join(_CALLBACK_METHODS)}: "
                 f"{one!r}"
             )
 
 
-def _of_moment(callbacks: Sequence[Any], moment: str) -> list[Any]:
+def _callbacks_of_method(callbacks: Sequence[Any], moment: str) -> list[Any]:
     found: list[Any] = []
     for one in callbacks:
         method = getattr(one, moment, None)
@@ -132,7 +141,7 @@ def _of_moment(callbacks: Sequence[Any], moment: str) -> list[Any]:
         elif (
             moment == "on_epoch_end"
             and callable(one)
-            and not any(hasattr(one, name) for name in _MOMENTS)
+            and not any(hasattr(one, name) for name in _CALLBACK_METHODS)
         ):
             found.append(one)
     return found

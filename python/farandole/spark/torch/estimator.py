@@ -11,22 +11,32 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from pyspark.ml.util import MLReadable, MLWritable
 
-from farandole.data.columns import check_sizes
-from farandole.spark.common.data.reading import data_of, missing_of, transformation_of
+from farandole.data.columns import check_shapes_fit
+from farandole.spark.common.data.reading import (
+    create_transformation,
+    missing_value_policy,
+    training_data_spec,
+)
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import Output
-from farandole.spark.common.model.signature import signature
-from farandole.spark.common.runs.fingerprint import Part
-from farandole.spark.common.runs.trackers import trackers_of
+from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.signature import input_signature
+from farandole.spark.common.runs.fingerprint import FingerprintPart
+from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.torch import callbacks, mapping
-from farandole.spark.torch.columns.losses import constructed, form_of, weighted
-from farandole.spark.torch.columns.tensors import inputs_of, told_mapping
-from farandole.spark.torch.job import Job, Label, Loop, Objects, Trained
+from farandole.spark.torch.columns.losses import construct_losses, loss_output_form, weighted_loss
+from farandole.spark.torch.columns.tensors import create_torch_inputs, describe_mapping
+from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.job import (
+    TorchLabel,
+    TorchTrainingJob,
+    TorchTrainingResult,
+    TorchUserObjects,
+    TrainingLoopOptions,
+)
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
-from farandole.spark.torch.parts import parts_of
-from farandole.spark.torch.remote import train
+from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
@@ -34,11 +44,11 @@ if TYPE_CHECKING:
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
-    from farandole.spark.common.show.progress import Progress
+    from farandole.spark.common.show.progress import ProgressDisplay
 
 
 class TorchEstimatorParamsWritable(MLWritable):
-    """Saves an estimator by Spark ML's `write()`."""
+    """A mixin that saves an estimator by Spark ML's `write()`."""
 
     def write(self) -> ParamsWriter:
         """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
@@ -50,7 +60,7 @@ class TorchEstimatorParamsWritable(MLWritable):
 
 
 class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
-    """Loads an estimator by Spark ML's `read()`."""
+    """A mixin that loads an estimator by Spark ML's `read()`."""
 
     @classmethod
     def read(cls) -> ParamsReader[Any]:
@@ -63,7 +73,7 @@ class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
 class TorchEstimator(
     TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
 ):
-    """Fits a PyTorch model on a DataFrame, on several processes at once.
+    """An estimator that fits a PyTorch model on a DataFrame, on several processes at once.
 
     Columns become tensors as follows. Every feature column is one float32 tensor and one argument
     of the model, `(rows, n)` for vectors and arrays of length n, `(rows, 1)` for numbers, unless
@@ -83,14 +93,14 @@ class TorchEstimator(
     Each fit of a tuner or with a map of parameters has its own run.
     """
 
-    def _check(self) -> None:
-        super()._check()
+    def _check_params(self) -> None:
+        super()._check_params()
         model, optimizer = self.getModel(), self.getOptimizer()
         if not isinstance(model, torch.nn.Module):
             raise ValueError(f"model must be a torch.nn.Module: {type(model).__name__}")
         mapping.check_optimizer(model, optimizer)
         mapping.check_scheduler(self.getLrScheduler(), optimizer)
-        losses = self._losses()
+        losses = self._label_losses()
         if len(losses) != len(self.getLabelCols()):
             raise ValueError(
                 f"loss needs one loss, or one per label column {len(self.getLabelCols())}: "
@@ -98,17 +108,19 @@ class TorchEstimator(
             )
         if self.getSampleWeightCol() is not None and self.getLossConstructors() is None:
             for loss in losses:
-                weighted(loss)
-        if self.getInputDtypes() is not None and len(self.getInputDtypes()) != len(self._inputs()):
+                weighted_loss(loss)
+        if self.getInputDtypes() is not None and len(self.getInputDtypes()) != len(
+            self._input_columns()
+        ):
             raise ValueError(
-                f"input_dtypes needs one type per input {len(self._inputs())}: "
+                f"input_dtypes needs one type per input {len(self._input_columns())}: "
                 f"{self.getInputDtypes()}"
             )
-        callbacks.check(self.getCallbacks())
+        callbacks.check_callbacks(self.getCallbacks())
         if not callable(check_data_module(self.getDataModule()) or type):
             raise TypeError(f"data_module must be a class: {self.getDataModule()!r}")
 
-    def _losses(self) -> list[Any]:
+    def _label_losses(self) -> list[Any]:
         """Returns the losses, or their constructors, one per label."""
         loss, constructors = self.getLoss(), self.getLossConstructors()
         if loss is not None and constructors is not None:
@@ -129,20 +141,26 @@ class TorchEstimator(
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _train(self, backend: Backend, prepared: Prepared, shown: Progress) -> TorchModel:
-        fingerprint = self._fingerprint(prepared)
-        job, objects, losses, tensors = self._job(prepared, fingerprint)
-        outputs = mapping.try_out(job, objects, losses, tensors)
-        shown.message(told_mapping(job.inputs, job.labels, outputs, losses))
+    def _train_model(
+        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
+    ) -> TorchModel:
+        fingerprint = self._fit_fingerprint(prepared)
+        job, objects, losses, tensors = self._create_job(prepared, fingerprint)
+        outputs = mapping.try_model(job, objects, losses, tensors)
+        shown.show_message(describe_mapping(job.inputs, job.labels, outputs, losses))
         with (
-            self._held(job, fingerprint, shown),
-            trackers_of(self, job, prepared, fingerprint) as tracker,
+            self._hold_run(job, fingerprint, shown),
+            create_trackers(self, job, prepared, fingerprint) as tracker,
         ):
-            trained = cast("Trained", self._launch(backend, train, job, shown, tracker)[0])
+            trained = cast(
+                "TorchTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
+            )
             state = payload.unpack_state(trained.checkpoint)
             objects.model.load_state_dict(state["model"])
             objects.optimizer.load_state_dict(state["optimizer"])
-            tracker.model(objects.model, "pytorch", mapping.example(job, tensors, outputs))
+            tracker.log_model(
+                objects.model, "pytorch", mapping.model_example(job, tensors, outputs)
+            )
         input_dtypes = (
             [one.dtype for one in job.inputs] if prepared.encoding else self.getInputDtypes()
         )
@@ -157,43 +175,46 @@ class TorchEstimator(
             run_id=job.run_id,
             loss=self.getLoss(),
             loss_constructors=self.getLossConstructors(),
-            signature=signature(job.inputs),
-            **self._carried(prepared),
-            paths=job.paths(),
+            signature=input_signature(job.inputs),
+            **self._inherited_params(prepared),
+            paths=job.file_paths(),
             outputs=[
-                Output(one.column.dtype, bool(one.column.shape), output[1:].numel())
+                ModelOutput(one.column.dtype, bool(one.column.shape), output[1:].numel())
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
         )
 
-    def _form_of_loss(self) -> str | None:
+    def _loss_output_form(self) -> str | None:
         loss = self.getLoss()
-        return form_of(loss[0] if isinstance(loss, list | tuple) and loss else loss)
+        return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
-    def _own_parts(self) -> list[Part]:
-        losses = self._losses()
+    def _framework_parts(self) -> list[FingerprintPart]:
+        losses = self._label_losses()
         what = "loss" if self.getLoss() is not None else "loss_constructors"
-        return [*parts_of(self.getModel(), self.getOptimizer()), Part.of(what, losses)]
+        return [
+            *model_parts(self.getModel(), self.getOptimizer()),
+            FingerprintPart.from_value(what, losses),
+        ]
 
-    def _job(
+    def _create_job(
         self, prepared: Prepared, fingerprint: Fingerprint
-    ) -> tuple[Job, Objects, list[Any], dict[str, torch.Tensor]]:
+    ) -> tuple[TorchTrainingJob, TorchUserObjects, list[Any], dict[str, torch.Tensor]]:
         """Returns the run's description, an own copy of the user's objects, its losses, and some
         rows.
         """
-        transformation = transformation_of(self)
-        raw = self._roles().kept
+        transformation = create_transformation(self)
+        raw = self._column_roles().stored_columns
         columns, tensors = mapping.transformed_columns(
-            prepared, raw, transformation, missing_of(self, prepared)
+            prepared, raw, transformation, missing_value_policy(self, prepared)
         )
-        inputs, labels = self._inputs(), self.getLabelCols()
-        check_sizes(columns, inputs, self.getInputShapes(), "feature")
-        check_sizes(columns, [[name] for name in labels], self.getLabelShapes(), "label")
-        mapping.check_statistics(prepared, self.getSampleWeightCol())
-        objects = Objects(
+        inputs, labels = self._input_columns(), self.getLabelCols()
+        check_shapes_fit(columns, inputs, self.getInputShapes(), "feature")
+        check_shapes_fit(columns, [[name] for name in labels], self.getLabelShapes(), "label")
+        mapping.check_weight_column(prepared, self.getSampleWeightCol())
+        objects = TorchUserObjects(
             model=self.getModel(),
             optimizer=self.getOptimizer(),
-            losses=self._losses(),
+            losses=self._label_losses(),
             constructed=self.getLoss() is None,
             metrics=[
                 list(one) if isinstance(one, list | tuple) else [one]
@@ -214,20 +235,24 @@ class TorchEstimator(
             train_minibatch="train_minibatch_fn",
             transformation="transformation_fn",
         )
-        mine = payload.unpack(packed)
-        losses = constructed(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
-        run_id = self._new_run("pytorch", fingerprint)
+        mine = payload.unpack_pickle(packed)
+        losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
+        run_id = self._new_run_id("pytorch", fingerprint)
         shapes = self.getLabelShapes()
-        job = Job(
+        job = TorchTrainingJob(
             objects=packed,
-            store=self._store().to_remote(run_id, prepared.index),
+            store=self._filesystem_store().to_remote(run_id, prepared.index),
             run_id=run_id,
-            data=data_of(self, prepared, raw, unseeded=0 if self.getDeterministic() else None),
-            loop=Loop.of(self),
-            inputs=inputs_of(
+            data=training_data_spec(
+                self, prepared, raw, unseeded=0 if self.getDeterministic() else None
+            ),
+            loop=TrainingLoopOptions.from_estimator(self),
+            inputs=create_torch_inputs(
                 inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
             ),
-            labels=tuple(Label(*one) for one in mapping.labels_of(labels, columns, losses, shapes)),
+            labels=tuple(
+                TorchLabel(*one) for one in mapping.map_labels(labels, columns, losses, shapes)
+            ),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
         )

@@ -9,21 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.spark.common.data.reading import paths_of
+from farandole.spark.common.data.reading import run_file_paths
 
 if TYPE_CHECKING:
-    from farandole.data.columns import Column
-    from farandole.spark.common.data.reading import Data
+    from farandole.data.columns import PreparedColumn
+    from farandole.spark.common.data.reading import TrainingDataSpec
     from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
     from farandole.spark.torch.params import TorchParams
     from farandole.stores.remote_store import RemoteStore
 
 
 @dataclass(frozen=True)
-class Label:
+class TorchLabel:
     """A label column and the tensor made of it."""
 
-    column: Column
+    column: PreparedColumn
     dtype: str
     """`int64` for class indices, else `float32`."""
     shape: tuple[int, ...] | None
@@ -35,7 +35,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Input:
+class TorchInput:
     """One argument of the model: the feature columns side by side, as one tensor."""
 
     columns: tuple[str, ...]
@@ -54,7 +54,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Loop:
+class TrainingLoopOptions:
     """The settings of the training loop."""
 
     epochs: int
@@ -75,7 +75,7 @@ class Loop:
     terminate_on_nan: bool
 
     @classmethod
-    def of(cls, estimator: TorchParams) -> Self:
+    def from_estimator(cls, estimator: TorchParams) -> Self:
         """Returns the job of an estimator's parameters.
 
         Args:
@@ -102,27 +102,27 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Job:
+class TorchTrainingJob:
     """One run."""
 
     objects: bytes
-    """Pickled `Objects`."""
+    """Pickled `TorchUserObjects`."""
     store: RemoteStore
     run_id: str
-    data: Data
-    loop: Loop
-    inputs: tuple[Input, ...]
-    labels: tuple[Label, ...]
+    data: TrainingDataSpec
+    loop: TrainingLoopOptions
+    inputs: tuple[TorchInput, ...]
+    labels: tuple[TorchLabel, ...]
     weight: str | None
     loss_weights: tuple[float, ...]
 
-    def paths(self) -> dict[str, str]:
+    def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""
-        return paths_of(self.store, self.data)
+        return run_file_paths(self.store, self.data)
 
 
 @dataclass
-class Objects:
+class TorchUserObjects:
     """The user's objects; they travel in one pickle, so that the optimizer still holds the
     model's parameters.
     """
@@ -142,7 +142,7 @@ class Objects:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TorchTrainingResult:
     """The result of rank 0."""
 
     checkpoint: bytes

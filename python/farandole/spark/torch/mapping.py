@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import prepare as native
-from farandole.data.columns import Column, row_shape
-from farandole.spark.common.data.source import sample
-from farandole.spark.common.runs.tracking import Example
-from farandole.spark.torch.columns.losses import label_dtype, shaped, takes_indices
-from farandole.spark.torch.columns.tensors import input_tensor, outputs_of, told_misfit
-from farandole.spark.torch.training.batches import told_classes
-from farandole.spark.torch.training.scores import Scores
-from farandole.spark.torch.training.source import tensors_of
+from farandole.data.columns import PreparedColumn, row_shape
+from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.runs.tracking import ModelExample
+from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
+from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs, input_tensor
+from farandole.spark.torch.training.batches import describe_unknown_class
+from farandole.spark.torch.training.scores import ScoreSums
+from farandole.spark.torch.training.source import to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.data.source import Missing
-    from farandole.spark.torch.job import Input, Job, Label, Objects
+    from farandole.spark.common.data.source import MissingValuePolicy
+    from farandole.spark.torch.job import TorchInput, TorchLabel, TorchTrainingJob, TorchUserObjects
 
-_ROWS = 2
+_SAMPLE_ROWS = 2
 
 
 def transformed_columns(
-    prepared: Prepared, names: Sequence[str], transformation: Any, missing: Missing
-) -> tuple[dict[str, Column], dict[str, torch.Tensor]]:
+    prepared: Prepared, names: Sequence[str], transformation: Any, missing: MissingValuePolicy
+) -> tuple[dict[str, PreparedColumn], dict[str, torch.Tensor]]:
     """Returns the columns that training processes will see, and some rows of them.
 
     Args:
@@ -46,12 +46,14 @@ def transformed_columns(
     Raises:
         ValueError: the transformation leaves out a column that is needed.
     """
-    arrays = sample(prepared.train_url, names, _ROWS, transformation, missing, prepared.ragged)
-    tensors = tensors_of(arrays)
+    arrays = first_rows(
+        prepared.train_url, names, _SAMPLE_ROWS, transformation, missing, prepared.ragged
+    )
+    tensors = to_tensors(arrays)
     if transformation is None:
         return {name: prepared.columns[name] for name in names}, tensors
     columns = {
-        name: Column(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:]))
+        name: PreparedColumn(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:]))
         for name in tensors
     }
     lacking = [name for name in names if name not in columns]
@@ -84,22 +86,22 @@ def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Refuses a scheduler of another optimizer, which would change nothing.
 
     Args:
-        scheduler: the user's, if there is one.
-        optimizer: the user's.
+        scheduler: the user's scheduler, if there is one.
+        optimizer: the user's optimizer.
 
     Raises:
-        ValueError: it is of another.
+        ValueError: the scheduler belongs to another optimizer.
     """
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("lr_scheduler was created with another optimizer")
 
 
-def labels_of(
+def map_labels(
     names: Sequence[str],
-    columns: dict[str, Column],
+    columns: dict[str, PreparedColumn],
     losses: Sequence[Any],
     shapes: Sequence[Sequence[int]] | None,
-) -> list[tuple[Column, str, tuple[int, ...] | None, bool]]:
+) -> list[tuple[PreparedColumn, str, tuple[int, ...] | None, bool]]:
     """Returns the mapping of each label column: column, type, shape, whether it contains indices of
     classes.
 
@@ -112,13 +114,13 @@ def labels_of(
     found = []
     for index, (name, loss) in enumerate(zip(names, losses, strict=True)):
         column = columns[name]
-        shape = None if shapes is None else (-1, *row_shape(shapes[index], column.size))
+        shape = None if shapes is None else (-1, *row_shape(shapes[index], column.element_count))
         dtype = label_dtype(loss, column)
-        found.append((column, dtype, shape, dtype == "int64" and takes_indices(loss)))
+        found.append((column, dtype, shape, dtype == "int64" and takes_class_indices(loss)))
     return found
 
 
-def statistics(url: str) -> dict[str, tuple[float, float]]:
+def column_ranges(url: str) -> dict[str, tuple[float, float]]:
     """Returns the smallest and the largest value of each column that a preparation took note of.
 
     Args:
@@ -133,7 +135,7 @@ def statistics(url: str) -> dict[str, tuple[float, float]]:
     }
 
 
-def check_statistics(prepared: Prepared, weight: str | None) -> None:
+def check_weight_column(prepared: Prepared, weight: str | None) -> None:
     """Refuses weights that leave nothing to learn from.
 
     Args:
@@ -143,7 +145,7 @@ def check_statistics(prepared: Prepared, weight: str | None) -> None:
     Raises:
         ValueError: all weights are 0, or one is negative.
     """
-    known = statistics(prepared.train_url).get(weight or "")
+    known = column_ranges(prepared.train_url).get(weight or "")
     if known is None:
         return
     low, high = known
@@ -155,8 +157,11 @@ def check_statistics(prepared: Prepared, weight: str | None) -> None:
         raise ValueError(f"the weights in column {weight!r} must not be negative: {low:g}")
 
 
-def try_out(
-    job: Job, objects: Objects, losses: Sequence[Any], tensors: dict[str, torch.Tensor]
+def try_model(
+    job: TorchTrainingJob,
+    objects: TorchUserObjects,
+    losses: Sequence[Any],
+    tensors: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
     """Calls the model and its losses once, on some rows, so that misfits show before workers start.
 
@@ -172,39 +177,39 @@ def try_out(
     Raises:
         ValueError: columns do not fit; the message has names and shapes.
     """
-    Scores(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
-    outputs = outputs_of_model(job.inputs, job.labels, objects.model, tensors)
+    ScoreSums(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
+    outputs = model_outputs(job.inputs, job.labels, objects.model, tensors)
     for one, loss, found in zip(job.labels, losses, outputs, strict=True):
-        _check_classes(job, one, found)
+        _check_known_classes(job, one, found)
         _try_loss(one, loss, found)
     return outputs
 
 
-def example(
-    job: Job, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> Example | None:
-    """Returns the rows that the model was tried out with; `None` where it has several inputs, which
-    MLflow cannot name.
+def model_example(
+    job: TorchTrainingJob, tensors: dict[str, torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> ModelExample | None:
+    """Returns the rows with which the model was tried; `None` if the model has several inputs,
+    which MLflow cannot name.
 
     Args:
         job: the run.
         tensors: the rows.
-        outputs: what the model made of them.
+        outputs: outputs of the model for these rows.
     """
     if len(job.inputs) != 1 or job.inputs[0].ragged:
         return None
-    given = input_tensor(tensors, job.inputs[0], _ROWS, torch.device("cpu"))
-    return Example(_array(given), _array(outputs[0]) if len(outputs) == 1 else None)
+    given = input_tensor(tensors, job.inputs[0], _SAMPLE_ROWS, torch.device("cpu"))
+    return ModelExample(_to_numpy(given), _to_numpy(outputs[0]) if len(outputs) == 1 else None)
 
 
-def _array(tensor: torch.Tensor) -> Any:
+def _to_numpy(tensor: torch.Tensor) -> Any:
     """Returns a tensor as NumPy has it, which knows no bfloat16."""
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
 
 
-def outputs_of_model(
-    inputs: Sequence[Input],
-    labels: Sequence[Label],
+def model_outputs(
+    inputs: Sequence[TorchInput],
+    labels: Sequence[TorchLabel],
     model: torch.nn.Module,
     rows: dict[str, torch.Tensor],
 ) -> list[torch.Tensor]:
@@ -219,28 +224,28 @@ def outputs_of_model(
     Raises:
         ValueError: it does not take them, or returns something else than a row of outputs for each.
     """
-    tensors = [input_tensor(rows, one, _ROWS, torch.device("cpu")) for one in inputs]
+    tensors = [input_tensor(rows, one, _SAMPLE_ROWS, torch.device("cpu")) for one in inputs]
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             value = model(*tensors)
     except Exception as error:
-        raise ValueError(told_misfit([one.name for one in inputs], tensors, error)) from error
+        raise ValueError(describe_misfit([one.name for one in inputs], tensors, error)) from error
     finally:
         model.train(training)
-    outputs = outputs_of(value, len(labels))
+    outputs = flat_outputs(value, len(labels))
     for one, output in zip(labels, outputs, strict=True):
-        if output.shape[:1] != (_ROWS,):
+        if output.shape[:1] != (_SAMPLE_ROWS,):
             raise ValueError(
-                f"the model must return one row per row of its input: for {_ROWS} rows, its "
+                f"the model must return one row per row of its input: for {_SAMPLE_ROWS} rows, its "
                 f"output for column {one.column.name!r} has shape {tuple(output.shape)}"
             )
     return outputs
 
 
-def _check_classes(job: Job, one: Label, output: torch.Tensor) -> None:
-    known = statistics(job.data.train_url).get(one.column.name)
+def _check_known_classes(job: TorchTrainingJob, one: TorchLabel, output: torch.Tensor) -> None:
+    known = column_ranges(job.data.train_url).get(one.column.name)
     if (
         not one.indexes
         or known is None
@@ -250,10 +255,10 @@ def _check_classes(job: Job, one: Label, output: torch.Tensor) -> None:
         return
     # One below 0 may be the loss's `ignore_index`: that is for the loss to say.
     if known[1] >= output.shape[1]:
-        raise ValueError(told_classes(one.column.name, known[1], output.shape[1]))
+        raise ValueError(describe_unknown_class(one.column.name, known[1], output.shape[1]))
 
 
-def _try_loss(one: Label, loss: Any, found: torch.Tensor) -> None:
+def _try_loss(one: TorchLabel, loss: Any, found: torch.Tensor) -> None:
     # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and
     # (8,) do not.
     rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
@@ -261,7 +266,7 @@ def _try_loss(one: Label, loss: Any, found: torch.Tensor) -> None:
     zeros = torch.zeros(
         rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32
     )
-    label = shaped(zeros, output, one.shape)
+    label = shape_label(zeros, output, one.shape)
     try:
         lost = loss(output, label)
     except Exception as error:

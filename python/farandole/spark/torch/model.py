@@ -12,12 +12,12 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.common import check
 from farandole.spark.common.model.base import FarandoleModel
-from farandole.spark.common.model.explained import Layer, torch_layers
-from farandole.spark.common.model.outputs import Output
-from farandole.spark.common.model.outputs import outputs as outputs_param
+from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
+from farandole.spark.common.model.outputs import ModelOutput
+from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
-from farandole.spark.job.ahead import sent
-from farandole.spark.torch.predict import Predictor
+from farandole.spark.job.connect_artifacts import prestage_if_large
+from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
-    """Adds predictions to DataFrames, by Arrow batches on the executors.
+    """A model that adds predictions to DataFrames, by Arrow batches on the executors.
 
     Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
     of several elements, or for a vector label, is a dense vector; one element takes the label's
@@ -46,31 +46,31 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     _UNUSED = ("_metadata",)  # Horovod's description of columns
 
     model: Parameter[torch.nn.Module] = Parameter(
-        "The trained module.", check.anything, default=None
+        "The trained module.", check.any_value, default=None
     )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each input's tensor, as in the estimator.", check.shapes, default=None
+        "Shape of each input's tensor, as in the estimator.", check.shape_list, default=None
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
-        "Type of each input's tensor, as in the estimator.", check.listed, default=None
+        "Type of each input's tensor, as in the estimator.", check.value_list, default=None
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
         "The optimizer after the last step, with the learning rate of one process.",
-        check.anything,
+        check.any_value,
         default=None,
     )
-    loss: Parameter[Any] = Parameter("As it was trained with.", check.anything, default=None)
+    loss: Parameter[Any] = Parameter("As it was trained with.", check.any_value, default=None)
     loss_constructors: Parameter[Any] = Parameter(
-        "As it was trained with.", check.anything, default=None
+        "As it was trained with.", check.any_value, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
         "Whether to predict on a GPU; without it, if Spark assigned one to the task.",
-        check.flag,
+        check.boolean_flag,
         default=None,
     )
-    outputs: Parameter[Sequence[Output]] = Parameter(
+    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
         "Description of the outputs; determined if omitted.",
-        check.made_by(outputs_param),
+        check.converted_by(outputs_param),
         default=None,
     )
 
@@ -109,9 +109,9 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
         """Writes the model as an ONNX file, which runs without torch and without Farandole.
 
         torch's exporter traces the module in evaluation mode. The number of rows stays open. Inputs
-        are named after their columns (`a_b` for columns that are one tensor), outputs after those
-        of `transform`. ONNX Runtime then predicts some rows, and the file is kept only if it
-        predicts what the model predicts.
+        are named after their columns (`a_b` for columns that are one tensor), outputs after the
+        columns that `transform` adds. ONNX Runtime then predicts some rows, and the file is kept
+        only if it makes the same predictions as the model.
 
         Args:
             path: of the file, on this host; a model above 1 GiB has its weights in a second file
@@ -124,12 +124,16 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             ImportError: a package is missing; `farandole[onnx]` brings them.
             ValueError: the model cannot be exported, or the exported one predicts something else.
         """
-        from farandole.spark.common.model.onnx import exportable, some_rows
-        from farandole.spark.torch.saving.onnx import export
+        from farandole.spark.common.model.onnx import collect_check_rows, require_exportable
+        from farandole.spark.torch.saving.onnx import export_onnx
 
-        known = exportable(self, self.getOutputCols())
-        tensors = None if rows is None else self._predictor(rows).inputs(some_rows(self, rows))
-        export(
+        known = require_exportable(self, self.getOutputCols())
+        tensors = (
+            None
+            if rows is None
+            else self._create_predictor(rows).batch_inputs(collect_check_rows(self, rows))
+        )
+        export_onnx(
             self.getModel(),
             known,
             self.getOutputCols(),
@@ -140,24 +144,24 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
             tolerance=tolerance,
         )
 
-    def _layers(self) -> list[Layer]:
+    def _layer_summaries(self) -> list[LayerSummary]:
         return torch_layers(self.getModel())
 
     def _prediction_fn(self) -> Callable[..., Any] | None:
         return None
 
-    def _predictor(self, dataset: DataFrame) -> Predictor:
-        return Predictor(
-            model=sent(dataset.sparkSession, payload.pack(self.getModel())),
+    def _create_predictor(self, dataset: DataFrame) -> TorchPredictor:
+        return TorchPredictor(
+            model=prestage_if_large(dataset.sparkSession, payload.pack_pickle(self.getModel())),
             columns=tuple(dataset.columns),
-            features=tuple(tuple(group) for group in self._inputs()),
+            features=tuple(tuple(group) for group in self._input_columns()),
             shapes=self.getInputShapes(),
             dtypes=self.getInputDtypes(),
             labels=len(self.getLabelColumns()),
             kinds=(),
             batch_size=self.getBatchSize(),
             use_gpu=self.getUseGpu(),
-            encoding=self._encoding(),
+            encoding=self._feature_encoding(),
             function=self._prediction_fn(),
-            transformation=self._sent_transformation(),
+            transformation=self._pickled_transformation(),
         )

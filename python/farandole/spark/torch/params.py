@@ -14,7 +14,7 @@ from farandole.common import check
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
-from farandole.spark.torch.columns.tensors import DTYPES
+from farandole.spark.torch.columns.tensors import INPUT_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     import torch
 
 
-def _dtypes(name: str, value: Any) -> list[str]:
-    found = [str(one).removeprefix("torch.") for one in check.listed(name, value)]
-    unknown = [one for one in found if one not in DTYPES]
+def _check_dtypes(name: str, value: Any) -> list[str]:
+    found = [str(one).removeprefix("torch.") for one in check.value_list(name, value)]
+    unknown = [one for one in found if one not in INPUT_DTYPES]
     if unknown:
-        raise ValueError(f"{name} must be of {', '.join(DTYPES)}: {', '.join(unknown)}")
+        raise ValueError(f"{name} must be of {', '.join(INPUT_DTYPES)}: {', '.join(unknown)}")
     return found
 
 
-def _precision(name: str, value: Any) -> str:
+def _check_precision(name: str, value: Any) -> str:
     known = {"32": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "16": "fp16"}
-    return check.choice("fp32", "bf16", "fp16")(
+    return check.one_of("fp32", "bf16", "fp16")(
         name, known.get(str(value).removeprefix("torch."), value)
     )
 
 
-def _scheduler(name: str, value: Any) -> Any:
+def _check_scheduler(name: str, value: Any) -> Any:
     if not callable(value) and not (hasattr(value, "step") and hasattr(value, "state_dict")):
         raise TypeError(
             f"{name} must be a scheduler of torch, or a function of an optimizer: {value!r}"
@@ -49,15 +49,15 @@ class TorchParams(EstimatorParams):
     """Additional parameters of the PyTorch estimator."""
 
     model: Parameter[torch.nn.Module] = Parameter(
-        "A `torch.nn.Module`.", check.anything, default=None
+        "A `torch.nn.Module`.", check.any_value, default=None
     )
     optimizer: Parameter[torch.optim.Optimizer] = Parameter(
-        "A torch optimizer over the model's parameters.", check.anything, default=None
+        "A torch optimizer over the model's parameters.", check.any_value, default=None
     )
     loss: Parameter[Callable[..., torch.Tensor] | Sequence[Callable[..., torch.Tensor]]] = (
         Parameter(
             "A loss of (output, label), or a list of one per label column.",
-            check.anything,
+            check.any_value,
             default=None,
         )
     )
@@ -65,88 +65,90 @@ class TorchParams(EstimatorParams):
         "Instead of `loss`: a function that creates it, or a list of one per label column, called "
         "in every training process with those of `model`, `optimizer`, `rank` and `size` that it "
         "takes by name.",
-        check.functions,
+        check.callable_list,
         default=None,
     )
     metrics: Parameter[Sequence[Any]] = Parameter(
         "Functions of (output, label), averaged over rows, or metrics of torchmetrics; a list "
         "inside the list gives one per label.",
-        check.functions,
+        check.callable_list,
         default=[],
     )
     callbacks: Parameter[Sequence[Any]] = Parameter(
         "Called on every rank while the model trains: `farandole.spark.torch.callbacks.Callback`, "
         "or functions of a `TrainingState` for the end of epochs.",
-        check.listed,
+        check.value_list,
         default=[],
     )
     input_shapes: Parameter[Sequence[Sequence[int]]] = Parameter(
-        "Shape of each input's tensor, -1 for its rows.", check.shapes, default=None
+        "Shape of each input's tensor, -1 for its rows.", check.shape_list, default=None
     )
     input_dtypes: Parameter[Sequence[str]] = Parameter(
         'Type of each input\'s tensor, such as `"int64"`; without it, `"float32"`.',
-        _dtypes,
+        _check_dtypes,
         default=None,
     )
     train_minibatch_fn: Parameter[Callable[..., Any]] = Parameter(
         "Trains on one batch, with Horovod's arguments: (model, optimizer, transform_outputs, "
         "loss_fn, inputs, labels, sample_weights, backward_passes_per_step, batch_idx); it may "
         "leave out the last ones. It returns (outputs, loss).",
-        check.function,
+        check.callable_value,
         default=None,
     )
     data_module: Parameter[type] = Parameter(
         "A class that returns batches instead of the native reader, created with the arguments of "
         "Horovod's `DataModule`.",
-        check.anything,
+        check.any_value,
         default=None,
     )
     precision: Parameter[str] = Parameter(
         '`"fp32"`, or `"bf16"` or `"fp16"` for autocast, the latter with a GradScaler.',
-        _precision,
+        _check_precision,
         default="fp32",
     )
     gradient_clip_norm: Parameter[float] = Parameter(
-        "Largest norm of all gradients together, after averaging.", check.positive, default=None
+        "Largest norm of all gradients together, after averaging.",
+        check.positive_number,
+        default=None,
     )
     lr_scheduler: Parameter[Any] = Parameter(
         "A scheduler over the optimizer, or a function that creates one from an optimizer. It "
         "sees the learning rates of one process.",
-        _scheduler,
+        _check_scheduler,
         default=None,
     )
     lr_scheduler_interval: Parameter[str] = Parameter(
         'Interval of its steps: `"epoch"` or `"step"`.',
-        check.choice("epoch", "step"),
+        check.one_of("epoch", "step"),
         default="epoch",
     )
     early_stopping: Parameter[int | Mapping[str, Any]] = Parameter(
         "Epochs without an improvement after which the run ends, or a dict of `monitor`, "
         "`patience`, `min_delta` and `mode`.",
-        check.made_by(EarlyStopping.of),
+        check.converted_by(EarlyStopping.from_value),
         default=None,
     )
     best_checkpoint: Parameter[str | Mapping[str, Any]] = Parameter(
         "Metric of the history that selects the best epoch, whose model is kept and returned "
         "instead of the last.",
-        check.made_by(Monitor.of),
+        check.converted_by(Monitor.from_value),
         default=None,
     )
     checkpoint_every: Parameter[int] = Parameter(
-        "Interval in epochs at which a checkpoint is kept.", check.at_least(1), default=None
+        "Interval in epochs at which a checkpoint is kept.", check.integer_at_least(1), default=None
     )
     compile: Parameter[bool] = Parameter(
-        "Whether `torch.compile` compiles the model.", check.flag, default=False
+        "Whether `torch.compile` compiles the model.", check.boolean_flag, default=False
     )
     deterministic: Parameter[bool] = Parameter(
-        "Whether equal seeds and sizes give equal bits.", check.flag, default=False
+        "Whether equal seeds and sizes give equal bits.", check.boolean_flag, default=False
     )
     max_steps: Parameter[int] = Parameter(
-        "Steps of the optimizer after which the run ends.", check.at_least(1), default=None
+        "Steps of the optimizer after which the run ends.", check.integer_at_least(1), default=None
     )
     max_time: Parameter[float] = Parameter(
         "Seconds of training after which the run ends, within an epoch too.",
-        check.positive,
+        check.positive_number,
         default=None,
     )
 

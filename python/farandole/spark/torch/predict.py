@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.encoding import Encoding
-from farandole.spark.job.ahead import Ahead, arrived
+from farandole.data.encoding import ColumnEncoding
+from farandole.spark.job.connect_artifacts import PrestagedFile, load_prestaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import torch
 
-    from farandole.spark.common.model.classes import Added
-    from farandole.spark.common.transform import Transformation
+    from farandole.spark.common.model.classes import AddedClassColumns
+    from farandole.spark.common.transform import UserTransformation
 
-_KEPT = 2
-_MODELS: dict[str, Any] = {}
+_MAX_KEPT_MODELS = 2
+_MODEL_CACHE: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
-class Predictor:
+class TorchPredictor:
     """A model and how columns go in and out of it."""
 
-    model: bytes | Ahead
+    model: bytes | PrestagedFile
     columns: tuple[str, ...]
     features: tuple[tuple[str, ...], ...]
     """The columns of each input."""
@@ -50,16 +50,18 @@ class Predictor:
     kinds: tuple[str, ...]
     batch_size: int
     use_gpu: bool | None
-    encoding: Encoding = field(default_factory=Encoding)
+    encoding: ColumnEncoding = field(default_factory=ColumnEncoding)
     """Categories, and the replacements of nulls."""
-    added: Added | None = None
+    added: AddedClassColumns | None = None
     """Columns in Spark ML's manner."""
     function: Any = None
     """Makes outputs of the model and its inputs; `None` calls the model."""
     transformation: bytes | None = None
-    """A pickled `Transformation`, if predictions take one."""
+    """A pickled `UserTransformation`, if predictions take one."""
 
-    def completed(self, kinds: Sequence[str], added: Added | None) -> Predictor:
+    def with_output_kinds(
+        self, kinds: Sequence[str], added: AddedClassColumns | None
+    ) -> TorchPredictor:
         """Returns the same predictor, with the types of its output columns.
 
         Args:
@@ -68,29 +70,30 @@ class Predictor:
         """
         return replace(self, kinds=tuple(kinds), added=added)
 
-    def predict(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Every batch with its predictions appended.
+    def predict_batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yields every batch with its predictions appended.
 
         Args:
             batches: with the feature columns and any others.
         """
         import pyarrow as pa
 
-        from farandole.spark.common.model.outputs import column_of
+        from farandole.spark.common.model.outputs import prediction_column
 
         for batch in batches:
-            found = self.outputs(batch)
+            found = self.predict_outputs(batch)
             columns = [
-                column_of(values, kind) for values, kind in zip(found, self.kinds, strict=True)
+                prediction_column(values, kind)
+                for values, kind in zip(found, self.kinds, strict=True)
             ]
             if self.added is not None:
-                columns += self.added.made(batch, found[0])
+                columns += self.added.build_columns(batch, found[0])
             added = [f"output{index}" for index in range(len(columns))]
             yield pa.RecordBatch.from_arrays(
                 [*batch.columns, *columns], names=[*batch.schema.names, *added]
             )
 
-    def probe(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def probe_output_sizes(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yields the number of elements of each output, one row per output, if there is a row to
         try.
 
@@ -101,85 +104,89 @@ class Predictor:
 
         for batch in batches:
             if batch.num_rows:
-                sizes = [values[0].size for values in self.outputs(batch.slice(0, 1))]
+                sizes = [values[0].size for values in self.predict_outputs(batch.slice(0, 1))]
                 yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
                 return
 
     @cached_property
-    def _content(self) -> str:
+    def _model_key(self) -> str:
         """The identity of the model, computed once in a task."""
         return (
             self.model.name
-            if isinstance(self.model, Ahead)
+            if isinstance(self.model, PrestagedFile)
             else hashlib.sha256(self.model).hexdigest()
         )
 
-    def _load(self) -> torch.nn.Module:
-        device = self._device()
-        key = f"{self._content} {device}"
-        if key not in _MODELS:
+    def _load_model(self) -> torch.nn.Module:
+        device = self._task_device()
+        key = f"{self._model_key} {device}"
+        if key not in _MODEL_CACHE:
             from farandole.spark.torch.saving import payload
 
-            while len(_MODELS) >= _KEPT:
-                _MODELS.pop(next(iter(_MODELS)))
-            _MODELS[key] = payload.unpack(arrived(self.model)).eval().to(device)
-        return _MODELS[key]
+            while len(_MODEL_CACHE) >= _MAX_KEPT_MODELS:
+                _MODEL_CACHE.pop(next(iter(_MODEL_CACHE)))
+            _MODEL_CACHE[key] = payload.unpack_pickle(load_prestaged(self.model)).eval().to(device)
+        return _MODEL_CACHE[key]
 
-    def _device(self) -> str:
+    def _task_device(self) -> str:
         """Returns the device of this task: the GPU that Spark assigned, or with `use_gpu` a
         visible one.
         """
         import torch
 
-        from farandole.spark.task import choose_device, resources
+        from farandole.spark.task import choose_gpu, task_resources
 
-        assigned = resources().get("gpu", [])
+        assigned = task_resources().get("gpu", [])
         if self.use_gpu is False or not torch.cuda.is_available() or not (assigned or self.use_gpu):
             return "cpu"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        choice = choose_device(torch.cuda.device_count(), 0, 1, assigned, visible)
+        choice = choose_gpu(torch.cuda.device_count(), 0, 1, assigned, visible)
         return "cpu" if choice is None else f"cuda:{choice.index}"
 
-    def inputs(self, batch: pa.RecordBatch) -> list[torch.Tensor]:
+    def batch_inputs(self, batch: pa.RecordBatch) -> list[torch.Tensor]:
         """Returns the model's inputs, on the CPU, rows first.
 
         Args:
             batch: whose columns go by number.
         """
-        columns = self._tensors(self._columns(batch))
-        return [self._input(columns, index) for index in range(len(self.features))]
+        columns = self._feature_tensors(self._feature_arrays(batch))
+        return [self._input_tensor(columns, index) for index in range(len(self.features))]
 
     @cached_property
-    def _names(self) -> list[str]:
+    def _feature_names(self) -> list[str]:
         return [name for group in self.features for name in group]
 
     @cached_property
-    def _transformation(self) -> Transformation | None:
+    def _user_transformation(self) -> UserTransformation | None:
         import cloudpickle
 
         return None if self.transformation is None else cloudpickle.loads(self.transformation)
 
-    def _columns(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
-        from farandole.spark.common.model.arrow import features
+    def _feature_arrays(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
+        from farandole.spark.common.model.arrow import feature_arrays
 
-        return features(
-            batch, self.columns, self._names, self.encoding, texts=self.transformation is not None
+        return feature_arrays(
+            batch,
+            self.columns,
+            self._feature_names,
+            self.encoding,
+            texts=self.transformation is not None,
         )
 
-    def _tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+    def _feature_tensors(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """Returns the tensors of some rows, one at least, after the transformation."""
         import torch
 
-        if self._transformation is not None:
-            columns = self._transformation.predicted(columns, self._names)
-            columns = {name: columns[name] for name in self._names}
+        if self._user_transformation is not None:
+            columns = self._user_transformation.transform_features(columns, self._feature_names)
+            columns = {name: columns[name] for name in self._feature_names}
         # Torch must not write to Arrow's memory: tensors that are not copied yet are copied here.
         return {
             name: torch.from_numpy(np.require(values, requirements=("C", "W")))
             for name, values in columns.items()
         }
 
-    def outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
+    def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
         """Returns the model's outputs for some rows, (rows, elements) per output.
 
         Args:
@@ -187,41 +194,43 @@ class Predictor:
         """
         import torch
 
-        from farandole.spark.torch.columns.tensors import outputs_of, told_misfit
+        from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs
 
         if batch.num_rows == 0:
             return [np.empty((0, 1), dtype=np.float32) for _ in range(self.labels)]
-        model, columns = self._load(), self._columns(batch)
+        model, columns = self._load_model(), self._feature_arrays(batch)
         device = next((one.device for one in model.parameters()), torch.device("cpu"))
         parts: list[list[torch.Tensor]] = []
         for start in range(0, batch.num_rows, self.batch_size):
-            part = self._tensors(
+            part = self._feature_tensors(
                 {name: values[start : start + self.batch_size] for name, values in columns.items()}
             )
-            some = [self._input(part, index).to(device) for index in range(len(self.features))]
+            some = [
+                self._input_tensor(part, index).to(device) for index in range(len(self.features))
+            ]
             with torch.inference_mode():
                 try:
                     value = model(*some) if self.function is None else self.function(model, *some)
                 except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
                     names = [", ".join(group) for group in self.features]
-                    raise ValueError(told_misfit(names, some, error)) from None
-                parts.append([output.float().cpu() for output in outputs_of(value, self.labels)])
+                    raise ValueError(describe_misfit(names, some, error)) from None
+                parts.append([output.float().cpu() for output in flat_outputs(value, self.labels)])
         whole = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
         return [output.reshape(batch.num_rows, -1).numpy() for output in whole]
 
-    def _input(self, columns: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+    def _input_tensor(self, columns: dict[str, torch.Tensor], index: int) -> torch.Tensor:
         import torch
 
         from farandole.data.columns import row_shape
         from farandole.spark.torch.columns.tensors import input_tensor
-        from farandole.spark.torch.job import Input
+        from farandole.spark.torch.job import TorchInput
 
         names = self.features[index]
         count = len(columns[names[0]])
         size = sum(columns[name][0].numel() for name in names)
         shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
         nested = names[0] in self.encoding.ragged and self.encoding.ragged[names[0]].nested
-        one = Input(
+        one = TorchInput(
             names,
             (-1, *shape),
             "float32" if self.dtypes is None else self.dtypes[index],

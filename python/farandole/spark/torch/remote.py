@@ -17,34 +17,38 @@ import torch
 
 import farandole.torch as hvd
 from farandole.spark import task
-from farandole.spark.common.data.source import Place
-from farandole.spark.common.runs.halting import Halt
-from farandole.spark.torch.callbacks import Callbacks, TrainingState
-from farandole.spark.torch.columns.losses import constructed, share
+from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.stop_request import StopCheck
+from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
+from farandole.spark.torch.columns.losses import construct_losses, loss_factor
 from farandole.spark.torch.saving import payload
-from farandole.spark.torch.training.batches import Batches, UserMinibatch
-from farandole.spark.torch.training.checkpoints import Checkpoints
-from farandole.spark.torch.training.elastic import EVERY, Course, Reached
-from farandole.spark.torch.training.finite import LossWatch
-from farandole.spark.torch.training.scores import Scores
-from farandole.spark.torch.training.setup import (
-    agree_on_device,
-    device_of,
-    on_device,
-    prepare_process,
-    sources,
+from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
+from farandole.spark.torch.training.checkpoints import RunCheckpoints
+from farandole.spark.torch.training.elastic import (
+    COMMIT_INTERVAL_STEPS,
+    TorchElasticRun,
+    TorchRunProgress,
 )
-from farandole.spark.torch.training.steps import Stepper
+from farandole.spark.torch.training.finite_loss import FiniteLossCheck
+from farandole.spark.torch.training.scores import ScoreSums
+from farandole.spark.torch.training.setup import (
+    check_device_agreement,
+    choose_rank_device,
+    create_sources,
+    move_loss,
+    prepare_process,
+)
+from farandole.spark.torch.training.steps import OptimizerStepper
 
 if TYPE_CHECKING:
-    from farandole.spark.common.data.source import Rows
-    from farandole.spark.torch.job import Job, Objects, Trained
-    from farandole.spark.torch.training.setup import Batched
+    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
+    from farandole.spark.torch.training.setup import BatchedSource
 
-_REPORT_SECONDS = 0.2
+_REPORT_INTERVAL_SECONDS = 0.2
 
 
-def train(job: Job) -> Trained | None:
+def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
     """Trains one rank's part of a run.
 
     Args:
@@ -55,21 +59,21 @@ def train(job: Job) -> Trained | None:
     """
     hvd.init()
     try:
-        return _Trainer(job).run()
+        return _TorchTrainer(job).run()
     finally:
         hvd.shutdown()
 
 
-class _Trainer:
-    stepper: Stepper
+class _TorchTrainer:
+    stepper: OptimizerStepper
     """Made when the state that it begins with is known."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TorchTrainingJob) -> None:
         self.job, self.loop = job, job.loop
         self.size, self.rank = hvd.size(), hvd.rank()
         prepare_process(job.loop, self.rank)
-        self.device = device_of(job.loop.use_gpu)
-        self.objects: Objects = payload.unpack(job.objects)
+        self.device = choose_rank_device(job.loop.use_gpu)
+        self.objects: TorchUserObjects = payload.unpack_pickle(job.objects)
         objects = self.objects
         self.model: torch.nn.Module = objects.model.to(self.device)
         self.history: list[dict[str, Any]] = []
@@ -79,15 +83,15 @@ class _Trainer:
             compression=objects.compression or hvd.Compression.none,
             backward_passes_per_step=job.loop.backward_passes,
         )
-        self.course = Course(self.model, self.optimizer)
-        self.checkpoints = Checkpoints(job, self.rank, moves=self.course.moves)
-        losses = constructed(
+        self.elastic_run = TorchElasticRun(self.model, self.optimizer)
+        self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)
+        losses = construct_losses(
             objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size
         )
         callable_model = torch.compile(self.model) if job.loop.compile else self.model
-        self.batches = Batches(
+        self.batches = BatchEvaluator(
             callable_model,
-            [on_device(one, self.device) for one in losses],
+            [move_loss(one, self.device) for one in losses],
             job,
             self.device,
             self.size,
@@ -97,110 +101,112 @@ class _Trainer:
         state = TrainingState(
             self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history
         )
-        self.callbacks = Callbacks(objects.callbacks, state)
+        self.callbacks = CallbackGroup(objects.callbacks, state)
         self.started = self.reported = time.monotonic()
-        self.over: str | None = None
-        self.losses = LossWatch(wanted=job.loop.terminate_on_nan, rank=self.rank)
-        self.halt = Halt(job.store)
+        self.end_reason: str | None = None
+        self.losses = FiniteLossCheck(wanted=job.loop.terminate_on_nan, rank=self.rank)
+        self.halt = StopCheck(job.store)
         self.has_entered = False
-        self.told_epoch: int | None = None
+        self.announced_epoch: int | None = None
         """The epoch whose beginning was passed to callbacks."""
 
-    def run(self) -> Trained | None:
+    def run(self) -> TorchTrainingResult | None:
         with contextlib.closing(self.halt):
-            self.course.through(self._train)
-        return self.checkpoints.result(self._checkpoint, self.history)
+            self.elastic_run.run_in_each_world(self._train_in_world)
+        return self.checkpoints.training_result(self._checkpoint_state, self.history)
 
-    def _train(self) -> None:
+    def _train_in_world(self) -> None:
         """Trains from the progress so far to the end, in one world."""
-        self._enter()
-        train_source, val_source, module = sources(
+        self._enter_world()
+        train_source, val_source, module = create_sources(
             self.job,
             self.objects.transformation,
             self.objects.data_module,
             self.rank,
             self.size,
-            moves=self.course.moves,
+            moves=self.elastic_run.moves,
         )
         with module:
             for epoch in range(len(self.history), self.loop.epochs):
-                if self._is_over():
+                if self._should_end_run():
                     break
-                self._epoch(epoch, train_source, val_source)
-        self.callbacks.call("on_train_end")
+                self._run_epoch(epoch, train_source, val_source)
+        self.callbacks.call_callbacks("on_train_end")
 
-    def _enter(self) -> None:
+    def _enter_world(self) -> None:
         """Loads the progress so far into this process, in a world that may differ from the one
         before.
         """
-        agree_on_device(self.device)
+        check_device_agreement(self.device)
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
-        self.over = None
-        if not self.course.reached.begun:
-            self._begin()
-        reached = self.course.reached
+        self.end_reason = None
+        if not self.elastic_run.reached.begun:
+            self._begin_run()
+        reached = self.elastic_run.reached
         if not self.has_entered:
-            self._prepare(reached)
+            self._create_stepper(reached)
         self.history[:] = reached.history
         self.checkpoints.best = reached.best
-        self.stepper.go_on(reached.stepper, self.size)
+        self.stepper.restore_state(reached.stepper, self.size)
         self.stepper.taken = reached.taken
         if self.minibatch is not None:
-            self.minibatch.enter(self.stepper)
+            self.minibatch.enter_world(self.stepper)
         if not self.has_entered:
             self.has_entered = True
-            self.callbacks.call("on_train_begin")
-        self.course.reaches(begun=True, stepper=self.stepper.kept())
+            self.callbacks.call_callbacks("on_train_begin")
+        self.elastic_run.commit_progress(begun=True, stepper=self.stepper.snapshot_state())
 
-    def _begin(self) -> None:
+    def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
-        found = self.checkpoints.resume(self.model, self.optimizer)
+        found = self.checkpoints.resume_run(self.model, self.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self.size
         history = found.get("history", [])
         taken = sum(entry.get("steps", 0) for entry in history)
-        self._prepare(Reached(stepper=found | {"size": self.size}))
-        self.course.reached = Reached(
+        self._create_stepper(TorchRunProgress(stepper=found | {"size": self.size}))
+        self.elastic_run.reached = TorchRunProgress(
             first_epoch=len(history),
             history=history,
             taken=taken,
             taken_before=taken,
-            stepper=self.stepper.kept(),
+            stepper=self.stepper.snapshot_state(),
         )
 
-    def _prepare(self, reached: Reached) -> None:
-        """Makes what needs the optimizer as it is when this process begins."""
-        self.stepper = Stepper(
+    def _create_stepper(self, reached: TorchRunProgress) -> None:
+        """Creates the stepper from the optimizer's initial state in this process."""
+        self.stepper = OptimizerStepper(
             self.optimizer, self.objects.scheduler, self.loop, self.device, reached.stepper["size"]
         )
-        self.stepper.load(reached.stepper)
+        self.stepper.load_checkpoint_state(reached.stepper)
 
-    def _epoch(self, epoch: int, train_source: Batched, val_source: Batched | None) -> None:
-        state, taken_before = self.callbacks.state, self.course.reached.taken_before
-        state.epoch, state.step = epoch, self.course.reached.place.steps
-        if self.told_epoch != epoch:
-            self.told_epoch = epoch
-            self.callbacks.call("on_epoch_begin")
-        if self.course.reached.scores is None:
+    def _run_epoch(
+        self, epoch: int, train_source: BatchedSource, val_source: BatchedSource | None
+    ) -> None:
+        state, taken_before = self.callbacks.state, self.elastic_run.reached.taken_before
+        state.epoch, state.step = epoch, self.elastic_run.reached.place.steps
+        if self.announced_epoch != epoch:
+            self.announced_epoch = epoch
+            self.callbacks.call_callbacks("on_epoch_begin")
+        if self.elastic_run.reached.scores is None:
             self._train_epoch(epoch, train_source)
-        reached, started = self.course.reached, time.monotonic()
+        reached, started = self.elastic_run.reached, time.monotonic()
         entry: dict[str, Any] = {"epoch": epoch, "train": reached.scores}
         if val_source is not None:
-            entry["validation"] = self._validate(val_source, epoch)
-        rows, taken = self._rows(train_source, reached.place), self.stepper.taken
+            entry["validation"] = self._validate_epoch(val_source, epoch)
+        rows, taken = self._trained_rows(train_source, reached.place), self.stepper.taken
         entry |= {
             "seconds": reached.seconds + time.monotonic() - started,
             "rows": rows,
             "steps": taken - taken_before,
         }
         self.history.append(entry)
-        self._check_weights(epoch)
+        self._check_weight_sum(epoch)
         self.batches.first_pass = False
         if self.loop.scheduler_interval == "epoch":
-            self.stepper.schedule(entry.get("validation", entry["train"])["loss"])
-        self.callbacks.call("on_epoch_end")
-        self.checkpoints.publish(self._checkpoint, self.history)
+            self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
+        self.callbacks.call_callbacks("on_epoch_end")
+        self.checkpoints.publish_epoch(self._checkpoint_state, self.history)
         if self.rank == 0:
             told = {
                 "entry": entry,
@@ -209,68 +215,74 @@ class _Trainer:
                 "rows_per_second": rows / max(reached.seconds, 1e-9),
             }
             task.report({"kind": "epoch", **told})
-        self.course.reaches(
+        self.elastic_run.commit_progress(
             history=list(self.history),
-            place=Place(),
+            place=EpochPosition(),
             totals=None,
             scores=None,
             seconds=0.0,
             taken=taken,
             taken_before=taken,
-            stepper=self.stepper.kept(),
+            stepper=self.stepper.snapshot_state(),
             best=self.checkpoints.best,
         )
 
-    def _train_epoch(self, epoch: int, source: Batched) -> None:
+    def _train_epoch(self, epoch: int, source: BatchedSource) -> None:
         self.model.train()
-        begun, asked, state = self.course.reached, self.job.data.train_steps, self.callbacks.state
-        scores = Scores(self.objects.metrics, self.job.labels, begun.totals)
+        begun, asked, state = (
+            self.elastic_run.reached,
+            self.job.data.train_steps,
+            self.callbacks.state,
+        )
+        scores = ScoreSums(self.objects.metrics, self.job.labels, begun.totals)
         source.begin_at(begun.place)
         steps = source.steps_until_end() if asked is None else asked
         started, step = time.monotonic(), begun.place.steps
 
-        def reached() -> dict[str, Any]:
+        def current_progress() -> dict[str, Any]:
             seconds = begun.seconds + time.monotonic() - started
-            kept = {"taken": self.stepper.taken, "stepper": self.stepper.kept()}
+            kept = {"taken": self.stepper.taken, "stepper": self.stepper.snapshot_state()}
             return {"place": source.place_after(epoch, step), "seconds": seconds, **kept}
 
-        self.losses.begin(epoch)
-        self.halt.begins()
+        self.losses.begin_epoch(epoch)
+        self.halt.begin_epoch()
         meter = self.stepper.meter
-        meter.epoch_begins()
+        meter.begin_epoch()
         for rows in source.epoch(epoch, steps):
-            meter.batch_begins()
+            meter.begin_batch()
             step += 1
             outputs, labels, loss = self._train_batch(source, rows, step - 1, steps)
-            scores.add(outputs, labels, loss, rows.valid)
-            if self.callbacks.has("on_batch_end"):
-                state.step, state.loss = step, scores.loss()
-                self.callbacks.call("on_batch_end")
-            meter.batch_ends(rows.valid)
-            if self._is_cut():
+            scores.add_batch(outputs, labels, loss, rows.valid)
+            if self.callbacks.has_callbacks("on_batch_end"):
+                state.step, state.loss = step, scores.mean_loss()
+                self.callbacks.call_callbacks("on_batch_end")
+            meter.end_batch(rows.valid)
+            if self._should_end_after_step():
                 break
-            self._tell(epoch, step, steps, source, begun, started, scores)
+            self._report_step(epoch, step, steps, source, begun, started, scores)
             if step < steps and self._may_commit(source, step):
-                self.course.reaches(**reached(), totals=scores.totals())
-        meter.tell()
+                self.elastic_run.commit_progress(
+                    **current_progress(), totals=scores.global_totals()
+                )
+        meter.finish_report()
         if self.minibatch is not None:
-            self.minibatch.end()
-        self.losses.read()
-        self.course.reaches(**reached(), scores=scores.everywhere())
+            self.minibatch.finish_epoch()
+        self.losses.check_pending_losses()
+        self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
 
-    def _may_commit(self, source: Batched, step: int) -> bool:
+    def _may_commit(self, source: BatchedSource, step: int) -> bool:
         """Returns whether the state may be committed after this step: no gradients wait and the
         interval is over.
         """
         is_due = (
-            self.course.moves
+            self.elastic_run.moves
             and source.keeps_place
-            and step % (self.loop.backward_passes * EVERY) == 0
+            and step % (self.loop.backward_passes * COMMIT_INTERVAL_STEPS) == 0
         )
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
-        self, source: Batched, rows: Rows, step: int, steps: int
+        self, source: BatchedSource, rows: SourceBatch, step: int, steps: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         passes = self.loop.backward_passes
         first = step - step % passes
@@ -278,46 +290,48 @@ class _Trainer:
         everywhere = source.rows_in(first, last)
         if self.minibatch is not None:
             outputs, labels, loss = self.minibatch(rows, step, passes, everywhere)
-            self._look(rows, loss, step)
+            self._check_step_loss(rows, loss, step)
             return outputs, labels, loss
         if step == first:
             self.optimizer.zero_grad()
-        with self.stepper.meter.phase("forward"), self.stepper.autocast():
-            outputs, labels, loss = self.batches.forward(rows, self.model)
-        self._look(rows, loss, step)  # before any gradient is computed from it
+        with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
+            outputs, labels, loss = self.batches.forward_batch(rows, self.model)
+        self._check_step_loss(rows, loss, step)  # before any gradient is computed from it
         factor = (
-            1.0 / (last - first) if everywhere is None else share(rows.valid, self.size, everywhere)
+            1.0 / (last - first)
+            if everywhere is None
+            else loss_factor(rows.valid, self.size, everywhere)
         )
         self.stepper.backward(loss * factor)
         if step == last - 1:
-            self.stepper.step()
+            self.stepper.take_step()
             if self.loop.scheduler_interval == "step":
-                self.stepper.schedule(None)
+                self.stepper.step_scheduler(None)
         return outputs, labels, loss
 
-    def _look(self, rows: Rows, loss: torch.Tensor, step: int) -> None:
+    def _check_step_loss(self, rows: SourceBatch, loss: torch.Tensor, step: int) -> None:
         """Ends training at a loss that is not finite; one of padding alone does not count."""
         if rows.valid:
-            self.losses.look(loss, step)
+            self.losses.check_step_loss(loss, step)
 
-    def _validate(self, source: Batched, epoch: int) -> dict[str, Any]:
+    def _validate_epoch(self, source: BatchedSource, epoch: int) -> dict[str, Any]:
         self.model.eval()
-        scores = Scores(self.objects.metrics, self.job.labels)
-        with torch.no_grad(), self.stepper.autocast():
-            for rows in source.epoch(epoch, self._steps(source, self.job.data.val_steps)):
+        scores = ScoreSums(self.objects.metrics, self.job.labels)
+        with torch.no_grad(), self.stepper.autocast_context():
+            for rows in source.epoch(epoch, self._epoch_steps(source, self.job.data.val_steps)):
                 if rows.valid:
-                    scores.add(*self.batches.forward(rows, self.model), rows.valid)
-        return scores.everywhere()
+                    scores.add_batch(*self.batches.forward_batch(rows, self.model), rows.valid)
+        return scores.global_scores()
 
-    def _is_over(self) -> bool:
+    def _should_end_run(self) -> bool:
         """Returns whether the run ends before its last epoch; the answer is the same on every
         rank.
         """
-        if self.over is not None or self._has_enough_steps():
+        if self.end_reason is not None or self._has_max_steps():
             return True
         if self.loop.early_stopping is not None and self.loop.early_stopping.is_over(self.history):
             return True
-        if self.history and self.halt.after_epoch(self.rank):
+        if self.history and self.halt.should_stop_after_epoch(self.rank):
             return True
         stopping = float(self.callbacks.state.stopping)
         if self.callbacks:
@@ -326,24 +340,24 @@ class _Trainer:
             )
         return stopping > 0
 
-    def _is_cut(self) -> bool:
+    def _should_end_after_step(self) -> bool:
         """Returns whether the run ends here, within an epoch."""
-        if self._has_enough_steps():
-            self.over = "max_steps"
+        if self._has_max_steps():
+            self.end_reason = "max_steps"
         elif self.loop.max_time is not None:
             # The clock of rank 0 counts for all.
             late = float(self.rank == 0 and time.monotonic() - self.started > self.loop.max_time)
             if float(hvd.allreduce(torch.tensor([late]), op=hvd.Max, name="farandole.time")) > 0:
-                self.over = "max_time"
-        if self.over is None and self.halt.after_step(self.rank):
-            self.over = "stop"
-        return self.over is not None
+                self.end_reason = "max_time"
+        if self.end_reason is None and self.halt.should_stop_after_step(self.rank):
+            self.end_reason = "stop"
+        return self.end_reason is not None
 
-    def _has_enough_steps(self) -> bool:
+    def _has_max_steps(self) -> bool:
         return self.loop.max_steps is not None and self.stepper.taken >= self.loop.max_steps
 
-    def _check_weights(self, epoch: int) -> None:
-        if self.job.weight is None or epoch != self.course.reached.first_epoch:
+    def _check_weight_sum(self, epoch: int) -> None:
+        if self.job.weight is None or epoch != self.elastic_run.reached.first_epoch:
             return
         seen = float(
             hvd.allreduce(
@@ -356,39 +370,39 @@ class _Trainer:
                 "learned from such rows"
             )
 
-    def _checkpoint(self) -> dict[str, Any]:
-        optimizer = payload.optimizer_state(self.optimizer, self.size)
+    def _checkpoint_state(self) -> dict[str, Any]:
+        optimizer = payload.single_process_optimizer_state(self.optimizer, self.size)
         return {
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "history": self.history,
-        } | self.stepper.state()
+        } | self.stepper.checkpoint_state()
 
-    def _tell(
+    def _report_step(
         self,
         epoch: int,
         step: int,
         steps: int,
-        source: Batched,
-        begun: Reached,
+        source: BatchedSource,
+        begun: TorchRunProgress,
         started: float,
-        scores: Scores,
+        scores: ScoreSums,
     ) -> None:
         now = time.monotonic()
-        if self.rank != 0 or now - self.reported < _REPORT_SECONDS:
+        if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
             return
         self.reported = now
-        speed = self._rows(source, source.place_after(epoch, step)) / max(
+        speed = self._trained_rows(source, source.place_after(epoch, step)) / max(
             begun.seconds + now - started, 1e-9
         )
         place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
-        task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.loss()})
+        task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.mean_loss()})
 
-    def _rows(self, source: Batched, place: Place) -> int:
+    def _trained_rows(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
         return (
             place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
         )
 
-    def _steps(self, source: Batched, asked: int | None) -> int:
+    def _epoch_steps(self, source: BatchedSource, asked: int | None) -> int:
         return source.steps if asked is None else asked

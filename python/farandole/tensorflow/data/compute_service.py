@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 import farandole.tensorflow as hvd
-from farandole.tensorflow.data._meeting import MeetingClient, MeetingServer
+from farandole.tensorflow.data._registry import DataServiceRegistryClient, DataServiceRegistryServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +48,17 @@ __all__ = [
     "tf_data_service",
 ]
 
-SIDES = ("training", "compute")
-CONSENT = "FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"
-_WORDS = {"1": True, "true": True, "on": True, "": False, "0": False, "false": False, "off": False}
+DISPATCHER_SIDES = ("training", "compute")
+CONSENT_VARIABLE = "FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"
+_BOOLEAN_WORDS = {
+    "1": True,
+    "true": True,
+    "on": True,
+    "": False,
+    "0": False,
+    "false": False,
+    "off": False,
+}
 
 
 def require_consent(given: bool) -> None:
@@ -63,16 +71,16 @@ def require_consent(given: bool) -> None:
         PermissionError: the user has not consented.
         ValueError: the variable says neither yes nor no.
     """
-    told = os.environ.get(CONSENT, "0").strip().lower()
-    if told not in _WORDS:
-        raise ValueError(f"{CONSENT} is 1 or 0: {told!r}")
-    if not (given or _WORDS[told]):
+    told = os.environ.get(CONSENT_VARIABLE, "0").strip().lower()
+    if told not in _BOOLEAN_WORDS:
+        raise ValueError(f"{CONSENT_VARIABLE} is 1 or 0: {told!r}")
+    if not (given or _BOOLEAN_WORDS[told]):
         raise PermissionError(
             "tf.data's dispatchers and workers listen on all addresses of this host without a "
             "password: everyone who reaches their ports runs graphs here, which read and write "
             "files as this user. If a firewall keeps others "
             "from these ports, say so: open_to_the_network=True, --open-to-the-network, or "
-            f"{CONSENT}=1"
+            f"{CONSENT_VARIABLE}=1"
         )
 
 
@@ -81,8 +89,8 @@ class TfDataServiceConfig:
     """The data with which trainers and workers find each other.
 
     Args:
-        dispatchers: How many there are; each hands out the work to workers of its own.
-        workers_per_dispatcher: How many.
+        dispatchers: Number of dispatchers; each has separate workers.
+        workers_per_dispatcher: Number of workers of each dispatcher.
         dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when
             trainers' do.
         addresses: Where the service may be asked, as host and port.
@@ -105,8 +113,10 @@ class TfDataServiceConfig:
 
     def __post_init__(self) -> None:
         """Checks the side."""
-        if self.dispatcher_side not in SIDES:
-            raise ValueError(f"dispatcher_side must be one of {SIDES}: {self.dispatcher_side!r}")
+        if self.dispatcher_side not in DISPATCHER_SIDES:
+            raise ValueError(
+                f"dispatcher_side must be one of {DISPATCHER_SIDES}: {self.dispatcher_side!r}"
+            )
         self.addresses = [(str(host), int(port)) for host, port in self.addresses]
 
     def require_consent(self) -> None:
@@ -118,14 +128,14 @@ class TfDataServiceConfig:
         """
         require_consent(self.open_to_the_network)
 
-    def compute_client(self, verbose: int = 1) -> MeetingClient:
+    def compute_client(self, verbose: int = 1) -> DataServiceRegistryClient:
         """Returns a client of the service.
 
         Args:
             verbose: Accepted for compatibility with Horovod.
         """
         del verbose
-        return MeetingClient(self.addresses, self.key, self.timeout)
+        return DataServiceRegistryClient(self.addresses, self.key, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns numbers, texts and lists; the key is in hexadecimal."""
@@ -198,14 +208,14 @@ def serving(
             f"the number of processes must be a multiple of the {dispatchers} dispatchers: "
             f"{processes}"
         )
-    server = MeetingServer(dispatchers, processes // dispatchers)
+    server = DataServiceRegistryServer(dispatchers, processes // dispatchers)
     try:
         workers = processes // dispatchers
         yield TfDataServiceConfig(
             dispatchers,
             workers,
             dispatcher_side,
-            server.addresses,
+            server.listen_addresses,
             server.key,
             timeout,
             open_to_the_network,
@@ -214,13 +224,15 @@ def serving(
         server.close()
 
 
-def _dispatcher(client: MeetingClient, number: int) -> Any:
+def _start_dispatcher(client: DataServiceRegistryClient, number: int) -> Any:
     """Starts a dispatcher in this process and makes it known."""
     server = tf.data.experimental.service.DispatchServer(
         tf.data.experimental.service.DispatcherConfig(port=0)
     )
     protocol, address = server.target.split("://", 1)
-    client.register_dispatcher(number, f"{protocol}://{client.here()}:{address.rsplit(':', 1)[1]}")
+    client.register_dispatcher(
+        number, f"{protocol}://{client.local_address()}:{address.rsplit(':', 1)[1]}"
+    )
     return server
 
 
@@ -245,7 +257,7 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     own = None
     if compute_config.dispatcher_side == "training" and rank < compute_config.dispatchers:
         compute_config.require_consent()
-        own = _dispatcher(client, rank)
+        own = _start_dispatcher(client, rank)
     number = rank % compute_config.dispatchers
     address = client.wait_for_dispatcher_registration(number)
     client.wait_for_dispatcher_worker_registration(number)
@@ -256,18 +268,18 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
         del own
 
 
-_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
+_shared_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 """Jobs that this process shares through each service, by the service's key."""
 
 
 def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
-    """Name of a pass that trainers share, the same on all of them: one for every dataset, and way
-    to share it.
+    """Returns the name of a pass that trainers share, which is the same on all of them: one name
+    for every dataset and sharing mode.
 
     tf.data's service asks for a name. A later caller with a known name gets the job of the first
     caller.
     """
-    shared = _jobs.setdefault(key, [])
+    shared = _shared_jobs.setdefault(key, [])
     mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
     if mark not in shared:
         shared.append(mark)
@@ -287,14 +299,14 @@ def send_to_data_service(
 
     Args:
         dataset: The part to compute there; transformations after this call stay here.
-        compute_config: Of the service, whose dispatchers must be on the compute side.
-        rank: Of this trainer.
+        compute_config: The service's configuration, with dispatchers on the compute side.
+        rank: Rank of this trainer.
         size: Number of trainers; needed for `round_robin`.
         processing_mode: As in `tf.data.experimental.service.distribute`.
-        reuse_dataset: Whether trainers of one dispatcher share one pass over the data. Those that
-            share several datasets begin with the same one.
-        round_robin: With `reuse_dataset`: whether they take turns, so that each step's batches are
-            alike.
+        reuse_dataset: Whether trainers of one dispatcher share one pass over the data. Trainers
+            that share several datasets must begin with the same dataset.
+        round_robin: With `reuse_dataset`: whether the trainers take turns, so that each step's
+            batches are alike.
 
     Returns:
         A dataset of the same elements.
@@ -302,7 +314,7 @@ def send_to_data_service(
     Raises:
         RuntimeError: When trainers hold the dispatchers: those end with the context of
             `tf_data_service`.
-        ValueError: When `round_robin` lacks what it needs.
+        ValueError: When `round_robin` lacks an argument that it needs.
         TimeoutError: When dispatcher or workers do not come in time.
     """
     if compute_config.dispatcher_side == "training":
@@ -346,13 +358,13 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     number, place = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
     dispatcher = None
     if compute_config.dispatcher_side == "compute" and place == 0:
-        dispatcher = _dispatcher(client, number)
+        dispatcher = _start_dispatcher(client, number)
     address = client.wait_for_dispatcher_registration(number)
     service = tf.data.experimental.service
     worker = service.WorkerServer(
         service.WorkerConfig(
             dispatcher_address=address.split("://", 1)[1],
-            worker_address=f"{client.here()}:%port%",
+            worker_address=f"{client.local_address()}:%port%",
             heartbeat_interval_ms=1000,
         )
     )

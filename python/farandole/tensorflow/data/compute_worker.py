@@ -18,7 +18,7 @@ from pathlib import Path
 
 import farandole.tensorflow as hvd
 from farandole.tensorflow.data.compute_service import (
-    SIDES,
+    DISPATCHER_SIDES,
     compute_worker_fn,
     require_consent,
     serving,
@@ -33,7 +33,7 @@ def main(
     *,
     open_to_the_network: bool = False,
 ) -> None:
-    """The work of every rank.
+    """Runs the work of every rank.
 
     Args:
         dispatchers: Number of dispatchers, which must divide the number of ranks.
@@ -70,7 +70,7 @@ def main(
         hvd.allgather_object(None, name="farandole.tensorflow.data.end")
 
 
-def parser() -> argparse.ArgumentParser:
+def create_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's arguments."""
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("configfile", help="file to write, which trainers read")
     arguments.add_argument("--dispatchers", type=int, default=1, help="number of dispatchers")
     arguments.add_argument(
-        "--dispatcher-side", choices=SIDES, default="compute", help="who holds them"
+        "--dispatcher-side", choices=DISPATCHER_SIDES, default="compute", help="who holds them"
     )
     arguments.add_argument(
         "--timeout", type=float, default=60, help="seconds that waits last at most"
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    told = parser().parse_args()
+    told = create_parser().parse_args()
     main(
         told.dispatchers,
         told.dispatcher_side,

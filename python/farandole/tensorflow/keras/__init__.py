@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from farandole._keras import Settings, distribute
+from farandole._keras import Settings, distribute_optimizer
 from farandole._keras import values as _values
 from farandole._keras.surface import (
     allgather,
@@ -175,7 +175,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set,
         scale_local_gradients,
     )
-    return distribute(optimizer, settings)
+    return distribute_optimizer(optimizer, settings)
 
 
 def allreduce(
@@ -205,4 +205,6 @@ def allreduce(
         ValueError: When both `average` and `op` are given.
     """
     chosen = choose_op(op, average)
-    return _values.allreduce(value, name, chosen, prescale_factor, postscale_factor, compression)
+    return _values.allreduce_value(
+        value, name, chosen, prescale_factor, postscale_factor, compression
+    )

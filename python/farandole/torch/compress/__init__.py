@@ -2,17 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Compressors with a state: gradients are sent in a smaller form, with error feedback.
 
-An instance is what `DistributedOptimizer(compression=...)` takes besides the classes of
-`Compression`, and what `farandole.torch.ddp_comm_hook.compressor_hook` takes for
-`DistributedDataParallel`. Each optimizer or model needs an instance of its own. Reductions are
-`Average` or `Sum`.
+`DistributedOptimizer(compression=...)` takes an instance, besides the classes of `Compression`. For
+`DistributedDataParallel`, `farandole.torch.ddp_comm_hook.compressor_hook` takes an instance. Each
+optimizer or model needs its own instance. Reductions are `Average` or `Sum`.
 
-| compressor | bytes for n numbers of float32 | what is lost |
+| compressor | bytes for n numbers of float32 | lost part |
 | --- | --- | --- |
 | `Fp16`, `Bf16` | 2 n | precision |
 | `Int8(block)` | n + 4 n / block | precision, relative to the largest number of each block |
 | `TopK(share)` | 8 share n from each rank | the small numbers, for now |
-| `PowerSGD(rank)` | 4 rank (rows + columns) | what the product of two thin matrices cannot represent |
+| `PowerSGD(rank)` | 4 rank (rows + columns) | the error of a product of two thin matrices |
 
 To write one, derive from `VectorCompressor` (`encode` and `add`), or from `Compressor` (`reduce`).
 

@@ -17,9 +17,9 @@ from farandole.torch.compress._exchange import Exchange, Waiting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+NamedGradients: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 """Gradients of one unit with names that stay the same from step to step."""
-Reducing: TypeAlias = Generator[Waiting, Any, list[torch.Tensor]]
+ReductionGenerator: TypeAlias = Generator[Waiting, Any, list[torch.Tensor]]
 """A reduction that yields each operation it has started, is sent its result, and returns the
 reduced gradients.
 """
@@ -38,12 +38,12 @@ class Compressor(ABC):
         return 1
 
     @abstractmethod
-    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+    def reduce(self, gradients: NamedGradients, exchange: Exchange) -> ReductionGenerator:
         """Sums gradients over all ranks.
 
         A generator: yields each operation it has started, gets the operation's result, and returns
-        the sums, tensors of the shapes and dtypes it was given. It must not change what it was
-        given, except in the result.
+        the sums, tensors of the gradients' shapes and dtypes. It must not change the gradients,
+        except as the result.
 
         Args:
             gradients: Dense gradients of one unit, the same names and shapes in the same order on
@@ -54,7 +54,7 @@ class Compressor(ABC):
         raise NotImplementedError
 
     def start(
-        self, gradients: Named, exchange: Exchange, average: bool
+        self, gradients: NamedGradients, exchange: Exchange, average: bool
     ) -> Callable[[], list[torch.Tensor]]:
         """Starts a reduction.
 
@@ -67,22 +67,24 @@ class Compressor(ABC):
             A function that waits for the reduction and returns the reduced gradients. Call it once.
         """
         running = self.reduce(gradients, exchange)
-        first, done = _advance(running, None)
+        first, done = _advance_reduction(running, None)
 
-        def finish() -> list[torch.Tensor]:
+        def finish_reduction() -> list[torch.Tensor]:
             waiting, result = first, done
             while waiting is not None:
-                waiting, result = _advance(running, waiting.wait())
+                waiting, result = _advance_reduction(running, waiting.wait())
             if average:
                 for tensor in result:
                     tensor.div_(exchange.size)
             return result
 
-        return finish
+        return finish_reduction
 
 
-def _advance(running: Reducing, outcome: Any) -> tuple[Waiting | None, list[torch.Tensor]]:
-    """Goes on to the next operation, or to the end."""
+def _advance_reduction(
+    running: ReductionGenerator, outcome: Any
+) -> tuple[Waiting | None, list[torch.Tensor]]:
+    """Advances to the next operation, or to the end."""
     try:
         return running.send(outcome), []
     except StopIteration as end:
@@ -98,13 +100,13 @@ class VectorCompressor(Compressor):
     sends everything to every rank.
 
     Args:
-        error_feedback: Whether what a payload has lost is added to the next gradient.
+        error_feedback: Whether the error of a payload is added to the next gradient.
     """
 
     splits = True
     """Whether the payload of a part depends on that part alone."""
     alignment = 1
-    """Numbers a part of a vector is a multiple of."""
+    """The size of a part of a vector is a multiple of this."""
 
     def __init__(self, *, error_feedback: bool = True) -> None:
         self._feeds_back = error_feedback
@@ -112,44 +114,44 @@ class VectorCompressor(Compressor):
 
     def rounds(self, size: int) -> int:
         """Returns the number of operations of a reduction."""
-        return 2 if self._parts(size) > 1 else 1
+        return 2 if self._part_count(size) > 1 else 1
 
-    def _parts(self, size: int) -> int:
-        """Parts of a vector that are summed by one rank each; of two ranks each sums all."""
+    def _part_count(self, size: int) -> int:
+        """Returns the number of parts of a vector, each summed by one rank; two ranks sum all."""
         return size if self.splits and size > 2 else 1  # noqa: PLR2004
 
     @abstractmethod
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """The payload of a flat, contiguous vector of float32: a flat tensor whose length depends
-        on the vector's.
+        """Encodes a flat, contiguous vector of float32 as a payload: a flat tensor whose length
+        depends only on the length of the vector.
 
-        With a residual, the payload is that of the vector plus the residual, which then holds the
-        lost part.
+        With a residual, encodes the sum of vector and residual, and writes the error of the payload
+        to the residual.
         """
 
     @abstractmethod
     def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:
         """Decodes a payload and adds it to a flat vector of float32."""
 
-    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+    def reduce(self, gradients: NamedGradients, exchange: Exchange) -> ReductionGenerator:
         """Sums gradients over all ranks, all as one vector."""
-        parts = self._parts(exchange.size)
-        vector, starts = _join(gradients, parts * self.alignment)
+        parts = self._part_count(exchange.size)
+        vector, starts = _join_gradients(gradients, parts * self.alignment)
         width = vector.numel() // parts
         name = gradients[0][0]
         payloads = [
-            self.encode(part, self._residual(f"{name}/{i}", part))
+            self.encode(part, self._residual_for(f"{name}/{i}", part))
             for i, part in enumerate(vector.split(width or 1))
         ]
         if not payloads:
             return [gradient.clone() for _, gradient in gradients]
         if parts == 1:
             received = yield exchange.allgather(payloads[0])
-            total = self._sum(received, width, vector.device)
+            total = self._sum_payloads(received, width, vector.device)
         else:
             received = yield exchange.alltoall(torch.stack(payloads))
-            mine = self._sum(received, width, vector.device)
-            residual = self._residual(f"{name}/sum", mine)
+            mine = self._sum_payloads(received, width, vector.device)
+            residual = self._residual_for(f"{name}/sum", mine)
             sums = yield exchange.allgather(self.encode(mine, residual))
             total = torch.zeros_like(vector)
             for payload, part in zip(sums, total.split(width), strict=True):
@@ -159,13 +161,15 @@ class VectorCompressor(Compressor):
             for (_, gradient), start in zip(gradients, starts, strict=True)
         ]
 
-    def _sum(self, payloads: torch.Tensor, width: int, device: torch.device) -> torch.Tensor:
+    def _sum_payloads(
+        self, payloads: torch.Tensor, width: int, device: torch.device
+    ) -> torch.Tensor:
         total = torch.zeros(width, dtype=torch.float32, device=device)
         for payload in payloads:
             self.add(payload, total)
         return total
 
-    def _residual(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+    def _residual_for(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
         if not self._feeds_back:
             return None
         residual = self._residuals.get(name)
@@ -174,7 +178,7 @@ class VectorCompressor(Compressor):
         return residual
 
 
-def _join(gradients: Named, multiple: int) -> tuple[torch.Tensor, list[int]]:
+def _join_gradients(gradients: NamedGradients, multiple: int) -> tuple[torch.Tensor, list[int]]:
     """Returns all gradients end to end as float32, padded by zeros to a multiple, and where each
     begins.
     """

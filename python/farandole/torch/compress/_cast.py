@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farandole.torch.compress._base import Compressor, Named, Reducing
+from farandole.torch.compress._base import Compressor, NamedGradients, ReductionGenerator
 
 if TYPE_CHECKING:
     from farandole.torch.compress._exchange import Exchange
@@ -22,9 +22,9 @@ class Cast(Compressor):
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
-        error_feedback: Whether what rounding has lost is added to the next gradient.
+        error_feedback: Whether the rounding error is added to the next gradient.
         rounds_partial_sums: Whether the sums of a host's ranks are rounded to `dtype` on their way
-            to other hosts. If not, they travel as float32: twice the bytes in one of two
+            to other hosts. If not, they are sent as float32: twice the bytes in one of two
             directions, one rounding less.
     """
 
@@ -38,17 +38,17 @@ class Cast(Compressor):
         self.rounds_partial_sums = rounds_partial_sums
         self._residuals: dict[str, torch.Tensor] = {}
 
-    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+    def reduce(self, gradients: NamedGradients, exchange: Exchange) -> ReductionGenerator:
         """Sums gradients over all ranks."""
         narrow = torch.cat(
-            [self._narrow(name, gradient).reshape(-1) for name, gradient in gradients]
+            [self._narrow_gradient(name, gradient).reshape(-1) for name, gradient in gradients]
         )
         total = yield exchange.allreduce(narrow, rounds=self.rounds_partial_sums)
         parts = total.split([gradient.numel() for _, gradient in gradients])
         pairs = zip(parts, gradients, strict=True)
         return [part.view(gradient.shape).to(gradient.dtype) for part, (_, gradient) in pairs]
 
-    def _narrow(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _narrow_gradient(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         if not self._feeds_back:
             return gradient.to(self._dtype)
         residual = self._residuals.get(name)

@@ -11,10 +11,10 @@ import torch
 
 from farandole._native import engine
 from farandole.common import basics
-from farandole.common.handles import members_of, set_number
-from farandole.common.util import Sum, rounded
-from farandole.torch._device import spot
-from farandole.torch._handles import DTYPES, adopt, table, usable
+from farandole.common.handles import member_ranks, process_set_number
+from farandole.common.util import Sum, rounded_op
+from farandole.torch._device import device_location
+from farandole.torch._handles import ENGINE_DTYPES, adopt_rows, table, to_engine_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ class Exchange(ABC):
 
     Attributes:
         size: Number of ranks.
-        rank: This one's number among them.
+        rank: Number of this rank among them.
     """
 
     size: int
@@ -87,77 +87,79 @@ class EngineExchange(Exchange):
     """
 
     def __init__(self, name: str, process_set: ProcessSet) -> None:
-        members = members_of(process_set)
+        members = member_ranks(process_set)
         self.size, self.rank = len(members), members.index(basics.rank())
-        self._set = set_number(process_set)
+        self._set = process_set_number(process_set)
         self._name = name
         self._round = 0
 
-    def _described(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...], int]:
+    def _describe_operation(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...], int]:
         self._round += 1
         name = f"compress.{self._name}.{self._round}"
-        return name, DTYPES[tensor.dtype], tensor.shape, tensor.data_ptr()
+        return name, ENGINE_DTYPES[tensor.dtype], tensor.shape, tensor.data_ptr()
 
     def allreduce(self, tensor: torch.Tensor, *, rounds: bool = False) -> Waiting:
         """Starts a sum over all ranks that overwrites a contiguous tensor; the result is that
         tensor.
         """
-        source = usable(tensor)
+        source = to_engine_tensor(tensor)
 
-        def finish(_: list[Any]) -> torch.Tensor:
+        def finish_allreduce(_: list[Any]) -> torch.Tensor:
             return tensor if source is tensor else tensor.copy_(source)
 
-        op = rounded(Sum, rounds)
+        op = rounded_op(Sum, rounds)
         arguments = (
-            *self._described(source),
+            *self._describe_operation(source),
             source.data_ptr(),
             op,
             1.0,
             1.0,
             self._set,
             False,
-            spot(source),
+            device_location(source),
         )
-        return self._waiting(source, finish, engine.allreduce, *arguments)
+        return self._submit_operation(source, finish_allreduce, engine.allreduce, *arguments)
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
-        source = usable(tensor)
-        arguments = (*self._described(source), self._set, False, spot(source))
-        return self._waiting(source, self._rows(tensor), engine.allgather, *arguments)
+        source = to_engine_tensor(tensor)
+        arguments = (*self._describe_operation(source), self._set, False, device_location(source))
+        return self._submit_operation(
+            source, self._make_rows_finish(tensor), engine.allgather, *arguments
+        )
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
         """Starts sending a row of a contiguous matrix to each rank; the result has a row from
         each.
         """
-        source = usable(rows)
-        described = self._described(source)
-        return self._waiting(
+        source = to_engine_tensor(rows)
+        described = self._describe_operation(source)
+        return self._submit_operation(
             source,
-            self._rows(rows),
+            self._make_rows_finish(rows),
             engine.alltoall,
             *described,
             None,
             self._set,
             False,
-            spot(source),
+            device_location(source),
         )
 
-    def _rows(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
-        def finish(outcomes: list[Any]) -> torch.Tensor:
-            whole = adopt(outcomes[0], like, like.device)
+    def _make_rows_finish(self, like: torch.Tensor) -> Callable[[list[Any]], torch.Tensor]:
+        def finish_rows(outcomes: list[Any]) -> torch.Tensor:
+            whole = adopt_rows(outcomes[0], like, like.device)
             return whole.view(self.size, whole.numel() // self.size)
 
-        return finish
+        return finish_rows
 
-    def _waiting(
+    def _submit_operation(
         self,
         keep: Any,
         finish: Callable[[list[Any]], torch.Tensor],
         call: Callable[..., int],
         *arguments: Any,
     ) -> Waiting:
-        number = table.submit(keep, finish, call, *arguments)
+        number = table.submit_operation(keep, finish, call, *arguments)
         return Waiting(lambda: table.synchronize(number))
 
 
@@ -180,7 +182,9 @@ class GroupExchange(Exchange):
         tensor.
         """
         del rounds  # That is up to the backend.
-        return self._waiting(self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+        return self._wrap_work(
+            self._dist.all_reduce(tensor, group=self.group, async_op=True), tensor
+        )
 
     def allgather(self, tensor: torch.Tensor) -> Waiting:
         """Starts sending a flat tensor to all; the result is a matrix with a row from each rank."""
@@ -188,20 +192,20 @@ class GroupExchange(Exchange):
         work = self._dist.all_gather_into_tensor(
             rows.view(-1), tensor, group=self.group, async_op=True
         )
-        return self._waiting(work, rows)
+        return self._wrap_work(work, rows)
 
     def alltoall(self, rows: torch.Tensor) -> Waiting:
         """Starts sending a row of a contiguous matrix to each rank; the result has a row from
         each.
         """
         received = torch.empty_like(rows)
-        return self._waiting(
+        return self._wrap_work(
             self._dist.all_to_all_single(received, rows, group=self.group, async_op=True), received
         )
 
-    def _waiting(self, work: Any, result: torch.Tensor) -> Waiting:
-        def wait() -> torch.Tensor:
+    def _wrap_work(self, work: Any, result: torch.Tensor) -> Waiting:
+        def wait_for_work() -> torch.Tensor:
             work.wait()
             return result
 
-        return Waiting(wait, work.get_future, result)
+        return Waiting(wait_for_work, work.get_future, result)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from farandole.torch.compress._base import Compressor, Named, Reducing
+from farandole.torch.compress._base import Compressor, NamedGradients, ReductionGenerator
 
 if TYPE_CHECKING:
     from farandole.torch.compress._exchange import Exchange
@@ -20,13 +20,13 @@ class PowerSGD(Compressor):
 
     A gradient of shape (n, ...) is a matrix M of n rows and m columns. With the last step's right
     factor Q, all ranks sum M Q and orthogonalise it to P, then sum transpose(M) P to the next Q;
-    the result is P transpose(Q). What the product lacks is added to the next gradient. Vectors, and
-    matrices that would not become smaller, travel as they are. Ranks get the same bits as long as
-    their processors multiply matrices alike.
+    the result is P transpose(Q). The error of the product is added to the next gradient. Vectors,
+    and matrices that would not become smaller, are sent uncompressed. Ranks get the same bits as
+    long as their processors multiply matrices alike.
 
     Args:
         rank: Columns of the factors.
-        error_feedback: Whether what the product lacks is added to the next gradient.
+        error_feedback: Whether the error of the product is added to the next gradient.
         warm_start: Whether a step begins with the last step's Q instead of a random one.
         min_compression: How many times smaller the factors of a matrix must be together.
     """
@@ -54,21 +54,21 @@ class PowerSGD(Compressor):
         del size
         return 2
 
-    def reduce(self, gradients: Named, exchange: Exchange) -> Reducing:
+    def reduce(self, gradients: NamedGradients, exchange: Exchange) -> ReductionGenerator:
         """Sums gradients over all ranks."""
         matrices = {
-            name: self._matrix(name, gradient)
+            name: self._gradient_matrix(name, gradient)
             for name, gradient in gradients
-            if self._pays(gradient)
+            if self._is_worth_compressing(gradient)
         }
         others = [(name, gradient) for name, gradient in gradients if name not in matrices]
-        rights = {name: self._right(name, matrix) for name, matrix in matrices.items()}
+        rights = {name: self._right_factor(name, matrix) for name, matrix in matrices.items()}
         lefts = [matrix @ rights[name] for name, matrix in matrices.items()]
         plain = [gradient.reshape(-1).float() for _, gradient in others]
         # One operation for all: the left factors, and the tensors that are not compressed.
         total = yield exchange.allreduce(torch.cat([part.reshape(-1) for part in (*lefts, *plain)]))
         parts = iter(total.split([part.numel() for part in (*lefts, *plain)]))
-        orthogonal = [_orthogonalise(next(parts).view_as(left)) for left in lefts]
+        orthogonal = [_orthogonalise_columns(next(parts).view_as(left)) for left in lefts]
         results = {
             name: next(parts).view(gradient.shape).to(gradient.dtype, copy=True)
             for name, gradient in others
@@ -85,43 +85,43 @@ class PowerSGD(Compressor):
             ):
                 right = flat.view_as(own)
                 if self._feeds_back:
-                    # Each rank keeps what its own part of the sum lacks.
+                    # Each rank keeps the error of the product for its own part of the sum.
                     lost = torch.sub(matrix, left @ own.T)
                     self._residuals[name] = torch.nan_to_num_(lost, 0.0, 0.0, 0.0)
                 self._rights[name] = right.clone()
                 results[name] = (left @ right.T).view(shapes[name].shape).to(shapes[name].dtype)
         return [results[name] for name, _ in gradients]
 
-    def _pays(self, gradient: torch.Tensor) -> bool:
+    def _is_worth_compressing(self, gradient: torch.Tensor) -> bool:
         """Returns whether the factors are much smaller than the matrix."""
         if gradient.dim() < 2 or gradient.numel() == 0:  # noqa: PLR2004 - a matrix has two
             return False
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
         return (rows + columns) * min(self._rank, rows, columns) * self._least < gradient.numel()
 
-    def _matrix(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _gradient_matrix(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         matrix = gradient.reshape(gradient.shape[0], -1).float()
         residual = self._residuals.get(name)
         if residual is None or residual.shape != matrix.shape:
             return matrix
         return matrix + residual
 
-    def _right(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+    def _right_factor(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
         columns = matrix.shape[1]
         rank = min(self._rank, *matrix.shape)
         last = self._rights.get(name)
         if last is not None and self._warm and last.shape == (columns, rank):
-            last = _orthogonalise(last)
+            last = _orthogonalise_columns(last)
             if last.any(0).all():
                 return last
-        # A column that has become zero would stay so: begin again. The same on all ranks: seeded by
-        # the name and the step, not by the process's generator.
+        # A column that has become zero would stay zero: use random numbers again. They are the same
+        # on all ranks: the seed is from the name and the step, not from the process's generator.
         step = self._steps[name] = self._steps.get(name, 0) + 1
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{step}".encode()))
         return torch.randn(columns, rank, generator=generator).to(matrix.device)
 
 
-def _orthogonalise(columns: torch.Tensor) -> torch.Tensor:
+def _orthogonalise_columns(columns: torch.Tensor) -> torch.Tensor:
     """Makes columns orthonormal in order, each minus its projections on earlier ones; dependent
     ones become zero.
     """
@@ -129,7 +129,7 @@ def _orthogonalise(columns: torch.Tensor) -> torch.Tensor:
     for i in range(columns.shape[1]):
         column = columns[:, i]
         length = column.norm()
-        for _ in range(2):  # once more for what rounding has left
+        for _ in range(2):  # twice, because of rounding errors
             if i:
                 before = columns[:, :i]
                 column -= before @ (before.T @ column)

@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole._native.compress import Codec
+from farandole._native.compress import VectorCodec
 from farandole.torch.compress._base import VectorCompressor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class _Coded(VectorCompressor):
+class _CodecCompressor(VectorCompressor):
     """A compressor whose codec is native; vectors on a GPU go through host memory."""
 
     def __init__(
-        self, codec: Callable[[Any], Codec], setting: float, *, error_feedback: bool
+        self, codec: Callable[[Any], VectorCodec], setting: float, *, error_feedback: bool
     ) -> None:
         super().__init__(error_feedback=error_feedback)
-        self._made_by = (codec, setting)
+        self._codec_recipe = (codec, setting)
         self._codec = codec(setting)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the native codec, so that compressors travel to training processes."""
+        """Returns the state without the native codec, so that compressors can be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_codec"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """With a codec of the same kind."""
+        """Restores the state, and creates a codec of the same kind."""
         vars(self).update(state)
-        codec, setting = self._made_by
+        codec, setting = self._codec_recipe
         self._codec = codec(setting)
 
     def encode(self, vector: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -47,7 +47,7 @@ class _Coded(VectorCompressor):
         return payload
 
     def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:
-        """Adds what a payload says to a flat vector."""
+        """Decodes a payload and adds the result to a flat vector."""
         payload = payload.contiguous()
         target = into.cpu()
         self._codec.accumulate(
@@ -57,24 +57,24 @@ class _Coded(VectorCompressor):
             into.copy_(target)
 
 
-class Int8(_Coded):
+class Int8(_CodecCompressor):
     """8-bit codes in blocks, each with its own scale: a quarter of the bytes of float32.
 
-    Codes are never summed: each rank decodes what it gets and sums in float32.
+    Codes are never summed: each rank decodes the payloads and sums in float32.
 
     Args:
         block: Numbers that share a scale.
-        error_feedback: Whether what a payload has lost is added to the next gradient.
+        error_feedback: Whether the error of a payload is added to the next gradient.
     """
 
     def __init__(self, block: int = 256, *, error_feedback: bool = True) -> None:
         if block < 1:
             raise ValueError(f"a block has at least one number: {block!r}")
-        super().__init__(Codec.int8, block, error_feedback=error_feedback)
+        super().__init__(VectorCodec.int8, block, error_feedback=error_feedback)
         self.alignment = block
 
 
-class TopK(_Coded):
+class TopK(_CodecCompressor):
     """The numbers of largest magnitude with their places; the others wait in the residual until
     they have grown.
 
@@ -88,4 +88,4 @@ class TopK(_Coded):
     def __init__(self, share: float = 0.01, *, error_feedback: bool = True) -> None:
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share must be above 0 and at most 1: {share!r}")
-        super().__init__(Codec.top_k, share, error_feedback=error_feedback)
+        super().__init__(VectorCodec.top_k, share, error_feedback=error_feedback)

@@ -28,9 +28,9 @@ Example:
 import torch.distributed as dist
 
 from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._create import create
+from farandole.torch.distributed._create import create_backend
 from farandole.torch.distributed._fault_tolerant import FaultTolerantDataParallel
-from farandole.torch.distributed._rendezvous import register
+from farandole.torch.distributed._rendezvous import register_rendezvous
 
 __all__ = ["FarandoleBackend", "FaultTolerantDataParallel"]
 
@@ -39,5 +39,7 @@ if not dist.is_available():
         "farandole.torch.distributed needs a PyTorch that was built with torch.distributed"
     )
 if "FARANDOLE" not in dist.Backend._plugins:  # noqa: SLF001 - a second registration is an error there
-    dist.Backend.register_backend("farandole", create, extended_api=True, devices=["cpu", "cuda"])
-    register()
+    dist.Backend.register_backend(
+        "farandole", create_backend, extended_api=True, devices=["cpu", "cuda"]
+    )
+    register_rendezvous()

@@ -11,19 +11,19 @@ import torch
 from farandole.common import basics
 from farandole.common.process_sets import global_process_set
 from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._groups import agree, join_world
+from farandole.torch.distributed._groups import agree_on_process_sets, join_world
 from farandole.torch.distributed._reconfigure import ReconfigurableBackend, ReconfigurableGroup
 from farandole.torch.distributed._store import RegistrarStore
 
 
-def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
+def create_backend(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
     """Makes the backend of a new group; torch calls it in every member.
 
     Raises:
-        ValueError: When torch's rank or size is not Farandole's, or the group cannot be had.
+        ValueError: When torch's rank or size is not Farandole's, or the group is not supported.
     """
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
-        return _reconfigurable(options)
+        return _create_reconfigurable_group(options)
     if not options.global_ranks_in_group:
         join_world()
         theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
@@ -33,8 +33,8 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
                 f"rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
                 "init_method='farandole://'"
             )
-        # If a group is bound to a device, torch splits other groups from it, and calls the
-        # processes that are no members, too.
+        # If a group is bound to a device, torch splits other groups from it, and also
+        # calls the processes that are no members.
         options.process_group.bound_device_id = torch.device("cpu", 0)
         return FarandoleBackend(*ours, global_process_set, options.group_id)
     ranks = list(options.global_ranks_in_group)
@@ -47,16 +47,16 @@ def create(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
         )
     if ranks != sorted(ranks):
         raise ValueError(f"the ranks of a group must be in ascending order: {ranks}")
-    process_set = agree(ranks)
-    assert process_set is not None  # noqa: S101 - agree returns the set that was asked for
+    process_set = agree_on_process_sets(ranks)
+    assert process_set is not None  # noqa: S101 - `agree_on_process_sets` returns the requested set
     return FarandoleBackend(options.group_rank, options.group_size, process_set, options.group_id)
 
 
-def _reconfigurable(options: Any) -> ReconfigurableGroup:
+def _create_reconfigurable_group(options: Any) -> ReconfigurableGroup:
     """Returns a group that gets its members by `reconfigure`.
 
     Raises:
-        ValueError: It is no default group, or its store is of one world.
+        ValueError: The group is no default group, or its store belongs to one world.
     """
     if options.global_ranks_in_group:
         raise ValueError("only the default group can be made with enable_reconfigure=True")

@@ -17,9 +17,9 @@ from torch.distributed.debug._frontend import (
     format_fetch_summary,
 )
 
-from farandole.torch.distributed.debug import ENDPOINT
+from farandole.torch.distributed.debug import ENDPOINT_NAME
 
-_TEMPLATE = """
+_PAGE_TEMPLATE = """
 {% extends "base.html" %}
 {% block header %}<h1>{% block title %}Farandole Ranks{% endblock %}</h1>{% endblock %}
 {% block content %}
@@ -30,7 +30,7 @@ _TEMPLATE = """
   </table>
 {% endblock %}
 """  # noqa: E501
-_HEADS = (
+_TABLE_HEADS = (
     "rank",
     "host",
     "process",
@@ -47,35 +47,39 @@ class RanksHandler(DebugHandler):
 
     def routes(self) -> list[Route]:
         """Returns the page's path."""
-        return [Route(f"/{ENDPOINT}", self._page)]
+        return [Route(f"/{ENDPOINT_NAME}", self._render_page)]
 
     def nav_links(self) -> list[NavLink]:
         """Returns the link to the page."""
-        return [NavLink(f"/{ENDPOINT}", "Farandole Ranks")]
+        return [NavLink(f"/{ENDPOINT_NAME}", "Farandole Ranks")]
 
     def templates(self) -> dict[str, str]:
         """Returns the page's template."""
-        return {"farandole.html": _TEMPLATE}
+        return {"farandole.html": _PAGE_TEMPLATE}
 
     def dump(self) -> str | None:
         """Returns the answers of all ranks, one on each line."""
-        _, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
+        _, answers = fetch_all(ENDPOINT_NAME, timeout=self.fetch_timeout)
         return "\n".join(answer.text for answer in answers)
 
     def dump_filename(self) -> str:
         """Returns the beginning of the names of dumps."""
-        return ENDPOINT
+        return ENDPOINT_NAME
 
-    def _page(self, request: Any) -> bytes:
-        addresses, answers = fetch_all(ENDPOINT, timeout=self.fetch_timeout)
-        rows = [_row(json.loads(answer.text)) for answer in answers if answer.status_code == 200]  # noqa: PLR2004
+    def _render_page(self, request: Any) -> bytes:
+        addresses, answers = fetch_all(ENDPOINT_NAME, timeout=self.fetch_timeout)
+        rows = [
+            _table_row(json.loads(answer.text))
+            for answer in answers
+            if answer.status_code == 200  # noqa: PLR2004
+        ]
         summary = format_fetch_summary(addresses, answers)
         return request.frontend.render_template(
-            "farandole.html", heads=_HEADS, rows=rows, summary=summary
+            "farandole.html", heads=_TABLE_HEADS, rows=rows, summary=summary
         )
 
 
-def _row(told: dict[str, Any]) -> list[str]:
+def _table_row(told: dict[str, Any]) -> list[str]:
     sets = "; ".join(f"{number}: {ranks}" for number, ranks in told["process_sets"].items())
     waits = "; ".join(f"{one['name']} for {one['seconds']:.1f} s" for one in told["under_way"])
     gpu = "" if told["gpu"] is None else str(told["gpu"])

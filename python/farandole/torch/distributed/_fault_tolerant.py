@@ -8,9 +8,10 @@ lost, the callback brings this rank into the next world, as `farandole.torch._to
 and reduces the same gradients again.
 
 The backward pass may have ended on some ranks and failed on others. In `DistributedOptimizer`, the
-latter take the parameters of the former and skip their step. Here, each rank keeps the results of
-its last reduction, and the latter get these. So they continue as if nothing had happened, and the
-script may clip gradients, scale losses or use any optimizer.
+ranks that failed take the parameters of the ranks that finished, and skip their step. Here, each
+rank keeps the results of its last reduction, and sends them to the ranks that failed. So all ranks
+continue as if nothing had happened, and the script may clip gradients, scale losses or use any
+optimizer.
 
 - FT-1: A rank changes its parameters and its optimizer's state only in the script, except a new
   rank.
@@ -29,7 +30,7 @@ its model while the others train, would wait for them in DDP's constructor. Rank
 different buckets, and gradients are reduced by name.
 """
 
-# No postponed annotations: DDP looks at those of a hook.
+# No postponed annotations: DDP reads a hook's annotations.
 
 import inspect
 import weakref
@@ -44,21 +45,23 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError, FarandoleUsageError
-from farandole.common.notices import heed, is_elastic
+from farandole.common.notices import install_notice_handlers, is_elastic
 from farandole.common.util import Average
-from farandole.torch._device import spot
-from farandole.torch._handles import DTYPES, table, usable
-from farandole.torch._reduce import Reduction
-from farandole.torch._state_comparison import described_line, equal_and_others
-from farandole.torch._state_transfer import Roles, move
-from farandole.torch._tolerant import Tolerance, claim
+from farandole.torch._device import device_location
+from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor
+from farandole.torch._reduce import TensorReduction
+from farandole.torch._state_comparison import describe_named_tensor, split_by_equality
+from farandole.torch._state_transfer import TransferRoles, transfer_tensors
+from farandole.torch._tolerant import FaultTolerance, claim_process
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
-from farandole.torch.distributed._work import Done
+from farandole.torch.distributed._work import CompletedWork
 
-_BROADCASTS: Final = "buffers are not broadcast in each step; a new rank gets those of another rank"
-_REFUSED: Final = {
-    "broadcast_buffers": _BROADCASTS,
-    "forward_sync_buffers": _BROADCASTS,
+_BUFFER_BROADCAST_REASON: Final = (
+    "buffers are not broadcast in each step; a new rank gets those of another rank"
+)
+_REFUSED_OPTIONS: Final = {
+    "broadcast_buffers": _BUFFER_BROADCAST_REASON,
+    "forward_sync_buffers": _BUFFER_BROADCAST_REASON,
     "find_unused_parameters": (
         "DistributedOptimizer(fault_tolerant=True) accepts parameters that are not used"
     ),
@@ -71,7 +74,7 @@ _REFUSED: Final = {
     "delay_all_reduce_named_params": "all gradients are reduced in the backward pass",
     "param_to_hook_all_reduce": "all gradients are reduced in the backward pass",
 }
-"""Arguments of DDP that cannot be used, and why or what to do."""
+"""Arguments of DDP that cannot be used, with the reason or an alternative."""
 
 
 class FaultTolerantDataParallel(DistributedDataParallel):
@@ -88,7 +91,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
 
     Args:
         module: The model. Each backward pass that is not in `no_sync()` counts as a step.
-        optimizer: The optimizer of the model's parameters, which new ranks get the state of.
+        optimizer: The optimizer of the model's parameters; new ranks get its state.
         **options: Other arguments of `DistributedDataParallel`, such as `device_ids` or
             `gradient_as_bucket_view`.
 
@@ -102,7 +105,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     ) -> None:
         _require_default_group()
-        for name, reason in _REFUSED.items():
+        for name, reason in _REFUSED_OPTIONS.items():
             if options.pop(name, None):
                 raise ValueError(f"FaultTolerantDataParallel cannot be used with {name}: {reason}")
         if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
@@ -114,13 +117,13 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         buffers = (
             "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         )
-        group = _group_of_one()
-        claim(self)
+        group = _single_process_group()
+        claim_process(self)
         super().__init__(
             module, process_group=group, init_sync=False, **{buffers: False}, **options
         )
 
-        def others() -> list[torch.Tensor]:
+        def other_tensors() -> list[torch.Tensor]:
             own = {parameter for each in optimizer.param_groups for parameter in each["params"]}
             return [
                 tensor for tensor in (*module.parameters(), *module.buffers()) if tensor not in own
@@ -131,15 +134,15 @@ class FaultTolerantDataParallel(DistributedDataParallel):
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         }
-        self._tolerance = _GradientTolerance(optimizer, is_elastic(), others, names)
-        self.register_comm_hook(_Reducer(self._tolerance, names), _hook)
-        heed()
-        self._tolerance.enter()
+        self._tolerance = _GradientFaultTolerance(optimizer, is_elastic(), other_tensors, names)
+        self.register_comm_hook(_CommHookState(self._tolerance, names), _communication_hook)
+        install_notice_handlers()
+        self._tolerance.enter_new_world()
 
     @property
     def steps(self) -> int:
-        """Steps that training has finished, before this rank came included: backward passes but
-        for `no_sync()`.
+        """Number of steps that training has finished, also before this rank joined: backward passes
+        outside `no_sync()`.
         """
         return self._tolerance.steps
 
@@ -156,22 +159,23 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         Raises:
             TypeError: An object has no such methods.
         """
-        self._tolerance.share(objects)
+        self._tolerance.share_objects(objects)
 
     def rejoin(self) -> None:
-        """Leaves a world that another collective has found broken, for the next one.
+        """Leaves a broken world for the next one.
 
-        `backward` does so by itself. Call it where a collective of your own, such as the average of
-        a metric, has raised `FarandoleInternalError`. Between `backward` and `optimizer.step()` it
-        only has the next `backward` leave the world; collectives of your own fail until then.
+        `backward` rejoins by itself. Call `rejoin` when a collective of the training script, such
+        as the average of a metric, has raised `FarandoleInternalError`. Between `backward` and
+        `optimizer.step()`, `rejoin` only makes the next `backward` leave the world; until then,
+        collectives of the script fail.
 
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._tolerance.rejoin(self._tolerance.is_step_due)
+        self._tolerance.rejoin_world(self._tolerance.is_step_due)
 
     def join(self, *arguments: Any, **options: Any) -> Any:
-        """Refused: every rank must take part in every step.
+        """Raises an error: every rank must take part in every step.
 
         Raises:
             ValueError: Always.
@@ -182,14 +186,14 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         )
 
 
-class _GradientTolerance(Tolerance):
-    """Like `Tolerance`, but a rank that is behind gets the results of a reduction, not the state
-    after the step.
+class _GradientFaultTolerance(FaultTolerance):
+    """Like `FaultTolerance`, but a rank that is behind gets the results of a reduction, not the
+    state after the step.
 
     Args:
-        optimizer: As for `Tolerance`.
-        is_elastic: As for `Tolerance`.
-        others: As for `Tolerance`.
+        optimizer: As for `FaultTolerance`.
+        is_elastic: As for `FaultTolerance`.
+        others: As for `FaultTolerance`.
         parameters: The parameters whose gradients are reduced, by name.
     """
 
@@ -213,14 +217,14 @@ class _GradientTolerance(Tolerance):
         self._timeout = store.timeout
         this = weakref.ref(self)
 
-        def note(*_: Any) -> None:
+        def note_step_taken(*_: Any) -> None:
             tolerance = this()
             if tolerance is not None:
                 tolerance.is_step_due = False
 
-        optimizer.register_step_post_hook(note)
+        optimizer.register_step_post_hook(note_step_taken)
 
-    def _prepare(self) -> None:
+    def _prepare_world(self) -> None:
         """Creates the default group again: a new rank has just created it."""
         generation = engine.world().generation
         if generation != self._generation:
@@ -229,30 +233,30 @@ class _GradientTolerance(Tolerance):
             dist.init_process_group("farandole", init_method="farandole://", timeout=self._timeout)
             self._generation = generation
 
-    def _model(self) -> list[str]:
+    def _describe_model(self) -> list[str]:
         return [
-            *(described_line(name, each) for name, each in self._parameters.items()),
-            *super()._model(),
+            *(describe_named_tensor(name, each) for name, each in self._parameters.items()),
+            *super()._describe_model(),
         ]
 
-    def _bring(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
+    def _update_ranks_behind(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
         if any(is_whole and steps < most for steps, is_whole, _ in told):
-            self._deliver(
-                Roles(senders, [rank for rank in range(len(told)) if rank not in senders])
+            self._send_results(
+                TransferRoles(senders, [rank for rank in range(len(told)) if rank not in senders])
             )
-        is_new = not self._is_whole
+        is_new = not self._has_whole_state
         new = [
             rank
             for rank, (_, is_whole, _) in enumerate(told)
             if not is_whole and rank not in senders
         ]
-        self._transfer(Roles(senders, new))
+        self._transfer_state(TransferRoles(senders, new))
         if is_new:
-            self._arrive(most)
+            self._mark_state_received(most)
         return self.steps < most
 
-    def _deliver(self, roles: Roles) -> None:
-        """Sends the results of the last reduction to those whose reduction has failed, and to
+    def _send_results(self, roles: TransferRoles) -> None:
+        """Sends the results of the last reduction to the ranks whose reduction has failed, and to
         new ranks.
         """
         results = self.results
@@ -263,20 +267,22 @@ class _GradientTolerance(Tolerance):
                 for name, parameter in self._parameters.items()
             }
         tensors = [results[name] for name in self._parameters]
-        equal, different = equal_and_others("tolerant.digests", tensors, roles)
-        move("tolerant.result", equal, roles)
-        move("tolerant.result.first", different, Roles(roles.senders[:1], roles.takers))
+        equal, different = split_by_equality("tolerant.digests", tensors, roles)
+        transfer_tensors("tolerant.result", equal, roles)
+        transfer_tensors(
+            "tolerant.result.first", different, TransferRoles(roles.senders[:1], roles.takers)
+        )
         if takes:
             self.results = results
 
 
-class _Piece:
+class _BucketReduction:
     """A bucket of DDP in one reduction.
 
     Args:
-        bucket: As DDP gives it to its hook.
-        names: Of the parameters.
-        memory: Gives memory for the result; gets a tensor like it.
+        bucket: The bucket that DDP passes to its hook.
+        names: Names of the parameters.
+        memory: Returns memory for the result, for a tensor of its shape, dtype and device.
     """
 
     def __init__(
@@ -286,7 +292,7 @@ class _Piece:
         memory: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         buffer = bucket.buffer()
-        self._wire = usable(buffer)
+        self._wire = to_engine_tensor(buffer)
         self._device = buffer.device
         self._parts: list[tuple[str, int, int]] = []
         """The name of each gradient, where it begins in the buffer, and its number of elements."""
@@ -298,22 +304,24 @@ class _Piece:
         self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         self._handles: list[int] = []
 
-    def start(self) -> None:
+    def start_reductions(self) -> None:
         """Starts the remaining reductions.
 
         Raises:
             FarandoleInternalError: When the world is broken already.
         """
-        size, dtype = self._wire.element_size(), DTYPES[self._wire.dtype]
-        arguments = (*Reduction(Average).arguments, False, spot(self._wire))
+        size, dtype = self._wire.element_size(), ENGINE_DTYPES[self._wire.dtype]
+        arguments = (*TensorReduction(Average).engine_arguments, False, device_location(self._wire))
         source, target = self._wire.data_ptr(), self.memory.data_ptr()
         for name, start, count in self._parts[len(self._handles) :]:
             addresses = source + start * size, target + start * size
             described = (f"allreduce.{name}", dtype, (count,), *addresses)
             keep = (self._wire, self.memory)
-            self._handles.append(table.submit(keep, len, engine.allreduce, *described, *arguments))
+            self._handles.append(
+                table.submit_operation(keep, len, engine.allreduce, *described, *arguments)
+            )
 
-    def land(self) -> None:
+    def wait_for_reductions(self) -> None:
         """Waits for the started reductions.
 
         Raises:
@@ -328,96 +336,103 @@ class _Piece:
         if failure is not None:
             raise failure
 
-    def rewind(self) -> None:
-        """Starts the reduction from the gradients of this rank again."""
+    def reset_reductions(self) -> None:
+        """Restarts the reduction from the gradients of this rank."""
         self._handles = []
 
-    def results(self) -> dict[str, torch.Tensor]:
+    def reduced_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the reduced gradients, flat, by the names of their parameters."""
         return {name: self.memory[start : start + count] for name, start, count in self._parts}
 
-    def take(self, results: dict[str, torch.Tensor]) -> None:
+    def copy_results(self, results: dict[str, torch.Tensor]) -> None:
         """Takes the results of another rank."""
-        for name, result in self.results().items():
+        for name, result in self.reduced_gradients().items():
             result.copy_(results[name])
 
-    def settle(self) -> None:
+    def deliver_result(self) -> None:
         """Gives the result to DDP."""
         self.future.set_result(self.memory.to(self._device))
 
 
-class _Reducer:
+class _CommHookState:
     """The state of the hook.
 
     Args:
         tolerance: Brings this rank into the next world.
-        parameters: Those whose gradients are reduced, by name.
+        parameters: The parameters whose gradients are reduced, by name.
     """
 
     def __init__(
-        self, tolerance: _GradientTolerance, parameters: dict[str, torch.nn.Parameter]
+        self, tolerance: _GradientFaultTolerance, parameters: dict[str, torch.nn.Parameter]
     ) -> None:
         self._tolerance = tolerance
         self._names: dict[torch.Tensor, str] = {
             parameter: name for name, parameter in parameters.items()
         }
-        self._pieces: list[_Piece] = []
-        self._last: list[torch.Tensor] = []
+        self._pieces: list[_BucketReduction] = []
+        self._last_result_memory: list[torch.Tensor] = []
         """Memory with the results of the last reduction."""
-        self._free: list[torch.Tensor] = []
-        """Memory with those of the one before."""
+        self._free_memory: list[torch.Tensor] = []
+        """Memory with the results of the reduction before the last one, to be used again."""
 
-    def add(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts the reduction of a bucket; the last one has `_finish` called at the end of the
-        backward pass.
+    def add_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Starts the reduction of a bucket; the last bucket also queues `_finish_step` for the end
+        of the backward pass.
         """
         if bucket.index() == 0:
             self._pieces = []  # a backward pass may have ended with an error
-        piece = _Piece(bucket, self._names, self._memory)
+        piece = _BucketReduction(bucket, self._names, self._allocate_result)
         self._pieces.append(piece)
-        if not self._tolerance.changes:
+        if not self._tolerance.is_change_due:
             try:
-                piece.start()
+                piece.start_reductions()
             except FarandoleUsageError:
                 raise
             except FarandoleInternalError:
-                pass  # `_finish` meets it again when it starts what was not started
+                pass  # `_finish_step` finds the same failure when it starts the rest
         if bucket.is_last():
             # DDP adds its own callback, which takes the results, after this hook.
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # noqa: SLF001 - the only way there
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_step)  # noqa: SLF001 - the only way there
         return piece.future
 
-    def _finish(self) -> None:
+    def _finish_step(self) -> None:
         pieces, self._pieces = self._pieces, []
-        if self._tolerance.complete(lambda: _reduce(pieces), lambda: _rewind(pieces)):
+        if self._tolerance.complete_step(
+            lambda: _run_reductions(pieces), lambda: _reset_all_reductions(pieces)
+        ):
             for piece in pieces:
-                piece.take(self._tolerance.results)
+                piece.copy_results(self._tolerance.results)
         else:
-            self._tolerance.finished()
+            self._tolerance.count_step()
         self._tolerance.results = {
-            name: result for piece in pieces for name, result in piece.results().items()
+            name: result for piece in pieces for name, result in piece.reduced_gradients().items()
         }
-        self._free, self._last = self._last, [piece.memory for piece in pieces]
+        self._free_memory, self._last_result_memory = (
+            self._last_result_memory,
+            [piece.memory for piece in pieces],
+        )
         self._tolerance.is_step_due = True
         for piece in pieces:
-            piece.settle()
+            piece.deliver_result()
 
-    def _memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for results that is not that of the last reduction."""
-        for index, memory in enumerate(self._free):
+    def _allocate_result(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns memory for results, other than the memory of the last reduction."""
+        for index, memory in enumerate(self._free_memory):
             if (memory.shape, memory.dtype, memory.device) == (like.shape, like.dtype, like.device):
-                return self._free.pop(index)
+                return self._free_memory.pop(index)
         return torch.empty_like(like)
 
 
-def _hook(state: _Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _communication_hook(
+    state: _CommHookState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook, called when the gradients of a bucket are computed."""
-    return state.add(bucket)
+    return state.add_bucket(bucket)
 
 
-def _reduce(pieces: list[_Piece]) -> None:
+def _run_reductions(pieces: list[_BucketReduction]) -> None:
     failure: Exception | None = None
-    for step in (_Piece.start, _Piece.land):
+    for step in (_BucketReduction.start_reductions, _BucketReduction.wait_for_reductions):
         for piece in pieces:
             try:
                 step(piece)
@@ -427,9 +442,9 @@ def _reduce(pieces: list[_Piece]) -> None:
         raise failure
 
 
-def _rewind(pieces: list[_Piece]) -> None:
+def _reset_all_reductions(pieces: list[_BucketReduction]) -> None:
     for piece in pieces:
-        piece.rewind()
+        piece.reset_reductions()
 
 
 def _require_default_group() -> None:
@@ -447,24 +462,24 @@ def _require_default_group() -> None:
         )
 
 
-class _AloneBackend(Backend):
-    """Collectives of this process alone, as far as DDP uses them."""
+class _SingleProcessBackend(Backend):
+    """The collectives that DDP uses, in a group of this process alone."""
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Returns the backend's name."""
         return "farandole"
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Done:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> CompletedWork:
         """Leaves the tensors as they are."""
         del tensors, opts
-        return Done()
+        return CompletedWork()
 
 
-def _group_of_one() -> dist.ProcessGroup:
+def _single_process_group() -> dist.ProcessGroup:
     group = dist.ProcessGroup(0, 1)
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)  # noqa: SLF001 - as torch does for groups of such backends
-    backend = _AloneBackend(0, 1)
+    backend = _SingleProcessBackend(0, 1)
     for device in ("cpu", "cuda"):
         group._register_backend(torch.device(device), kind, backend)  # noqa: SLF001 - as above
     return group

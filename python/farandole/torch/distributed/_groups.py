@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Process sets under the groups of torch.distributed.
 
-torch does not inform a process about groups of which it is not a member, but the engine registers a
-set with all ranks. So all ranks first agree on the next set, members and others: `create` calls
-`agree` in members, and torch calls `perform_nocolor_split` in the others.
+torch informs only the members of a group, but the engine registers a process set with all ranks. So
+all ranks, members and others, first agree on the next set: members call `agree_on_process_sets`
+while they create the group, and torch calls `perform_nocolor_split` in the others.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from farandole.numpy.plain import allgather_plain
 if TYPE_CHECKING:
     from farandole.common.process_sets import ProcessSet
 
-_known: dict[tuple[int, ...], ProcessSet] = {}
+_known_sets: dict[tuple[int, ...], ProcessSet] = {}
 
 
-def _reset() -> None:
-    _known.clear()
+def _forget_known_sets() -> None:
+    _known_sets.clear()
 
 
-basics.on_init(_reset)
+basics.on_init(_forget_known_sets)
 
 
 def join_world() -> None:
@@ -35,12 +35,12 @@ def join_world() -> None:
         basics.init(process_sets="dynamic")
 
 
-def agree(ranks: list[int] | None) -> ProcessSet | None:
+def agree_on_process_sets(ranks: list[int] | None) -> ProcessSet | None:
     """Registers the sets that any rank asks for, the same on all ranks; every rank calls it.
 
     Args:
-        ranks: The global ranks of the group this process is to be in, ascending; `None` when in
-            none.
+        ranks: The global ranks of the requested group with this process, ascending; `None` for no
+            group.
 
     Returns:
         The set of `ranks`.
@@ -57,9 +57,9 @@ def agree(ranks: list[int] | None) -> ProcessSet | None:
                     f"new_group must be called with the same ranks everywhere: {wishes}"
                 )
     for wish in wishes:
-        if wish is not None and tuple(wish) not in _known:
+        if wish is not None and tuple(wish) not in _known_sets:
             whole = len(wish) == basics.size()
-            _known[tuple(wish)] = (
+            _known_sets[tuple(wish)] = (
                 process_sets.global_process_set if whole else process_sets.add_process_set(wish)
             )
-    return None if ranks is None else _known[tuple(ranks)]
+    return None if ranks is None else _known_sets[tuple(ranks)]

@@ -9,8 +9,8 @@ the others:
 
     member 0    claims the number, holds a registrar ── ticket, by the group's store ──┐
     the others  wait for the ticket ◀──────────────────────────────────────────────────┘
-    all         leave their world, form that of the registrar, whose ranks are the positions of the
-                handles
+    all         leave their world and form the world of the registrar; the position of a handle is
+                the rank of its member
 
 Invariants:
 
@@ -44,29 +44,29 @@ from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleUsageError
 from farandole.common.process_sets import global_process_set
 from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._work import Done
+from farandole.torch.distributed._work import CompletedWork
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torch._C._distributed_c10d import Work
 
-_NAME: Final = "farandole"
-_NEVER: Final = -1
-"""The number of a process that was in no world yet."""
-_SLICE: Final = 1.0
-"""Seconds of one look into the store: between two of them a signal is noticed."""
+_BACKEND_NAME: Final = "farandole"
+_NO_WORLD_UUID: Final = -1
+"""The number of a process that has not been in a world."""
+_STORE_WAIT_SECONDS: Final = 1.0
+"""Seconds of one read of the store: signals are handled between two reads."""
 
 
 @dataclass(frozen=True)
-class Handle:
-    """The data about each other that the members of the next world have.
+class ReconfigureHandle:
+    """The description of a process for the other members of the next world.
 
     Attributes:
-        uuid: Number of the world that the process is in; -1 before its first one.
-        rank: Its rank there.
-        instance: Tells it from all other processes.
-        host: Where it is.
+        uuid: Number of the world that the process is in; -1 before its first world.
+        rank: Rank of the process in that world.
+        instance: Unique id of the process.
+        host: Identity of the host.
     """
 
     uuid: int
@@ -76,44 +76,51 @@ class Handle:
 
     def __str__(self) -> str:
         """Returns the text that torch passes on."""
-        return f"{_NAME}:{self.uuid}:{self.rank}:{self.instance}:{self.host}"
+        return f"{_BACKEND_NAME}:{self.uuid}:{self.rank}:{self.instance}:{self.host}"
 
     @staticmethod
-    def parse(text: str) -> Handle:
+    def from_text(text: str) -> ReconfigureHandle:
         """Inverts `str`.
 
         Raises:
-            FarandoleUsageError: It is no handle of this backend.
+            FarandoleUsageError: The text is no handle of this backend.
         """
         parts = text.split(":", 4)
         try:
             name, uuid, rank, instance, host = parts
-            handle = Handle(int(uuid), int(rank), instance, host)
+            handle = ReconfigureHandle(int(uuid), int(rank), instance, host)
         except ValueError:
             raise FarandoleUsageError(
-                f"not a reconfigure handle of backend {_NAME}: {text!r}"
+                f"not a reconfigure handle of backend {_BACKEND_NAME}: {text!r}"
             ) from None
-        if name != _NAME:
-            raise FarandoleUsageError(f"not a reconfigure handle of backend {_NAME}: {text!r}")
+        if name != _BACKEND_NAME:
+            raise FarandoleUsageError(
+                f"not a reconfigure handle of backend {_BACKEND_NAME}: {text!r}"
+            )
         return handle
 
 
-def ordered(handles: Iterable[str]) -> list[str]:
+def members_in_order(handles: Iterable[str]) -> list[str]:
     """Returns the members by rank: the order of a list; for a set, old members first, by their
     ranks.
 
     Raises:
-        FarandoleUsageError: There are none, one is there twice, or is no handle of this backend.
+        FarandoleUsageError: There is no member, a member is there twice, or a text is no handle of
+            this backend.
     """
     members = list(handles)
-    parsed = {text: Handle.parse(text) for text in members}
+    parsed = {text: ReconfigureHandle.from_text(text) for text in members}
     if not members:
         raise FarandoleUsageError("reconfigure needs at least one handle")
     if len(parsed) != len(members):
         raise FarandoleUsageError(f"reconfigure needs different handles: {members}")
     if isinstance(handles, set | frozenset):
         members.sort(
-            key=lambda text: (parsed[text].uuid == _NEVER, parsed[text].rank, parsed[text].instance)
+            key=lambda text: (
+                parsed[text].uuid == _NO_WORLD_UUID,
+                parsed[text].rank,
+                parsed[text].instance,
+            )
         )
     return members
 
@@ -134,10 +141,10 @@ class ReconfigurableBackend(FarandoleBackend):
         self._options.enable_reconfigure = True
         self._store = store
         self._limit = timeout
-        self._uuid = _NEVER
+        self._uuid = _NO_WORLD_UUID
         self._instance = secrets.token_hex(8)
-        self._linked = False
-        self._change = threading.Lock()
+        self._has_world = False
+        self._reconfigure_lock = threading.Lock()
 
     def rank(self) -> int:
         """This process's rank in the present world; before the first one, the one given to
@@ -151,17 +158,19 @@ class ReconfigurableBackend(FarandoleBackend):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Yes."""
+        """Whether the group supports `reconfigure`: always."""
         return True
 
     def get_reconfigure_handle(self) -> str:
         """Returns this process's description, which the other members need for the next
         `reconfigure`.
         """
-        return str(Handle(self._uuid, self._rank, self._instance, engine.here()))
+        return str(
+            ReconfigureHandle(self._uuid, self._rank, self._instance, engine.memory_identity())
+        )
 
     def reconfigure(self, opts: Any) -> Work:
-        """Leaves the world and forms that of the given members; returns when it is there.
+        """Leaves the world and forms a world of the given members; returns when it has formed.
 
         Args:
             opts: torch's `ReconfigureOptions`: a number that was not used before, and a handle for
@@ -176,7 +185,7 @@ class ReconfigurableBackend(FarandoleBackend):
             FarandoleEnvironmentError: The members did not meet in time; there is no world then.
             FarandoleInternalError: A member failed meanwhile; as above.
         """
-        members = ordered(opts.handles)
+        members = members_in_order(opts.handles)
         own = self.get_reconfigure_handle()
         if own not in members:
             raise FarandoleUsageError(
@@ -186,38 +195,36 @@ class ReconfigurableBackend(FarandoleBackend):
             members.index(own),
             time.monotonic() + (opts.timeout or self._limit).total_seconds(),
         )
-        with self._change:
-            meeting = _Meeting(self._store, opts.uuid, members, deadline)
+        with self._reconfigure_lock:
+            meeting = _TicketExchange(self._store, opts.uuid, members, deadline)
             if rank == 0:
-                meeting.claim()
-                ticket = meeting.hold()
+                meeting.claim_number()
+                ticket = meeting.host_registrar()
             else:
-                ticket = meeting.ticket()
+                ticket = meeting.wait_for_ticket()
             # The members of one world leave it together: each waits a moment for the others'
             # announcement.
-            self._leave()
-            basics.take_place(ticket, rank)
-            with _start_timeout(deadline - time.monotonic()):
+            self._leave_world()
+            basics.set_world_ticket(ticket, rank)
+            with _limit_formation_time(deadline - time.monotonic()):
                 basics.init(process_sets="dynamic")
             self._uuid, self._rank, self._size = opts.uuid, rank, len(members)
             self._members = list(range(len(members)))
-            self._numbers = itertools.count()
-            self._linked = True
-        return Done()
+            self._operation_numbers = itertools.count()
+            self._has_world = True
+        return CompletedWork()
 
     def abort(self) -> None:
-        """Leaves the world, which fails operations in progress; `reconfigure` forms the next
-        one.
-        """
-        self._linked = False
+        """Leaves the world, so operations in progress fail; `reconfigure` forms the next world."""
+        self._has_world = False
         super().abort()
 
-    def _leave(self) -> None:
-        self._linked = False
+    def _leave_world(self) -> None:
+        self._has_world = False
         basics.shutdown()
 
     def _next_name(self) -> str:
-        if not self._linked:
+        if not self._has_world:
             raise FarandoleUsageError(
                 "the group has no members yet, or has lost them: call reconfigure() before a "
                 "collective, as enable_reconfigure=True requires"
@@ -226,18 +233,18 @@ class ReconfigurableBackend(FarandoleBackend):
 
 
 class ReconfigurableGroup(dist.ProcessGroup):
-    """Tells torch rank and size of the present world: its own groups know those of their beginning
-    alone.
+    """A group that reports rank and size of the present world to torch: a group of torch itself
+    reports only its initial rank and size.
 
     Args:
-        backend: Does the work.
+        backend: The backend that runs the collectives.
     """
 
     def __init__(self, backend: ReconfigurableBackend) -> None:
         super().__init__(backend.rank(), backend.size())
         self._backend = backend
-        # If a group is bound to a device, torch splits other groups from it, and calls the
-        # processes that are no members, too.
+        # If a group is bound to a device, torch splits other groups from it, and also
+        # calls the processes that are no members.
         self.bound_device_id = torch.device("cpu", 0)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._set_default_backend(kind)
@@ -254,7 +261,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """Yes."""
+        """Whether the group supports `reconfigure`: always."""
         return self._backend.supports_reconfigure
 
     def get_reconfigure_handle(self) -> str:
@@ -266,7 +273,7 @@ class ReconfigurableGroup(dist.ProcessGroup):
         return self._backend.reconfigure(opts)
 
 
-class _Meeting:
+class _TicketExchange:
     """Publishes and finds the registrar of a new world through the store."""
 
     def __init__(self, store: Any, uuid: int, members: list[str], deadline: float) -> None:
@@ -276,45 +283,46 @@ class _Meeting:
         self._digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
         self._deadline = deadline
 
-    def _key(self, what: str) -> str:
+    def _store_key(self, what: str) -> str:
         return f"reconfigure/{self._uuid}/{what}"
 
-    def claim(self) -> None:
-        """Member 0 takes the number.
+    def claim_number(self) -> None:
+        """Claims the number, on member 0.
 
         Raises:
-            FarandoleUsageError: It was taken before.
+            FarandoleUsageError: The number was claimed before.
         """
         mine = secrets.token_hex(8)
-        held = self._store.compare_set(self._key("claimed"), "", mine)
+        held = self._store.compare_set(self._store_key("claimed"), "", mine)
         if held not in (mine, mine.encode()):
             raise FarandoleUsageError(
                 f"uuid {self._uuid} was already used: each reconfigure() needs its own number"
             )
 
-    def hold(self) -> str:
-        """Member 0 holds the registrar and publishes its ticket; the ticket."""
-        hosts = {Handle.parse(member).host for member in self._members}
+    def host_registrar(self) -> str:
+        """Hosts the registrar, on member 0; publishes and returns its ticket."""
+        hosts = {ReconfigureHandle.from_text(member).host for member in self._members}
         try:
-            ticket = engine.host(len(self._members), len(hosts) == 1)
+            ticket = engine.host_registrar(len(self._members), len(hosts) == 1)
         except Exception as error:
-            self._publish(failure=str(error))
+            self._publish_outcome(failure=str(error))
             raise
-        self._publish(ticket=ticket)
+        self._publish_outcome(ticket=ticket)
         return ticket
 
-    def _publish(self, **what: str) -> None:
-        self._store.set(self._key("place"), json.dumps({"members": self._digest, **what}))
+    def _publish_outcome(self, **what: str) -> None:
+        self._store.set(self._store_key("place"), json.dumps({"members": self._digest, **what}))
 
-    def ticket(self) -> str:
-        """The others wait for the ticket.
+    def wait_for_ticket(self) -> str:
+        """Waits for the ticket, on all other members.
 
         Raises:
-            FarandoleUsageError: The number is one of another list of members.
-            FarandoleEnvironmentError: It does not come in time, or member 0 holds no registrar.
+            FarandoleUsageError: The number belongs to another list of members.
+            FarandoleEnvironmentError: The ticket does not come in time, or member 0 has no
+                registrar.
         """
-        key = self._key("place")
-        while not self._is_there(key):
+        key = self._store_key("place")
+        while not self._wait_for_key(key):
             if time.monotonic() >= self._deadline:
                 raise FarandoleEnvironmentError(
                     f"member 0 of the new group did not call reconfigure({self._uuid}) in time: "
@@ -334,12 +342,12 @@ class _Meeting:
             )
         return told["ticket"]
 
-    def _is_there(self, key: str) -> bool:
-        left = max(0.001, min(_SLICE, self._deadline - time.monotonic()))
+    def _wait_for_key(self, key: str) -> bool:
+        left = max(0.001, min(_STORE_WAIT_SECONDS, self._deadline - time.monotonic()))
         try:
             self._store.wait([key], timedelta(seconds=left))
         except RuntimeError as error:
-            # Stores have no class of their own for it.
+            # Stores raise no special exception for a timeout.
             if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
                 raise
             return False
@@ -347,7 +355,7 @@ class _Meeting:
 
 
 @contextlib.contextmanager
-def _start_timeout(seconds: float) -> Iterator[None]:
+def _limit_formation_time(seconds: float) -> Iterator[None]:
     """Sets the session's limit for forming a world."""
     name = "FARANDOLE_START_TIMEOUT"
     before = os.environ.get(name)

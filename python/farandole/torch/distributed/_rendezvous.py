@@ -31,37 +31,39 @@ if TYPE_CHECKING:
 
     Rendezvous = Callable[..., Iterator[tuple[Store, int, int]]]
 
-_TIMEOUT = timedelta(minutes=5)
+_STORE_TIMEOUT = timedelta(minutes=5)
 _stores: list[Store] = []
 """Stores of this session. Torch itself keeps only the C++ object, which calls the Python object."""
 basics.on_init(_stores.clear)
 
 
-def register() -> None:
-    """Teaches torch the scheme, and has `env://` lead here where this process is one of
-    Farandole's.
+def register_rendezvous() -> None:
+    """Registers the scheme with torch. If Farandole has started this process, `env://` also uses
+    this module.
     """
-    register_rendezvous_handler("farandole", _meet)
+    register_rendezvous_handler("farandole", _rendezvous_handler)
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
     if "env" in handlers:
-        handlers["env"] = _by_environment(handlers["env"])
+        handlers["env"] = _wrap_env_handler(handlers["env"])
 
 
-def _meet(url: str, timeout: timedelta = _TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous_handler(
+    url: str, timeout: timedelta = _STORE_TIMEOUT, **_: Any
+) -> Iterator[tuple[Store, int, int]]:
     join_world()
-    yield _store(timeout), basics.rank(), basics.size()
+    yield _create_store(timeout), basics.rank(), basics.size()
     raise RuntimeError(f"{urlparse(url).scheme}:// cannot be used for a second rendezvous")
 
 
-def _by_environment(torchs: Rendezvous) -> Rendezvous:
-    def meet(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:
-        return (_meet if _is_of_this_world(url) else torchs)(url, **more)
+def _wrap_env_handler(torchs: Rendezvous) -> Rendezvous:
+    def env_handler(url: str, **more: Any) -> Iterator[tuple[Store, int, int]]:
+        return (_rendezvous_handler if _matches_launched_world(url) else torchs)(url, **more)
 
-    return meet
+    return env_handler
 
 
-def _is_of_this_world(url: str) -> bool:
-    """Returns whether torch's rank and world size are those with which this process was started."""
+def _matches_launched_world(url: str) -> bool:
+    """Returns whether torch's rank and world size are the ones from the launch of this process."""
     if "FARANDOLE_TASK" not in os.environ:
         return False
     asked = parse_qs(urlparse(url).query)
@@ -77,8 +79,8 @@ def _is_of_this_world(url: str) -> bool:
     return all(one is not None and one == own for one, own in told)
 
 
-def _store(timeout: timedelta) -> Store:
-    """Returns a store of all ranks, in which no earlier one has left anything."""
+def _create_store(timeout: timedelta) -> Store:
+    """Returns an empty store of all ranks, with a name that no earlier store had."""
     if basics.size() == 1:
         return HashStore()
     if is_elastic():

@@ -27,18 +27,18 @@ from torch._C._distributed_c10d import Store
 
 from farandole._native import values
 
-_TAG: Final = 8
-_SET: Final = b"s"
-_DELETED: Final = b"d"
-_Change = Callable[[bytes | None], bytes | None]
+_TAG_BYTES: Final = 8
+_SET_MARK: Final = b"s"
+_DELETED_MARK: Final = b"d"
+_ValueChange = Callable[[bytes | None], bytes | None]
 
 
 class RegistrarStore(Store):
     """Keys and values of the ranks of one world.
 
     Args:
-        name: tells it from other stores of the job; the same on all ranks.
-        timeout: how long `get` and `wait` wait.
+        name: Name of the store, unique in the job and the same on all ranks.
+        timeout: Longest wait of `get` and `wait`.
     """
 
     def __init__(self, name: str, timeout: timedelta) -> None:
@@ -47,13 +47,11 @@ class RegistrarStore(Store):
         self._limit = timeout
         self._lock = threading.Lock()
         self._last: dict[str, tuple[int, bytes | None]] = {}
-        """For each key, the number after the last entry that is known here, and the value at
-        that point.
-        """
+        """For each key, the number after the last known entry, and the value after that entry."""
 
     def set(self, key: str | bytes, value: str | bytes) -> None:
         """Sets a key."""
-        self._change(_text(key), lambda _: _bytes(value))
+        self._change_value(_to_text(key), lambda _: _to_bytes(value))
 
     def get(self, key: str | bytes) -> bytes:
         """Waits for the value of a key.
@@ -61,47 +59,49 @@ class RegistrarStore(Store):
         Raises:
             TimeoutError: it does not come in time.
         """
-        return self._wait(_text(key), self._limit)
+        return self._wait_for_value(_to_text(key), self._limit)
 
     def add(self, key: str | bytes, value: int) -> int:
-        """Adds to the number under a key, 0 where there is none; the sum."""
-        return int(self._change(_text(key), lambda now: b"%d" % (int(now or 0) + value)) or 0)
+        """Adds to the number under a key, which is 0 at first; returns the sum."""
+        return int(
+            self._change_value(_to_text(key), lambda now: b"%d" % (int(now or 0) + value)) or 0
+        )
 
     def append(self, key: str | bytes, value: str | bytes) -> None:
         """Appends to the value under a key."""
-        self._change(_text(key), lambda now: (now or b"") + _bytes(value))
+        self._change_value(_to_text(key), lambda now: (now or b"") + _to_bytes(value))
 
     def compare_set(
         self, key: str | bytes, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
-        """Sets a key whose value is as expected, or which has none where nothing is expected;
-        the value by then.
+        """Sets a key if its value equals the expected one, or if it has no value and none is
+        expected; returns the value after that.
         """
-        wanted, then = _bytes(expected_value), _bytes(desired_value)
+        wanted, then = _to_bytes(expected_value), _to_bytes(desired_value)
         found: list[bytes | None] = []
 
-        def change(now: bytes | None) -> bytes | None:
+        def change_expected_value(now: bytes | None) -> bytes | None:
             found[:] = [now]
             matches = now == wanted if now is not None else not wanted
             return then if matches else now
 
-        after = self._change(_text(key), change)
+        after = self._change_value(_to_text(key), change_expected_value)
         return wanted if after is None else after
 
     def delete_key(self, key: str | bytes) -> bool:
-        """Deletes a key; whether it was there."""
+        """Deletes a key; returns whether it existed."""
         there: list[bool] = []
 
-        def change(now: bytes | None) -> bytes | None:
+        def remove_value(now: bytes | None) -> bytes | None:
             there[:] = [now is not None]
             return None
 
-        self._change(_text(key), change)
+        self._change_value(_to_text(key), remove_value)
         return there[0]
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all the keys have values."""
-        return all(self._look(_text(key)) is not None for key in keys)
+        return all(self._read_latest(_to_text(key)) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Waits until all of some keys have values.
@@ -111,7 +111,7 @@ class RegistrarStore(Store):
         """
         end = time.monotonic() + (timeout or self._limit).total_seconds()
         for key in keys:
-            self._wait(_text(key), timedelta(seconds=max(0.0, end - time.monotonic())))
+            self._wait_for_value(_to_text(key), timedelta(seconds=max(0.0, end - time.monotonic())))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Like `get`, of several keys."""
@@ -134,7 +134,7 @@ class RegistrarStore(Store):
         """
         raise NotImplementedError("the store of farandole:// cannot count its keys")
 
-    # The names by which torch's own stores over this one ask.
+    # Names that torch's wrapping stores call.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
@@ -148,54 +148,59 @@ class RegistrarStore(Store):
         return self._limit
 
     def clone(self) -> RegistrarStore:
-        """Another one of the same keys."""
+        """Returns another store with the same keys."""
         return RegistrarStore(self._name, self._limit)
 
-    def _entry(self, key: str, number: int) -> str:
+    def _entry_key(self, key: str, number: int) -> str:
         return f"torch.distributed/{self._name}/{key}/{number}"
 
-    def _known(self, key: str) -> tuple[int, bytes | None]:
+    def _known_entry(self, key: str) -> tuple[int, bytes | None]:
         with self._lock:
             return self._last.get(key, (0, None))
 
-    def _note(self, key: str, number: int, entry: bytes) -> bytes | None:
-        """Takes note of an entry; the value by then."""
-        value = entry[_TAG + 1 :] if entry[:1] == _SET else None
+    def _note_entry(self, key: str, number: int, entry: bytes) -> bytes | None:
+        """Notes an entry; returns the value after it."""
+        value = entry[_TAG_BYTES + 1 :] if entry[:1] == _SET_MARK else None
         with self._lock:
             if self._last.get(key, (0, None))[0] <= number:
                 self._last[key] = (number + 1, value)
         return value
 
-    def _look(self, key: str) -> bytes | None:
+    def _read_latest(self, key: str) -> bytes | None:
         """Returns the value of a key now."""
-        number, value = self._known(key)
-        while (entry := values.find(self._entry(key, number), 0)) is not None:
-            value = self._note(key, number, entry)
+        number, value = self._known_entry(key)
+        while (entry := values.wait_for_value(self._entry_key(key, number), 0)) is not None:
+            value = self._note_entry(key, number, entry)
             number += 1
         return value
 
-    def _change(self, key: str, change: _Change) -> bytes | None:
-        """Changes a key, by a function of its value; the value after."""
-        tag = secrets.token_bytes(_TAG)
+    def _change_value(self, key: str, change: _ValueChange) -> bytes | None:
+        """Changes a key by a function of its value; returns the new value."""
+        tag = secrets.token_bytes(_TAG_BYTES)
         while True:
-            before = self._look(key)
-            number, known = self._known(key)
+            before = self._read_latest(key)
+            number, known = self._known_entry(key)
             if known != before:
                 continue  # another thread has seen more
             after = change(before)
             if after == before:
                 return after
-            mine = (_DELETED if after is None else _SET) + tag + (after or b"")
-            held = values.claim(self._entry(key, number), mine)
-            self._note(key, number, held)
+            mine = (_DELETED_MARK if after is None else _SET_MARK) + tag + (after or b"")
+            held = values.put_if_absent(self._entry_key(key, number), mine)
+            self._note_entry(key, number, held)
             if held == mine:
                 return after
 
-    def _wait(self, key: str, limit: timedelta) -> bytes:
+    def _wait_for_value(self, key: str, limit: timedelta) -> bytes:
         end = time.monotonic() + limit.total_seconds()
-        while (value := self._look(key)) is None:
-            number, _ = self._known(key)
-            if values.find(self._entry(key, number), max(0.0, end - time.monotonic())) is None:
+        while (value := self._read_latest(key)) is None:
+            number, _ = self._known_entry(key)
+            if (
+                values.wait_for_value(
+                    self._entry_key(key, number), max(0.0, end - time.monotonic())
+                )
+                is None
+            ):
                 raise TimeoutError(
                     f"{key!r} of the store of farandole:// did not come within "
                     f"{limit.total_seconds()} s"
@@ -203,9 +208,9 @@ class RegistrarStore(Store):
         return value
 
 
-def _text(key: str | bytes) -> str:
+def _to_text(key: str | bytes) -> str:
     return key.decode() if isinstance(key, bytes) else key
 
 
-def _bytes(value: str | bytes) -> bytes:
+def _to_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -10,12 +10,12 @@ import torch
 from torch.distributed import ReduceOp
 
 from farandole.common.util import Average, Max, Min, Product, Sum
-from farandole.torch._handles import DTYPES, needs_copy
+from farandole.torch._handles import ENGINE_DTYPES, needs_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_REDUCTIONS = {
+_ENGINE_REDUCTIONS = {
     ReduceOp.SUM: Sum,
     ReduceOp.AVG: Average,
     ReduceOp.MIN: Min,
@@ -24,25 +24,25 @@ _REDUCTIONS = {
 }
 
 
-def reduction(op: Any) -> int:
+def engine_reduction(op: Any) -> int:
     """Returns the engine's number of a reduction.
 
     Raises:
         ValueError: When the engine has none.
     """
-    for theirs, ours in _REDUCTIONS.items():
+    for theirs, ours in _ENGINE_REDUCTIONS.items():
         if op == theirs:
             return ours
     raise ValueError(f"reduction is not supported: {getattr(op, 'op', op)}")
 
 
-def host(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as contiguous host memory: itself if it is that already, else a copy.
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` as contiguous host memory: the tensor itself if possible, else a copy.
 
-    From a GPU, too, also one whose memory the engine could work on.
+    A tensor on a GPU is always copied, also if the engine could use its memory.
 
     Raises:
-        ValueError: When it is sparse.
+        ValueError: When the tensor is sparse.
     """
     if tensor.layout != torch.strided:
         raise ValueError(f"tensor must be dense: {tensor.layout}")
@@ -51,40 +51,42 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().cpu().contiguous().resolve_neg()
 
 
-def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Like `host`, of a dtype the engine can reduce.
+def to_reducible_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Like `to_host`, for a dtype that the engine can reduce.
 
     Raises:
-        ValueError: When it is sparse, or the engine has no dtype for it.
+        ValueError: When the tensor is sparse, or the engine does not support the dtype.
     """
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in ENGINE_DTYPES:
         raise ValueError(f"dtype is not supported in a reduction: {tensor.dtype}")
-    return host(tensor)
+    return to_host(tensor)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Like `host`, in one dimension; as bytes when the engine does not know the dtype."""
-    data = host(tensor).reshape(-1)
-    return data if data.dtype in DTYPES else data.view(torch.uint8)
+def to_flat_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Like `to_host`, in one dimension; as bytes if the engine does not support the dtype."""
+    data = to_host(tensor).reshape(-1)
+    return data if data.dtype in ENGINE_DTYPES else data.view(torch.uint8)
 
 
-def width(tensor: torch.Tensor) -> int:
-    """Returns the number of elements of `flat`."""
-    return tensor.numel() if tensor.dtype in DTYPES else tensor.numel() * tensor.element_size()
+def flat_length(tensor: torch.Tensor) -> int:
+    """Returns the number of elements of the result of `to_flat_host`."""
+    return (
+        tensor.numel() if tensor.dtype in ENGINE_DTYPES else tensor.numel() * tensor.element_size()
+    )
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns all tensors' elements end to end, as `flat`."""
+def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns all tensors' elements end to end, like `to_flat_host`."""
     if len(tensors) == 1:
-        return flat(tensors[0])
-    return torch.cat([flat(tensor) for tensor in tensors])
+        return to_flat_host(tensors[0])
+    return torch.cat([to_flat_host(tensor) for tensor in tensors])
 
 
-def put(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Moves a flat result to the tensor it belongs in, past autograd.
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a flat result into a tensor, without autograd.
 
     Raises:
-        ValueError: When it has another size.
+        ValueError: When the result has another size.
     """
     if source.dtype != target.dtype:
         source = source.view(target.dtype)
@@ -95,17 +97,19 @@ def put(target: torch.Tensor, source: torch.Tensor) -> None:
     target.detach().copy_(source.view(target.shape))
 
 
-def put_parts(targets: Sequence[torch.Tensor], whole: torch.Tensor, rows: Sequence[int]) -> None:
-    """Moves consecutive parts of a flat result to the tensors they belong in."""
+def copy_parts_into(
+    targets: Sequence[torch.Tensor], whole: torch.Tensor, rows: Sequence[int]
+) -> None:
+    """Copies consecutive parts of a flat result into tensors."""
     start = 0
     for target, count in zip(targets, rows, strict=True):
-        put(target, whole[start : start + count])
+        copy_into(target, whole[start : start + count])
         start += count
 
 
-def received(outcome: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-    """Returns the flat tensor in memory the engine has filled, and the elements every member
-    gave.
+def received_elements(outcome: Any, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+    """Returns the flat tensor that the engine has filled, and the number of elements from every
+    member.
     """
     rows: list[int] = outcome.rows if outcome is not None else []
     if outcome is None or len(outcome) == 0:

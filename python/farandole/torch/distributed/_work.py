@@ -20,42 +20,42 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 table = HandleTable("distributed")
-"""The operations of this backend under way."""
+"""The operations of this backend in progress."""
 
-_NO_LIMIT = timedelta(0)
-_watched: weakref.WeakKeyDictionary[Pending, tuple[str, float]] | None = None
+_NO_TIMEOUT = timedelta(0)
+_watched: weakref.WeakKeyDictionary[PendingOperation, tuple[str, float]] | None = None
 """Names of operations and their start times; `None` unless requested."""
 
 
-class Pending:
-    """One operation of the engine, until it was awaited.
+class PendingOperation:
+    """One operation of the engine in progress.
 
     Args:
         submission: A function of the engine, and its arguments.
-        keep: Whatever owns the memory the engine works on.
-        finish: Puts results where they belong; gets the outcomes of the members.
+        keep: Owners of the memory that the engine uses.
+        finish: Stores the results; called with the outcomes of the members.
     """
 
     def __init__(
         self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None]
     ) -> None:
-        self._handle = table.submit(keep, finish, *submission)
+        self._handle = table.submit_operation(keep, finish, *submission)
         self._lock = threading.Lock()
         self.done = False
         self.error: Exception | None = None
         if _watched is not None:
-            _watched[self] = (_name(submission), time.monotonic())
+            _watched[self] = (_operation_name(submission), time.monotonic())
 
     @property
     def is_over(self) -> bool:
         """Whether the engine has finished, with or without a waiter."""
         try:
             return self.done or table.poll(self._handle)
-        except ValueError:  # somebody has waited meanwhile
+        except ValueError:  # another thread has waited meanwhile
             return True
 
-    def complete(self) -> None:
-        """Waits until the operation is over, well or not; only interrupts are raised."""
+    def wait_until_over(self) -> None:
+        """Waits until the operation is over, also after an error; raises only interrupts."""
         with self._lock:
             if self.done:
                 return
@@ -66,8 +66,8 @@ class Pending:
             self.done = True
 
 
-def watch(*, on: bool = True) -> None:
-    """Begins to note the names of operations, or ends it.
+def watch_operations(*, on: bool = True) -> None:
+    """Starts or stops noting the names of operations.
 
     Args:
         on: Whether to note them.
@@ -76,9 +76,9 @@ def watch(*, on: bool = True) -> None:
     _watched = weakref.WeakKeyDictionary() if on else None
 
 
-def under_way() -> list[dict[str, Any]]:
-    """Operations that were started since `watch` and are not over: the name of each, and for how
-    many seconds.
+def watched_operations() -> list[dict[str, Any]]:
+    """Returns the operations that were started since `watch_operations` and are not over: names and
+    ages in seconds.
     """
     now = time.monotonic()
     found = [
@@ -87,13 +87,13 @@ def under_way() -> list[dict[str, Any]]:
     return [{"name": name, "seconds": now - began} for began, name in sorted(found)]
 
 
-def _name(submission: tuple[Any, ...]) -> str:
-    """Returns the operation's name; that of its first member if it is a group."""
+def _operation_name(submission: tuple[Any, ...]) -> str:
+    """Returns the name of the operation; of a group, the name of its first member."""
     named = submission[1]
     return named if isinstance(named, str) else str(named[0][0])
 
 
-class Completer:
+class BackgroundCompleter:
     """Completes operations of one group in the background, for the holders of futures.
 
     One per group: members of a group start its operations in one order, so waiting in this order
@@ -101,18 +101,18 @@ class Completer:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Pending, Callable[[], None]] | None] = (
+        self._queue: queue.SimpleQueue[tuple[PendingOperation, Callable[[], None]] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def add(self, pending: Pending, then: Callable[[], None]) -> None:
+    def add_operation(self, pending: PendingOperation, then: Callable[[], None]) -> None:
         """Calls `then` when `pending` is over."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._run, name="farandole-futures", daemon=True
+                    target=self._complete_operations, name="farandole-futures", daemon=True
                 )
                 self._thread.start()
             self._queue.put((pending, then))
@@ -126,33 +126,35 @@ class Completer:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _run(self) -> None:
+    def _complete_operations(self) -> None:
         while (entry := self._queue.get()) is not None:
             pending, then = entry
-            pending.complete()
+            pending.wait_until_over()
             then()
             del entry, pending, then  # an idle thread keeps no tensors
 
 
-def promise(pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> Any:
+def make_future(
+    pending: PendingOperation, outputs: list[torch.Tensor], completer: BackgroundCompleter
+) -> Any:
     """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must
     be an error there.
 
-    Setting an exception from Python would be a plain value to C++. What a callback raises is an
-    error to both, though a `RuntimeError` with the text of the original.
+    If Python sets an exception on a future, C++ takes it for a plain value. An exception that a
+    callback raises is an error in both, though a `RuntimeError` with the text of the original.
     """
     over: torch.futures.Future[None] = torch.futures.Future()
 
-    def settle(_: Any) -> list[torch.Tensor]:
+    def return_outputs(_: Any) -> list[torch.Tensor]:
         if pending.error is not None:
             raise pending.error
         return outputs
 
-    future = over.then(settle)
+    future = over.then(return_outputs)
     if pending.done:
         over.set_result(None)
     else:
-        completer.add(pending, lambda: over.set_result(None))
+        completer.add_operation(pending, lambda: over.set_result(None))
     return future
 
 
@@ -168,13 +170,15 @@ class FarandoleWork(Work):
         completer: Completes it for callers that ask for a future.
     """
 
-    def __init__(self, pending: Pending, outputs: list[torch.Tensor], completer: Completer) -> None:
+    def __init__(
+        self, pending: PendingOperation, outputs: list[torch.Tensor], completer: BackgroundCompleter
+    ) -> None:
         super().__init__()
         self._pending = pending
         self._outputs = outputs
         self._completer = completer
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the operation is over.
 
         Raises:
@@ -182,28 +186,28 @@ class FarandoleWork(Work):
             ValueError: When ranks disagree about the operation.
             TimeoutError: When it took longer than `timeout`; it stays in progress.
         """
-        if timeout > _NO_LIMIT:
+        if timeout > _NO_TIMEOUT:
             over = threading.Event()
-            self._completer.add(self._pending, over.set)
+            self._completer.add_operation(self._pending, over.set)
             if not over.wait(timeout.total_seconds()):
                 raise TimeoutError(
                     f"operation did not complete within {timeout.total_seconds():.3f} s"
                 )
         else:
-            self._pending.complete()
+            self._pending.wait_until_over()
         if self._pending.error is not None:
             raise self._pending.error
         return True
 
     def get_future(self) -> Any:
         """Returns a future of the tensors the operation writes."""
-        return promise(self._pending, self._outputs, self._completer)
+        return make_future(self._pending, self._outputs, self._completer)
 
 
-class Done(Work):
+class CompletedWork(Work):
     """Work that is over."""
 
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Returns at once."""
         del timeout
         return True

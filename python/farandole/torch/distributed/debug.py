@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Pages of `torch.distributed.debug` (torch 2.15) for the ranks of this job, with a page of their
-own.
+"""Pages of `torch.distributed.debug` (torch 2.15) for the ranks of this job, with an additional
+page.
 
 Torch's debug server shows stack traces, profiles and more of all ranks on one web page. It finds
 the ranks through a `TCPStore` at `MASTER_ADDR`, which jobs of Farandole do not have.
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 __all__ = ["start_debug_server", "stop_debug_server"]
 
-ENDPOINT: Final = "farandole"
-"""Name of the page, and of what each rank answers for it."""
+ENDPOINT_NAME: Final = "farandole"
+"""Name of the page, and of the request that each rank answers for it."""
 
-_DUMPS: Final = frozenset(
-    {"stacks", "fr_trace", "torchcomms_health_check", "c10d_health_check", ENDPOINT}
+_ENABLED_DUMPS: Final = frozenset(
+    {"stacks", "fr_trace", "torchcomms_health_check", "c10d_health_check", ENDPOINT_NAME}
 )
 _stores: list[Any] = []
 """The store of the server that runs, on rank 0."""
@@ -67,8 +67,8 @@ def start_debug_server(
     """Starts torch's debug server for the ranks of this world. All ranks call it.
 
     Args:
-        port: Of the pages, on the host of rank 0.
-        handlers: Pages besides the one of Farandole; default: those of torch.
+        port: Port of the pages, on the host of rank 0.
+        handlers: Pages besides the one of Farandole; default: torch's pages.
         open_to_the_network: Consent to ports without a password on all addresses; see the module.
         **options: Other arguments of `torch.distributed.debug.start_debug_server`, such as
             `dump_dir`.
@@ -84,16 +84,16 @@ def start_debug_server(
             "whoever can connect can read stacks and start profiles. If no one else can reach "
             "these ports, say so: open_to_the_network=True"
         )
-    # on all ranks, so that a missing package ends none of them in a wait for rank 0
-    pages = _pages(handlers)
-    from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_pages`
+    # on all ranks: otherwise, if rank 0 lacks a package, the others would wait for it
+    pages = _server_pages(handlers)
+    from torch._C._distributed_c10d import _register_handler  # noqa: PLC0415 - as in `_server_pages`
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
 
-    _register_handler(ENDPOINT, _answer)
-    _work.watch()
-    # A fork would hold this process's connections open when it is gone, and peers would not notice.
-    chosen = {"enabled_dumps": set(_DUMPS), "start_method": "spawn"} | options
-    with _store_for_torch(), _without_main():
+    _register_handler(ENDPOINT_NAME, _answer_request)
+    _work.watch_operations()
+    # A fork would keep this process's connections open after its end, and peers would not notice.
+    chosen = {"enabled_dumps": set(_ENABLED_DUMPS), "start_method": "spawn"} | options
+    with _store_for_torch(), _hide_main_module():
         torchs.start_debug_server(port, handlers=pages, **chosen)
 
 
@@ -101,7 +101,7 @@ def stop_debug_server() -> None:
     """Ends the server. All ranks call it, rank 0 last or after a barrier."""
     from torch.distributed import debug as torchs  # noqa: PLC0415 - as above
 
-    _work.watch(on=False)
+    _work.watch_operations(on=False)
     if basics.rank() == 0:
         torchs.stop_debug_server()
     elif torchs._WORKER_SERVER is not None:  # noqa: SLF001 - torch's own function is for rank 0 alone
@@ -110,7 +110,7 @@ def stop_debug_server() -> None:
     _stores.clear()
 
 
-def facts() -> dict[str, Any]:
+def rank_facts() -> dict[str, Any]:
     """Returns the facts of this rank for its page. It uses no collective, so a rank also answers
     when the job hangs.
     """
@@ -124,21 +124,21 @@ def facts() -> dict[str, Any]:
         "pid": os.getpid(),
         "gpu": torch.cuda.current_device() if torch.cuda.is_initialized() else None,
         "process_sets": {str(number): ranks for number, ranks in engine.process_sets().items()},
-        "under_way": _work.under_way(),
+        "under_way": _work.watched_operations(),
     }
 
 
-def _answer(_: Any, response: Any) -> None:
+def _answer_request(_: Any, response: Any) -> None:
     """Answers a request of rank 0's server, on a thread of torch."""
     try:
-        text, status = json.dumps(facts()), 200
+        text, status = json.dumps(rank_facts()), 200
     except Exception as error:  # noqa: BLE001 - such as a session that is shut down; C++ calls this
         text, status = json.dumps({"error": str(error)}), 500
     response.set_content(text, "application/json")
     response.set_status(status)
 
 
-def _pages(handlers: Sequence[Any] | None) -> list[Any]:
+def _server_pages(handlers: Sequence[Any] | None) -> list[Any]:
     """Returns the pages of the server, ours last.
 
     Raises:
@@ -159,7 +159,7 @@ def _pages(handlers: Sequence[Any] | None) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
+def _hide_main_module() -> Iterator[None]:
     """Keeps a process that is spawned from running the script of this process once more."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")

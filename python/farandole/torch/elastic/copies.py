@@ -15,71 +15,71 @@ import torch
 from farandole._native import engine
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second tensor of each pair to the first, in this thread, past the caches: it is
-    not read soon.
+def _copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second tensor of each pair to the first, in this thread, past the caches: the copy
+    is not read soon.
     """
     engine.copy_memory(
         [(room.data_ptr(), source.data_ptr(), source.nbytes) for room, source in pairs]
     )
 
 
-def _is_plain(value: torch.Tensor, room: torch.Tensor) -> bool:
+def _are_contiguous_on_host(value: torch.Tensor, room: torch.Tensor) -> bool:
     """Returns whether the elements of both are the same bytes in the same order, in the memory
     of this process.
     """
     return value.device.type == "cpu" and value.is_contiguous() and room.is_contiguous()
 
 
-class Now:
+class SyncCopy:
     """Copies of tensors that are made together."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
-        """Returns whether `make` copies a tensor. Where torch uses several threads, its own copy is
-        faster.
+    def accept_tensor(self, value: torch.Tensor, room: torch.Tensor) -> bool:
+        """Returns whether `copy_accepted` copies a tensor. If torch uses several threads, torch's
+        copy is faster.
 
         Args:
             value: The tensor.
             room: Memory for the copy.
         """
-        if torch.get_num_threads() > 1 or not _is_plain(value, room):
+        if torch.get_num_threads() > 1 or not _are_contiguous_on_host(value, room):
             return False
         self._pairs.append((room, value.detach()))
         return True
 
-    def make(self) -> None:
-        """Copies everything that was taken."""
+    def copy_accepted(self) -> None:
+        """Copies all accepted tensors."""
         pairs, self._pairs = self._pairs, []
-        _copy(pairs)
+        _copy_pairs(pairs)
 
 
-class Later:
-    """Copies of tensors that another thread makes, while nothing but an optimizer's step changes
-    them.
+class BackgroundCopy:
+    """Copies of tensors that another thread makes, while only an optimizer's step may change the
+    tensors.
 
     Attributes:
-        whole: Is done when the last copies are whole; fails where they are not.
+        completion: Future of the last copies: done when they are complete, failed otherwise.
     """
 
     def __init__(self) -> None:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._under_way: Future[None] | None = None
+        self._copy_in_progress: Future[None] | None = None
         self._sources: list[tuple[torch.Tensor, int]] = []
         self._addresses: set[int] = set()
         self._thread = ThreadPoolExecutor(1, "farandole-commit")
-        self.whole: Future[None] = Future()
-        self.whole.set_result(None)
+        self.completion: Future[None] = Future()
+        self.completion.set_result(None)
 
-    def follow(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Copies parameters and states of these optimizers, each of which waits for the copies
+    def follow_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Copies parameters and states of these optimizers. Each optimizer waits for the copies
         before its step.
 
         Args:
-            optimizers: Instead of those before.
+            optimizers: The optimizers; they replace the ones of the last call.
         """
         known = [id(optimizer) for optimizer in self._optimizers]
         for optimizer in optimizers:
@@ -87,8 +87,8 @@ class Later:
                 optimizer.register_step_pre_hook(self._before_step)
         self._optimizers = optimizers
 
-    def begin(self) -> None:
-        """Finds out which tensors only the optimizers change; no copies are in progress."""
+    def find_optimizer_tensors(self) -> None:
+        """Finds the tensors that only the optimizers change; no copies are in progress."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         states = [
@@ -103,45 +103,46 @@ class Later:
         }
         self._pairs = []
 
-    def takes(self, value: torch.Tensor, room: torch.Tensor) -> bool:
-        """Returns whether a tensor is copied later; then it will be.
+    def accept_tensor(self, value: torch.Tensor, room: torch.Tensor) -> bool:
+        """Accepts a tensor for copying in the background, if only optimizers change it; returns
+        whether it was accepted.
 
         Args:
             value: The tensor.
             room: Memory for the copy.
         """
-        if value.data_ptr() not in self._addresses or not _is_plain(value, room):
+        if value.data_ptr() not in self._addresses or not _are_contiguous_on_host(value, room):
             return False
         self._pairs.append((room, value.detach()))
         return True
 
-    def start(self) -> None:
-        """Starts the other thread."""
+    def start_copying(self) -> None:
+        """Starts to copy the accepted tensors in the other thread."""
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return
-        self.whole = Future()
+        self.completion = Future()
         self._sources = [(source, source._version) for _, source in pairs]  # noqa: SLF001 - torch has no other name for it
-        # Torch's own copy would start threads of its own there.
-        self._under_way = self._thread.submit(_copy, pairs)
+        # torch's copy would start more threads.
+        self._copy_in_progress = self._thread.submit(_copy_pairs, pairs)
 
-    def wait(self) -> None:
+    def wait_for_copies(self) -> None:
         """Waits for the copies.
 
         Raises:
             RuntimeError: Something other than an optimizer's step has changed a tensor while it was
                 copied.
         """
-        under_way, self._under_way = self._under_way, None
+        under_way, self._copy_in_progress = self._copy_in_progress, None
         if under_way is None:
             return
         try:
             under_way.result()
             self._check_versions()
         except BaseException as error:
-            self.whole.set_exception(error)
+            self.completion.set_exception(error)
             raise
-        self.whole.set_result(None)
+        self.completion.set_result(None)
 
     def _check_versions(self) -> None:
         sources, self._sources = self._sources, []
@@ -152,39 +153,39 @@ class Later:
             )
 
     def _before_step(self, *_: Any) -> None:
-        self.wait()
+        self.wait_for_copies()
 
 
-def copied(value: Any, room: Any, later: Later | None = None) -> Any:
+def copy_state(value: Any, room: Any, later: BackgroundCopy | None = None) -> Any:
     """Returns a copy of nested mappings, lists and tuples of tensors and other values.
 
     Args:
-        value: What to copy.
-        room: An earlier copy, whose tensors are written over where they fit: new memory costs more
+        value: The state to copy.
+        room: An earlier copy, whose tensors are overwritten if they fit: new memory costs more
             than the copying.
         later: Takes tensors that may be copied later.
     """
-    now = Now()
-    taken = _copied(value, room, (now,) if later is None else (later, now))
-    now.make()
+    now = SyncCopy()
+    taken = _copy_nested(value, room, (now,) if later is None else (later, now))
+    now.copy_accepted()
     return taken
 
 
-def _copied(value: Any, room: Any, takers: tuple[Now | Later, ...]) -> Any:
+def _copy_nested(value: Any, room: Any, takers: tuple[SyncCopy | BackgroundCopy, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         if (
             isinstance(room, torch.Tensor)
             and (room.shape, room.dtype, room.device) == (value.shape, value.dtype, value.device)
             and room.layout == value.layout == torch.strided
         ):
-            is_taken = any(taker.takes(value, room) for taker in takers)
+            is_taken = any(taker.accept_tensor(value, room) for taker in takers)
             return room if is_taken else room.copy_(value.detach())
         return value.detach().clone()
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
         taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
         for key, entry in value.items():
-            taken[key] = _copied(entry, rooms.get(key), takers)
+            taken[key] = _copy_nested(entry, rooms.get(key), takers)
         return taken
     if type(value) in (list, tuple):
         rooms = (
@@ -193,6 +194,6 @@ def _copied(value: Any, room: Any, takers: tuple[Now | Later, ...]) -> Any:
             else [None] * len(value)
         )
         return type(value)(
-            _copied(entry, place, takers) for entry, place in zip(value, rooms, strict=True)
+            _copy_nested(entry, place, takers) for entry, place in zip(value, rooms, strict=True)
         )
     return copy.deepcopy(value)

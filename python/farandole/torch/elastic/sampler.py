@@ -23,7 +23,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         dataset: Anything with a length.
-        shuffle: Whether every epoch has an order of its own.
+        shuffle: Whether every epoch has a different order.
         seed: Equal on all ranks.
     """
 
@@ -80,7 +80,7 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples; the first ones again where the ranks' parts would differ in
+        """Yields this rank's samples; repeats the first ones if the ranks' parts would differ in
         length.
         """
         left = self.remaining_indices
@@ -89,5 +89,5 @@ class ElasticSampler(Sampler[int]):
         )
 
     def __len__(self) -> int:
-        """Samples of this rank."""
+        """Returns the number of samples of this rank."""
         return self.num_samples

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from farandole.common import basics
-from farandole.common.commits import plain_or_raise
+from farandole.common.commits import check_plain_values
 from farandole.common.elastic import ObjectState
-from farandole.torch.elastic.copies import Later, copied
+from farandole.torch.elastic.copies import BackgroundCopy, copy_state
 from farandole.torch.elastic.sampler import ElasticSampler
 from farandole.torch.functions import (
     broadcast_object,
@@ -45,12 +45,12 @@ class StateHandler:
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Handles something else from now on, and keeps its state."""
+        """Replaces the handled object, and keeps the state of the new one."""
         self.value = value
         self.save()
 
 
-class _DictHandler(StateHandler):
+class _StateDictHandler(StateHandler):
     """Handles objects with a `state_dict`."""
 
     def __init__(self, value: Any) -> None:
@@ -62,23 +62,23 @@ class _DictHandler(StateHandler):
         """A copy that is being written to a store."""
         self.save()
 
-    def save(self, later: Later | None = None) -> None:
-        """Keeps a copy of the state. One that is interrupted changes nothing.
+    def save(self, later: BackgroundCopy | None = None) -> None:
+        """Keeps a copy of the state. An interrupted call changes nothing.
 
         Args:
             later: Takes the tensors that may be copied later; default: all are copied now.
         """
         room = None if self._spare is self._lent else self._spare
-        taken = copied(self.value.state_dict(), room, later)
+        taken = copy_state(self.value.state_dict(), room, later)
         self._saved, self._spare = taken, self._saved
 
-    def lend(self) -> Any:
-        """Returns the copy that was kept last; it does not change before `take_back`."""
+    def lend_saved_copy(self) -> Any:
+        """Returns the copy that was kept last; it does not change before `take_back_copy`."""
         self._lent = self._saved
         return self._lent
 
-    def take_back(self) -> None:
-        """Marks the result of `lend` as unused."""
+    def take_back_copy(self) -> None:
+        """Marks the result of `lend_saved_copy` as unused."""
         self._lent = None
 
     def restore(self) -> None:
@@ -86,7 +86,7 @@ class _DictHandler(StateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
-class ModelStateHandler(_DictHandler):
+class ModelStateHandler(_StateDictHandler):
     """Handles a module: parameters and buffers."""
 
     def __init__(self, model: Any) -> None:
@@ -98,7 +98,7 @@ class ModelStateHandler(_DictHandler):
         self.save()
 
 
-class OptimizerStateHandler(_DictHandler):
+class OptimizerStateHandler(_StateDictHandler):
     """Handles an optimizer: state and options."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -110,8 +110,8 @@ class OptimizerStateHandler(_DictHandler):
         self.save()
 
 
-class SamplerStateHandler(_DictHandler):
-    """Handles an `ElasticSampler`: how far the epoch has come."""
+class SamplerStateHandler(_StateDictHandler):
+    """Handles an `ElasticSampler`: the progress in the epoch."""
 
     def __init__(self, sampler: Any) -> None:
         super().__init__(sampler)
@@ -140,7 +140,7 @@ def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> Non
     _registry = registry
 
 
-def _handler(value: Any) -> StateHandler | None:
+def _make_handler(value: Any) -> StateHandler | None:
     return next(
         (handler(value) for kind, handler in get_handler_registry() if isinstance(value, kind)),
         None,
@@ -156,9 +156,9 @@ class TorchState(ObjectState):
     Args:
         model: A module.
         optimizer: Plain or distributed.
-        in_background: Whether another thread copies what optimizers change, while the next forward
-            and backward pass run; optimizers wait for it before their step. Nothing else may change
-            parameters after a commit.
+        in_background: Whether another thread copies the tensors that optimizers change, while the
+            next forward and backward pass run; optimizers wait for the copies before their step.
+            Nothing else may change parameters after a commit.
         **kwargs: Further attributes and their first values.
 
     Raises:
@@ -166,7 +166,7 @@ class TorchState(ObjectState):
     """
 
     _handlers: dict[str, StateHandler]
-    _later: Later | None
+    _later: BackgroundCopy | None
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        handlers = {name: _handler(value) for name, value in values.items()}
+        handlers = {name: _make_handler(value) for name, value in values.items()}
         self.__dict__["_handlers"] = {
             name: handler for name, handler in handlers.items() if handler is not None
         }
@@ -188,68 +188,70 @@ class TorchState(ObjectState):
             raise ValueError(
                 "in_background=True needs an optimizer in the state, whose step waits for the copy"
             )
-        self.__dict__["_later"] = Later() if in_background else None
+        self.__dict__["_later"] = BackgroundCopy() if in_background else None
         plain = {name: value for name, value in kwargs.items() if handlers[name] is None}
         for name in handlers:
             if name not in plain:
                 self.__dict__[name] = values[name]
-        self._follow()
+        self._follow_optimizers()
         super().__init__(bcast_object=broadcast_object, get_rank=basics.rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Gives an attribute a new value, which is kept at once if it is handled."""
         if name in self._handlers:
-            self._settle()
+            self._wait_for_copies()
             self._handlers[name].set_value(value)
-            self._follow()
+            self._follow_optimizers()
         super().__setattr__(name, value)
 
-    def _follow(self) -> None:
+    def _follow_optimizers(self) -> None:
         """Lets the present optimizers wait for copies."""
         if self._later is not None:
             values = [handler.value for handler in self._handlers.values()]
-            self._later.follow([one for one in values if isinstance(one, torch.optim.Optimizer)])
+            self._later.follow_optimizers(
+                [one for one in values if isinstance(one, torch.optim.Optimizer)]
+            )
 
     def save(self) -> None:
         """Keeps the present state of everything."""
-        self._settle()
+        self._wait_for_copies()
         if self._later is None:
             for handler in self._handlers.values():
                 handler.save()
         else:
-            self._save_later(self._later)
+            self._save_in_background(self._later)
         super().save()
 
-    def _save_later(self, later: Later) -> None:
-        later.begin()
+    def _save_in_background(self, later: BackgroundCopy) -> None:
+        later.find_optimizer_tensors()
         try:
             for handler in self._handlers.values():
-                if isinstance(handler, _DictHandler):
+                if isinstance(handler, _StateDictHandler):
                     handler.save(later)
                 else:
                     handler.save()
         finally:
             # also where one of them was interrupted: another one counts on its copies
-            later.start()
+            later.start_copying()
 
     def restore(self) -> None:
         """Restores everything that was kept last."""
-        self._settle()
+        self._wait_for_copies()
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
         """Broadcasts everything of rank 0, and keeps it."""
-        self._settle()
+        self._wait_for_copies()
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
-    def _settle(self) -> None:
+    def _wait_for_copies(self) -> None:
         """Waits for copies in progress."""
         if self._later is not None:
-            self._later.wait()
+            self._later.wait_for_copies()
 
     def reset(self) -> None:
         """Makes samplers distribute their samples among the present ranks."""
@@ -260,57 +262,59 @@ class TorchState(ObjectState):
     # Contents for the store of `save_to`.
 
     def _check_storable(self) -> None:
-        plain_or_raise(
-            self._plain(), _is_plain, "numbers, strings, tensors, and lists and dicts of them"
+        check_plain_values(
+            self._saved_values(),
+            _loads_without_code,
+            "numbers, strings, tensors, and lists and dicts of them",
         )
         for name, handler in self._handlers.items():
-            if not isinstance(handler, _DictHandler):
+            if not isinstance(handler, _StateDictHandler):
                 raise NotImplementedError(
                     f"state.{name} has your own handler, which cannot save to a store"
                 )
 
-    def _lend(self) -> Any:
+    def _pin_commit(self) -> Any:
         handled = {
-            name: one.lend()
+            name: one.lend_saved_copy()
             for name, one in self._handlers.items()
-            if isinstance(one, _DictHandler)
+            if isinstance(one, _StateDictHandler)
         }
-        whole = None if self._later is None else self._later.whole
-        return whole, {"handled": handled, "plain": copy.deepcopy(self._plain())}
+        whole = None if self._later is None else self._later.completion
+        return whole, {"handled": handled, "plain": copy.deepcopy(self._saved_values())}
 
-    def _take_back(self) -> None:
+    def _unpin_commit(self) -> None:
         for handler in self._handlers.values():
-            if isinstance(handler, _DictHandler):
-                handler.take_back()
+            if isinstance(handler, _StateDictHandler):
+                handler.take_back_copy()
 
-    def _pack(self, lent: Any) -> bytes:
+    def _pack_commit(self, lent: Any) -> bytes:
         whole, content = lent
         if whole is not None:
             whole.result()
-        return _packed(content)
+        return _pack_content(content)
 
-    def _unpack(self, data: bytes) -> Any:
+    def _unpack_commit(self, data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
-    def _take_in(self, content: Any) -> None:
+    def _apply_commit(self, content: Any) -> None:
         handled = content["handled"]
         if sorted(handled) != sorted(self._handlers):
             raise ValueError(f"it has {sorted(handled)}, and this state {sorted(self._handlers)}")
-        self._take_plain(content["plain"])
+        self._apply_values(content["plain"])
         for name, handler in self._handlers.items():
             handler.value.load_state_dict(handled[name])
 
 
-def _packed(content: Any) -> bytes:
+def _pack_content(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
-def _is_plain(value: Any) -> bool:
+def _loads_without_code(value: Any) -> bool:
     """Returns whether a value can be loaded without running code."""
     try:
-        torch.load(io.BytesIO(_packed(value)), weights_only=True)
+        torch.load(io.BytesIO(_pack_content(value)), weights_only=True)
     except Exception:  # noqa: BLE001 - of pickle, or of what is pickled
         return False
     return True

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_MOMENTS = (
+_SESSION_DEPENDENT_EXPRESSIONS = (
     "current_date(",
     "current_timestamp(",
     "localtimestamp(",
@@ -31,51 +31,67 @@ _MOMENTS = (
     "current_user(",
 )
 """Expressions that Spark takes for deterministic, though another day or user gives other rows."""
-_NARROW = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
-_SPARKS_OWN = "org.apache.spark.sql.catalyst.expressions."
-_DRAWN = {"Rand", "Randn", "Uuid", "Shuffle", "MonotonicallyIncreasingID", "SparkPartitionID"}
+_PORTABLE_PLAN_NODES = {"Project", "Filter", "SubqueryAlias", "View", "LogicalRelation", "Range"}
+_CATALYST_PREFIX = "org.apache.spark.sql.catalyst.expressions."
+_RANDOM_EXPRESSIONS = {
+    "Rand",
+    "Randn",
+    "Uuid",
+    "Shuffle",
+    "MonotonicallyIncreasingID",
+    "SparkPartitionID",
+}
 """Expressions that Spark calls nondeterministic because each partition draws other values. Any
 draw is good enough.
 """
-_CONFIGURED = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
-_MOST = 2000
-_FIXED_LEAVES = {"LocalRelation", "OneRowRelation", "Range"}
-_FIXED_ROOTS = {"ParallelCollectionRDD", "ReliableCheckpointRDD", "LocalCheckpointRDD", "EmptyRDD"}
+_PLAN_SETTINGS = ("spark.sql.session.timeZone", "spark.sql.ansi.enabled", "spark.sql.caseSensitive")
+_MAX_PLAN_NODES = 2000
+_FIXED_LEAF_NODES = {"LocalRelation", "OneRowRelation", "Range"}
+_FIXED_ROOT_RDDS = {
+    "ParallelCollectionRDD",
+    "ReliableCheckpointRDD",
+    "LocalCheckpointRDD",
+    "EmptyRDD",
+}
 
 
-def fingerprint(df: DataFrame) -> str | None:
+def plan_fingerprint(df: DataFrame) -> str | None:
     """Returns a fingerprint of the sources and the computation of a DataFrame's plan.
 
-    Equal prints may come from different plans (Spark's semantic hash has 32 bits): ask
+    Different plans may have equal fingerprints (Spark's semantic hash has 32 bits): call
     `sameSemantics` as well.
 
     Args:
         df: any DataFrame.
 
     Returns:
-        The print, or `None` when the rows may be others next time.
+        The fingerprint; `None` if the plan may give other rows the next time.
     """
     frame = getattr(df, "_jdf", None)
     if frame is None:
         return None
     plan = frame.queryExecution().analyzed()
-    if any(moment in plan.toString().lower() for moment in _MOMENTS):
+    if any(moment in plan.toString().lower() for moment in _SESSION_DEPENDENT_EXPRESSIONS):
         return None
-    if not plan.deterministic() and not _only_draws(plan):
+    if not plan.deterministic() and not _has_only_random_draws(plan):
         return None
     leaves = plan.collectLeaves()
     parts = [str(df.semanticHash())]
     for position in range(leaves.size()):
         leaf = leaves.apply(position)
-        if leaf.nodeName() not in _FIXED_LEAVES and not _reads_files(leaf) and not _made_here(leaf):
+        if (
+            leaf.nodeName() not in _FIXED_LEAF_NODES
+            and not _reads_files(leaf)
+            and not _from_this_session(leaf)
+        ):
             return None
     files = df.inputFiles()
     if files:
-        parts += _versions(df, files)
+        parts += _file_versions(df, files)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def lasting(df: DataFrame) -> str | None:
+def portable_plan_text(df: DataFrame) -> str | None:
     """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning
     in any session.
 
@@ -83,7 +99,7 @@ def lasting(df: DataFrame) -> str | None:
         df: any DataFrame.
 
     Returns:
-        The words, or `None` when the plan does more than can be told in them.
+        The text; `None` if the plan contains operations that the text cannot express.
     """
     from py4j.protocol import Py4JError
 
@@ -91,26 +107,26 @@ def lasting(df: DataFrame) -> str | None:
     if frame is None:
         return None
     try:
-        return _words(df, frame)
+        return _plan_text(df, frame)
     except Py4JError:  # a plan that another version of Spark has made differently: prepared again
         return None
 
 
-def _words(df: DataFrame, frame: Any) -> str | None:
+def _plan_text(df: DataFrame, frame: Any) -> str | None:
     session: Any = df.sparkSession
-    words = [session.version, *(f"{name}={session.conf.get(name)}" for name in _CONFIGURED)]
+    words = [session.version, *(f"{name}={session.conf.get(name)}" for name in _PLAN_SETTINGS)]
     left = [frame.queryExecution().analyzed()]
     if not left[0].deterministic():
         return None
     while left:
         node = left.pop()
         kind = node.getClass().getSimpleName()
-        if kind not in _NARROW or len(words) > _MOST:
+        if kind not in _PORTABLE_PLAN_NODES or len(words) > _MAX_PLAN_NODES:
             return None
         words.append(kind)
         if kind in ("Project", "Filter"):
-            expressions = _each(node.expressions())
-            if not all(_is_plain(expression) for expression in expressions):
+            expressions = _scala_items(node.expressions())
+            if not all(_is_builtin_expression(expression) for expression in expressions):
                 return None
             words += [expression.sql() for expression in expressions]
         elif kind == "Range":
@@ -125,34 +141,34 @@ def _words(df: DataFrame, frame: Any) -> str | None:
             words += [relation.fileFormat().getClass().getName(), relation.dataSchema().json()]
             words += [
                 relation.partitionSchema().json(),
-                *sorted(str(one) for one in _each(relation.options().toSeq())),
+                *sorted(str(one) for one in _scala_items(relation.options().toSeq())),
             ]
-        left += _each(node.children())
+        left += _scala_items(node.children())
     files = df.inputFiles()
-    return "\n".join(words + (_versions(df, files) if files else []))
+    return "\n".join(words + (_file_versions(df, files) if files else []))
 
 
-def parts(df: DataFrame) -> list[str] | None:
-    """Returns what each partition of a DataFrame reads, by number; `None` if that is unknown.
+def partition_sources(df: DataFrame) -> list[str] | None:
+    """Returns the source of each partition of a DataFrame, by number; `None` if it is unknown.
 
     Args:
-        df: one that `lasting` has words for, coalesced or not.
+        df: a DataFrame for which `portable_plan_text` has a text, coalesced or not.
     """
     from py4j.protocol import Py4JError
 
     try:
-        return _parts(df)
+        return _partition_sources(df)
     except Py4JError:
         return None
 
 
-def _parts(df: DataFrame) -> list[str] | None:
+def _partition_sources(df: DataFrame) -> list[str] | None:
     told: list[str] = []
-    left = _MOST
+    left = _MAX_PLAN_NODES
     for partition in cast("Any", df)._jdf.queryExecution().toRdd().partitions():
         coalesced = partition.getClass().getSimpleName() == "CoalescedRDDPartition"
         words = []
-        for parent in _each(partition.parents()) if coalesced else [partition]:
+        for parent in _scala_items(partition.parents()) if coalesced else [partition]:
             kind = parent.getClass().getSimpleName()
             files = (
                 [str(file.toString()) for file in parent.files()] if kind == "FilePartition" else []
@@ -165,33 +181,33 @@ def _parts(df: DataFrame) -> list[str] | None:
     return told
 
 
-def _each(sequence: Any) -> list[Any]:
+def _scala_items(sequence: Any) -> list[Any]:
     return [sequence.apply(position) for position in range(sequence.size())]
 
 
-def _is_plain(expression: Any) -> bool:
+def _is_builtin_expression(expression: Any) -> bool:
     """Returns whether a plan consists only of Spark's own expressions, whose text is complete."""
     left, seen = [expression], 0
     while left:
         one = left.pop()
         seen += 1
         name = one.getClass().getName()
-        own = name.startswith(_SPARKS_OWN) and "." not in name.removeprefix(_SPARKS_OWN)
-        if not own or "UDF" in name or "Subquery" in name or seen > _MOST:
+        own = name.startswith(_CATALYST_PREFIX) and "." not in name.removeprefix(_CATALYST_PREFIX)
+        if not own or "UDF" in name or "Subquery" in name or seen > _MAX_PLAN_NODES:
             return False
-        left += _each(one.children())
-    return not any(moment in expression.sql().lower() for moment in _MOMENTS)
+        left += _scala_items(one.children())
+    return not any(moment in expression.sql().lower() for moment in _SESSION_DEPENDENT_EXPRESSIONS)
 
 
-def _only_draws(plan: Any) -> bool:
+def _has_only_random_draws(plan: Any) -> bool:
     """Returns whether a plan is deterministic except for values drawn with a seed."""
     nodes, left, seen = [plan], [], 0
     while nodes:
         node = nodes.pop()
         seen += 1
-        nodes += _each(node.children())
-        left += _each(node.expressions())
-        if seen > _MOST:
+        nodes += _scala_items(node.children())
+        left += _scala_items(node.expressions())
+        if seen > _MAX_PLAN_NODES:
             return False
     while left:
         one = left.pop()
@@ -199,9 +215,11 @@ def _only_draws(plan: Any) -> bool:
         if one.deterministic():
             continue
         name = one.getClass().getName()
-        wild = [child for child in _each(one.children()) if not child.deterministic()]
-        own = name.startswith(_SPARKS_OWN) and "UDF" not in name and "Reflection" not in name
-        if seen > _MOST or (not (wild and own) and name.removeprefix(_SPARKS_OWN) not in _DRAWN):
+        wild = [child for child in _scala_items(one.children()) if not child.deterministic()]
+        own = name.startswith(_CATALYST_PREFIX) and "UDF" not in name and "Reflection" not in name
+        if seen > _MAX_PLAN_NODES or (
+            not (wild and own) and name.removeprefix(_CATALYST_PREFIX) not in _RANDOM_EXPRESSIONS
+        ):
             return False
         left += wild
     return True
@@ -213,7 +231,7 @@ def _reads_files(leaf: Any) -> bool:
     return leaf.relation().getClass().getSimpleName() == "HadoopFsRelation"
 
 
-def _made_here(leaf: Any) -> bool:
+def _from_this_session(leaf: Any) -> bool:
     """Returns whether an RDD comes from rows of this session. The sources of other RDDs are
     unknown.
     """
@@ -226,13 +244,13 @@ def _made_here(leaf: Any) -> bool:
             continue
         seen.add(rdd.id())
         dependencies = rdd.dependencies()
-        if dependencies.size() == 0 and rdd.getClass().getSimpleName() not in _FIXED_ROOTS:
+        if dependencies.size() == 0 and rdd.getClass().getSimpleName() not in _FIXED_ROOT_RDDS:
             return False
         left += [dependencies.apply(position).rdd() for position in range(dependencies.size())]
     return True
 
 
-def _versions(df: DataFrame, files: list[str]) -> list[str]:
+def _file_versions(df: DataFrame, files: list[str]) -> list[str]:
     session: Any = df.sparkSession  # the JVM's names are not the type checker's
     configuration = session._jsparkSession.sessionState().newHadoopConf()
     path_of = session._jvm.org.apache.hadoop.fs.Path

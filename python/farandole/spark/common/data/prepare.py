@@ -12,7 +12,7 @@ Only this process finds prepared rows of this session again. Any process finds d
 reads from files: see `plan`.
 """
 
-# ruff: noqa: PLC0415 - tasks load what they need
+# ruff: noqa: PLC0415 - tasks load only the modules that they use
 
 from __future__ import annotations
 
@@ -30,16 +30,28 @@ from weakref import WeakValueDictionary
 import cloudpickle
 
 from farandole._native import prepare as native
-from farandole.data import places
-from farandole.data.columns import Roles, check_present
-from farandole.data.datasets import is_place, linked, open_dataset
-from farandole.data.encoding import Encoding, sources_of
-from farandole.data.learning import Learner, Wish, encoding_at, needed, note_encoding
+from farandole.data import prepared_directories
+from farandole.data.columns import ColumnRoles, check_columns_present
+from farandole.data.datasets import is_directory_path, linked_dataset_url, open_dataset
+from farandole.data.encoding import ColumnEncoding, source_columns
+from farandole.data.learning import (
+    EncodingLearner,
+    EncodingSpec,
+    needs_encoding,
+    read_encoding,
+    write_encoding,
+)
 from farandole.data.prepare import PreparedData as Prepared
-from farandole.data.prepare import columns_of, described, other_split, spec_of, texts
+from farandole.data.prepare import (
+    describe_prepared,
+    fill_texts,
+    nonempty_split,
+    prepared_columns,
+    writer_spec,
+)
 from farandole.spark.common.data import plan
-from farandole.spark.common.data.existing import Existing
-from farandole.spark.job.session import Cluster
+from farandole.spark.common.data.existing_data import ExistingDataPaths
+from farandole.spark.job.session import SparkCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,15 +59,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-    from farandole.data.splits import Split
+    from farandole.data.splits import ValidationSplit
     from farandole.stores.store import AbstractFilesystemStore
 
-_RESULT = "partition int, error string, of_store boolean, part binary"
-_REMEMBERED = 8
+_PARTITION_RESULT_SCHEMA = "partition int, error string, of_store boolean, part binary"
+_MAX_IDLE_ENTRIES = 8
 
 
 @dataclass(eq=False)
-class _Entry:
+class _PreparedEntry:
     key: str
     frame: DataFrame
     fingerprint: str
@@ -64,27 +76,27 @@ class _Entry:
 
 
 @dataclass
-class _Cache:
+class _PreparedDataCache:
     lock: threading.RLock = field(default_factory=threading.RLock)
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_PreparedEntry] = field(default_factory=list)
 
 
-class _Turns:
-    """Threads that want the same data prepared: the first one does it, and the others wait for
-    that.
+class _PreparationLocks:
+    """Locks by data set: if several threads want the same data prepared, the first thread prepares
+    it and the other threads wait.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._locks: WeakValueDictionary[str, _Turn] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, _WeakReferenceableLock] = WeakValueDictionary()
 
-    def of(self, key: str) -> _Turn:
+    def lock_for(self, key: str) -> _WeakReferenceableLock:
         """Returns the lock to hold during the lookup and the preparation."""
         with self._lock:
-            return self._locks.setdefault(key, _Turn())
+            return self._locks.setdefault(key, _WeakReferenceableLock())
 
 
-class _Turn:
+class _WeakReferenceableLock:
     """A lock that can be referred to weakly."""
 
     def __init__(self) -> None:
@@ -97,26 +109,26 @@ class _Turn:
         self._lock.release()
 
 
-_CACHE = _Cache()
-_TURNS = _Turns()
-_SAME_ROWS: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
+_PREPARED_DATA_CACHE = _PreparedDataCache()
+_PREPARATION_LOCKS = _PreparationLocks()
+_SAME_ROWS_NAME: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
 
 
 @contextlib.contextmanager
-def same_rows(name: str) -> Iterator[None]:
-    """Says that all frames that are prepared in this context, and in others of the same name, have
-    the same rows.
+def declare_same_rows(name: str) -> Iterator[None]:
+    """Declares that all frames prepared in this context, and in other contexts of the same name,
+    have the same rows.
 
-    It counts where no plan tells: on Spark Connect.
+    The declaration is used only if no plan identifies the rows: on Spark Connect.
 
     Args:
-        name: of the rows, unique to them.
+        name: name of these rows, and of no other rows.
     """
-    token = _SAME_ROWS.set(name)
+    token = _SAME_ROWS_NAME.set(name)
     try:
         yield
     finally:
-        _SAME_ROWS.reset(token)
+        _SAME_ROWS_NAME.reset(token)
 
 
 def clear_training_cache() -> None:
@@ -125,8 +137,8 @@ def clear_training_cache() -> None:
 
     Data that was prepared from files is still found, by the keys in the store.
     """
-    with _CACHE.lock:
-        _forget([entry for entry in _CACHE.entries if not entry.users])
+    with _PREPARED_DATA_CACHE.lock:
+        _forget_entries([entry for entry in _PREPARED_DATA_CACHE.entries if not entry.users])
 
 
 @contextlib.contextmanager
@@ -134,13 +146,13 @@ def prepare_data(
     num_processes: int,
     store: AbstractFilesystemStore,
     df: DataFrame,
-    roles: Roles,
+    roles: ColumnRoles,
     seed: int = 0,
     partitions_per_process: int = 10,
     *,
     fill: Mapping[str, Any] | float | str | None = None,
     categories: Sequence[str] | Mapping[str, Any] = (),
-    split: Split | None = None,
+    split: ValidationSplit | None = None,
     ragged: Mapping[str, Any] | None = None,
     allow_nan: bool = False,
     compress_sparse: bool = False,
@@ -174,101 +186,109 @@ def prepare_data(
         OSError: the store refused.
     """
     side = [] if split is None else [split.column]
-    check_present(Roles(tuple(side), ()), df.columns, "DataFrame")
-    names = sources_of([*roles.selected, *side], df.columns)
-    wish = Wish.of(categories, fill, roles.labels, split, ragged).of_rows(
-        sources_of(roles.kept, df.columns)
+    check_columns_present(ColumnRoles(tuple(side), ()), df.columns, "DataFrame")
+    names = source_columns([*roles.read_columns, *side], df.columns)
+    wish = EncodingSpec.from_arguments(
+        categories, fill, roles.labels, split, ragged
+    ).with_hashed_columns(source_columns(roles.stored_columns, df.columns))
+    encoded = (
+        _EncodingPlan(wish, roles, df.schema)
+        if needs_encoding(wish, roles.stored_columns, df.columns)
+        else None
     )
-    encoded = _Encoded(wish, roles, df.schema) if needed(wish, roles.kept, df.columns) else None
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their
     # names back in tasks.
     chosen = df.select(
-        *[_quoted(df, name).alias(f"column{index}") for index, name in enumerate(names)]
+        *[_quoted_column(df, name).alias(f"column{index}") for index, name in enumerate(names)]
     )
     options = {
-        **spec_of(roles, seed, fill, allow_nan=allow_nan),
+        **writer_spec(roles, seed, fill, allow_nan=allow_nan),
         "compress_sparse": compress_sparse,
     }
     merged = chosen.coalesce(num_processes * partitions_per_process)
-    words = plan.lasting(chosen)
+    words = plan.portable_plan_text(chosen)
     if words is not None:
-        told = json.dumps([words, options, *wish.told()], sort_keys=True)
+        told = json.dumps([words, options, *wish.key_values()], sort_keys=True)
         key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
-        with _TURNS.of(f"{store.prefix_path}\n{key}"):
-            place = places.find(store, key, validates=options["validation"] is not None)
+        with _PREPARATION_LOCKS.lock_for(f"{store.prefix_path}\n{key}"):
+            place = prepared_directories.find_prepared(
+                store, key, validates=options["validation"] is not None
+            )
             if place is None:
-                prepared = _prepare(store, merged, names, options, key, encoded)
+                prepared = _write_prepared_data(store, merged, names, options, key, encoded)
             else:
-                prepared = described(
+                prepared = describe_prepared(
                     place, validates=options["validation"] is not None, reused=True
                 )
         with prepared:
             yield prepared
         return
-    by_plan = plan.fingerprint(chosen)
-    source = by_plan if by_plan is not None else _SAME_ROWS.get()
-    told = json.dumps([options, *wish.told()], sort_keys=True)
+    by_plan = plan.plan_fingerprint(chosen)
+    source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
+    told = json.dumps([options, *wish.key_values()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
-    with _TURNS.of(key) if source is not None else contextlib.nullcontext():
-        entry = None if source is None else _lookup(key, None if by_plan is None else chosen)
+    with _PREPARATION_LOCKS.lock_for(key) if source is not None else contextlib.nullcontext():
+        entry = None if source is None else _lookup_entry(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
-            made = _prepare(store, merged, names, options, fingerprint, encoded)
-            entry = _Entry(key, chosen, fingerprint, made, users=1)
-            with _CACHE.lock:
-                _CACHE.entries.append(entry)
+            made = _write_prepared_data(store, merged, names, options, fingerprint, encoded)
+            entry = _PreparedEntry(key, chosen, fingerprint, made, users=1)
+            with _PREPARED_DATA_CACHE.lock:
+                _PREPARED_DATA_CACHE.entries.append(entry)
     try:
         yield entry.prepared
     finally:
-        with _CACHE.lock:
+        with _PREPARED_DATA_CACHE.lock:
             entry.users -= 1
-            idle = [one for one in _CACHE.entries if not one.users]
-            _forget([one for one in idle if one.key.startswith("None\n")] + idle[:-_REMEMBERED])
+            idle = [one for one in _PREPARED_DATA_CACHE.entries if not one.users]
+            _forget_entries(
+                [one for one in idle if one.key.startswith("None\n")] + idle[:-_MAX_IDLE_ENTRIES]
+            )
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """Rows that are encoded before they are written: what to learn of them, and for which
-    columns.
+class _EncodingPlan:
+    """Plan for rows that are encoded before they are written: the requested encoding and the roles
+    of the columns.
     """
 
-    wish: Wish
-    roles: Roles
+    wish: EncodingSpec
+    roles: ColumnRoles
     schema: Any
 
-    def learn(self, df: DataFrame, names: list[str]) -> Encoding:
-        """Looks at the rows, where there is something to learn.
+    def learn_encoding(self, df: DataFrame, names: list[str]) -> ColumnEncoding:
+        """Learns the encoding in a pass over the rows, if it is not already given.
 
         Args:
-            df: the rows, whose columns go by number.
-            names: of its columns.
+            df: the rows, with numbered columns.
+            names: names of these columns.
         """
-        counted = self.wish.plan(_arrow_schema(self.schema, names), self.roles)
-        known = self.wish.known()
+        counted = self.wish.plan_learning(_arrow_schema(self.schema, names), self.roles)
+        known = self.wish.complete_encoding()
         if known is not None:
             return known
         validation = self.roles.validation
-        read, split = self.wish.reads(counted, self.roles), self.wish.split
+        read, split = self.wish.columns_to_read(counted, self.roles), self.wish.split
 
-        def count(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return _count(batches, read, Learner(counted, validation, split))
+        def learn_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return _learn_partition(batches, read, EncodingLearner(counted, validation, split))
 
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
         told = "farandole: learning categories and replacements of missing values"
-        whole = Learner(counted, split=split)
-        for row in Cluster.active().collect(
-            chosen.mapInArrow(count, "error string, part binary"), told
+        whole = EncodingLearner(counted, split=split)
+        for row in SparkCluster.from_active_session().collect_rows(
+            chosen.mapInArrow(learn_batches, "error string, part binary"), told
         ):
             if row.error is not None:
                 raise ValueError(row.error)
             whole.merge(cloudpickle.loads(row.part))
-        return self.wish.fulfilled(counted, whole)
+        return self.wish.build_encoding(counted, whole)
 
 
-def _count(
-    batches: Iterator[pa.RecordBatch], names: list[str], learner: Learner
+def _learn_partition(
+    batches: Iterator[pa.RecordBatch], names: list[str], learner: EncodingLearner
 ) -> Iterator[pa.RecordBatch]:
-    """Runs in a Spark task: what a partition's rows teach."""
+    """Learns categories and values from the rows of a partition, in a Spark task."""
     import pyarrow as pa
 
     error = None
@@ -283,93 +303,105 @@ def _count(
 
 
 def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
-    """Returns the types of columns as their rows arrive; for types that Arrow lacks, one that
-    teaches nothing.
+    """Returns the Arrow types of the columns. A type that Arrow lacks is replaced by a type from
+    which no encoding is learned.
     """
     import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
 
-    def kind(name: str) -> pa.DataType:
+    def arrow_type(name: str) -> pa.DataType:
         try:
             return to_arrow_type(schema[name].dataType)
         except Exception:  # noqa: BLE001 - it differs by Spark's version
             return pa.binary()
 
-    return pa.schema([(name, kind(name)) for name in names])
+    return pa.schema([(name, arrow_type(name)) for name in names])
 
 
-def _prepare(
+def _write_prepared_data(
     store: AbstractFilesystemStore,
     df: DataFrame,
     names: list[str],
     options: dict[str, Any],
     key: str,
-    encoded: _Encoded | None,
+    encoded: _EncodingPlan | None,
 ) -> Prepared:
-    encoding = None if encoded is None else encoded.learn(df, names)
+    encoding = None if encoded is None else encoded.learn_encoding(df, names)
     if encoding is not None:
-        options = {**options, "fill": texts(encoding.plain_fill), **encoding.split}
-    wanted = names if encoded is None else encoded.roles.selected
+        options = {
+            **options,
+            "fill": fill_texts(encoding.uncategorized_fill),
+            **encoding.split_arguments,
+        }
+    wanted = names if encoded is None else encoded.roles.read_columns
     resumable = not key.startswith("once")
-    place, begun = places.take(store, key, resumable=resumable)
+    place, begun = prepared_directories.acquire_directory(store, key, resumable=resumable)
     val_url = None if options["validation"] is None else place.val_url
     spec = json.dumps({**options, "train": place.train_url, "val": val_url, "fingerprint": key})
-    sources = plan.parts(df) if resumable else None
+    sources = plan.partition_sources(df) if resumable else None
     done: dict[int, bytes] = {}
     try:
         if begun:
-            place.resume(spec, store.prefix_path)
+            place.load_finished_partitions(spec, store.prefix_path)
             same = {
                 number
                 for number, source in enumerate(sources or [])
-                if place.told.get(number) == source
+                if place.partition_sources.get(number) == source
             }
-            done = {number: part for number, part in place.done.items() if number in same}
-        note_encoding(place, encoding, validates=val_url is not None)
-        rows = _Rows(names, wanted, encoding)
-        parts = _write(df, rows, store, spec, _Progress(place.train_url, done, sources))
-        other = other_split(parts, options)
+            done = {
+                number: part for number, part in place.finished_partitions.items() if number in same
+            }
+        write_encoding(place, encoding, validates=val_url is not None)
+        rows = _RowEncoder(names, wanted, encoding)
+        parts = _write_partitions(
+            df, rows, store, spec, _PartitionProgress(place.train_url, done, sources)
+        )
+        other = nonempty_split(parts, options)
         if other is not None:
             spec = json.dumps({**json.loads(spec), "validation": other})
-            parts = _write(df, rows, store, spec, _Progress(place.train_url, {}, sources))
-        committed = json.loads(native.commit(store.prefix_path, spec, parts))
-        place.finish()
+            parts = _write_partitions(
+                df, rows, store, spec, _PartitionProgress(place.train_url, {}, sources)
+            )
+        committed = json.loads(native.commit_partitions(store.prefix_path, spec, parts))
+        place.mark_complete()
     except ValueError:
-        place.discard()
+        place.discard_data()
         raise
     except OSError:
-        (place.release if resumable else place.discard)()
+        (place.delete_if_held if resumable else place.discard_data)()
         raise
     except BaseException:
-        place.release()  # and not discarded: tasks may still write; who takes the place empties it
+        # Not discarded: tasks may still write. The next owner of the directory empties it.
+        place.delete_if_held()
         raise
-    return described(
+    return describe_prepared(
         place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done)
     )
 
 
 def find_data(
     store: AbstractFilesystemStore,
-    roles: Roles,
+    roles: ColumnRoles,
     idx: int | None = None,
-    where: Existing | None = None,
+    where: ExistingDataPaths | None = None,
 ) -> Prepared:
     """Returns the data set that exists already, prepared by us or by any program.
 
     Args:
-        store: where it is, or where the file goes by which workers find data of elsewhere.
+        store: store of the data. If the data is not in the store, the store receives a file by
+            which workers find the data.
         roles: the columns that will be used.
         idx: number of the data set in the store.
-        where: the place of the rows, if not in the store.
+        where: paths of the rows, if they are not in the store.
 
     Returns:
         The data that was found; validation data is used if it exists.
 
     Raises:
         ValueError: no data set, or a column is not in it.
-        FileNotFoundError: nothing is at a path that was given.
+        FileNotFoundError: a given path does not exist.
     """
-    there = where or Existing.in_store(store, idx)
+    there = where or ExistingDataPaths.from_store(store, idx)
     if (
         isinstance(there.train, str)
         and not there.given
@@ -378,10 +410,16 @@ def find_data(
         raise ValueError(f"there is no training data at {there.train}")
     train = open_dataset(there.train)
     encoding = (
-        encoding_at(there.train) if isinstance(there.train, str) and is_place(there.train) else None
+        read_encoding(there.train)
+        if isinstance(there.train, str) and is_directory_path(there.train)
+        else None
     )
-    columns = columns_of(((one.name, one.dtype, one.shape) for one in train.columns), encoding)
-    check_present(Roles(roles.features, roles.labels, roles.weight), list(columns), "training data")
+    columns = prepared_columns(
+        ((one.name, one.dtype, one.shape) for one in train.columns), encoding
+    )
+    check_columns_present(
+        ColumnRoles(roles.features, roles.labels, roles.weight), list(columns), "training data"
+    )
     val = None
     if there.val is not None and (
         there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))
@@ -391,8 +429,8 @@ def find_data(
         raise ValueError(f"there are no rows at {there.train}")
     return Prepared(
         index=idx,
-        train_url=linked(store, train),
-        val_url=linked(store, val) if val is not None and val.rows else None,
+        train_url=linked_dataset_url(store, train),
+        val_url=linked_dataset_url(store, val) if val is not None and val.rows else None,
         train_rows=train.rows,
         val_rows=0 if val is None else val.rows,
         columns=columns,
@@ -401,13 +439,13 @@ def find_data(
     )
 
 
-def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
+def _lookup_entry(key: str, frame: DataFrame | None) -> _PreparedEntry | None:
     """Returns the data that was prepared under a key; if a frame is given, only data with the
     same rows.
     """
-    with _CACHE.lock:
-        for entry in list(_CACHE.entries):
-            if entry.key != key or (frame is not None and not _same(entry.frame, frame)):
+    with _PREPARED_DATA_CACHE.lock:
+        for entry in list(_PREPARED_DATA_CACHE.entries):
+            if entry.key != key or (frame is not None and not _is_same_frame(entry.frame, frame)):
                 continue
             manifest = native.read_manifest(entry.prepared.train_url)
             if manifest is not None and json.loads(manifest)["fingerprint"] == entry.fingerprint:
@@ -415,63 +453,71 @@ def _lookup(key: str, frame: DataFrame | None) -> _Entry | None:
                 entry.prepared = replace(entry.prepared, reused=True)
                 return entry
             if not entry.users:
-                _forget([entry])
+                _forget_entries([entry])
     return None
 
 
-def _forget(entries: list[_Entry]) -> None:
+def _forget_entries(entries: list[_PreparedEntry]) -> None:
     for entry in entries:
-        if entry in _CACHE.entries:
-            _CACHE.entries.remove(entry)
+        if entry in _PREPARED_DATA_CACHE.entries:
+            _PREPARED_DATA_CACHE.entries.remove(entry)
             entry.prepared.release()
 
 
-def _same(left: DataFrame, right: DataFrame) -> bool:
+def _is_same_frame(left: DataFrame, right: DataFrame) -> bool:
     return left.sparkSession is right.sparkSession and left.sameSemantics(right)
 
 
-def _quoted(df: DataFrame, name: str) -> Any:
+def _quoted_column(df: DataFrame, name: str) -> Any:
     return df["`" + name.replace("`", "``") + "`"]
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _PartitionProgress:
     """The summaries of a finished task, and of tasks that had finished before."""
 
     train_url: str
     done: dict[int, bytes]
     sources: list[str] | None
 
-    def note(self, partition: int, part: bytes) -> None:
+    def record_partition(self, partition: int, part: bytes) -> None:
         if self.sources is not None and partition < len(self.sources):
-            places.note(self.train_url, partition, part, source=self.sources[partition])
+            prepared_directories.note_finished_partition(
+                self.train_url, partition, part, source=self.sources[partition]
+            )
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowEncoder:
     """The processing of batches from Spark."""
 
     names: list[str]
     """Names of the columns, which are addressed by number."""
     wanted: list[str]
-    encoding: Encoding | None
+    encoding: ColumnEncoding | None
 
-    def encoded(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def encode_batch(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         named = batch.rename_columns(self.names)
-        return named if self.encoding is None else self.encoding.encode(named, self.wanted)
+        return named if self.encoding is None else self.encoding.encode_batch(named, self.wanted)
 
 
-def _write(
-    df: DataFrame, form: _Rows, store: AbstractFilesystemStore, spec: str, progress: _Progress
+def _write_partitions(
+    df: DataFrame,
+    form: _RowEncoder,
+    store: AbstractFilesystemStore,
+    spec: str,
+    progress: _PartitionProgress,
 ) -> list[bytes]:
     preparation = uuid.uuid4().hex[:8]
     url, storage = store.prefix_path, store.storage_options
 
-    def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def write_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         storage.apply()
         return write_partition(batches, form, url, spec, preparation, progress)
 
-    rows = Cluster.active().collect(df.mapInArrow(write, _RESULT), "farandole: preparing data")
+    rows = SparkCluster.from_active_session().collect_rows(
+        df.mapInArrow(write_batches, _PARTITION_RESULT_SCHEMA), "farandole: preparing data"
+    )
     rows.sort(key=lambda row: row.partition)
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None:
@@ -481,24 +527,25 @@ def _write(
 
 def write_partition(
     batches: Iterator[pa.RecordBatch],
-    form: _Rows,
+    form: _RowEncoder,
     url: str,
     spec: str,
     preparation: str,
-    progress: _Progress,
+    progress: _PartitionProgress,
 ) -> Iterator[pa.RecordBatch]:
     """Runs in a Spark task: writes one partition and yields one row about it.
 
     Args:
         batches: the partition.
-        form: what becomes of its batches.
+        form: transformation of its batches.
         url: the store's prefix.
         spec: what to write, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
-        progress: where to say that the partition is finished, and which ones are.
+        progress: record of the finished partitions.
 
     Yields:
-        One row of (partition, error or null, whether the store is to blame, what `commit` wants).
+        One row of (partition, error or null, whether the store failed, argument of
+        `commit_partitions`).
     """
     import pyarrow as pa
     from pyspark import TaskContext
@@ -514,9 +561,9 @@ def write_partition(
         )
         try:
             for batch in batches:
-                writer.write(form.encoded(batch))
+                writer.write(form.encode_batch(batch))
             part = writer.finish()
-            progress.note(partition, part)
+            progress.record_partition(partition, part)
         except (ValueError, OSError) as problem:
             error, of_store = str(problem), isinstance(problem, OSError)
             writer.abort()

@@ -11,13 +11,13 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.data.source import Missing
-from farandole.spark.common.transform import Transformation
+from farandole.spark.common.data.source import MissingValuePolicy
+from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from farandole.data.columns import Column
+    from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData
     from farandole.data.ragged import Ragged
     from farandole.spark.common.params import EstimatorParams
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Data:
+class TrainingDataSpec:
     """The rows that a process reads, and the way it reads them."""
 
     train_url: str
     val_url: str | None
     train_rows: int
     val_rows: int
-    columns: dict[str, Column]
+    columns: dict[str, PreparedColumn]
     """Columns of the data set, before any transformation."""
     batch_size: int
     val_batch_size: int
@@ -43,10 +43,10 @@ class Data:
     train_threads: int
     val_threads: int
     in_memory: bool
-    missing: Missing
+    missing: MissingValuePolicy
     ragged: Mapping[str, Ragged] = field(default_factory=dict)
 
-    def module(
+    def create_data_module(
         self,
         kind: Any,
         *,
@@ -87,12 +87,12 @@ class Data:
         )
 
 
-def data_of(
+def training_data_spec(
     estimator: EstimatorParams,
     prepared: PreparedData,
     columns: Sequence[str],
     unseeded: int | None = None,
-) -> Data:
+) -> TrainingDataSpec:
     """Returns the rows that a process reads, and the way it reads them.
 
     Args:
@@ -104,7 +104,7 @@ def data_of(
     seed = estimator.getRandomSeed()
     if seed is None:
         seed = secrets.randbelow(2**31) if unseeded is None else unseeded
-    return Data(
+    return TrainingDataSpec(
         train_url=prepared.train_url,
         val_url=prepared.val_url,
         train_rows=prepared.train_rows,
@@ -119,17 +119,17 @@ def data_of(
         train_threads=estimator.getTrainReaderNumWorkers(),
         val_threads=estimator.getValReaderNumWorkers(),
         in_memory=estimator.getInmemoryCacheAll(),
-        missing=missing_of(estimator, prepared),
+        missing=missing_value_policy(estimator, prepared),
         ragged={name: one for name, one in prepared.ragged.items() if name in columns},
     )
 
 
-def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
+def missing_value_policy(estimator: EstimatorParams, prepared: PreparedData) -> MissingValuePolicy:
     """Returns the treatment of nulls, NaN and infinities when data is read.
 
     Args:
-        estimator: whose parameters count.
-        prepared: the data; what a fit has prepared was filled then.
+        estimator: the estimator, for its parameters.
+        prepared: the data. If a fit prepared it, missing values were replaced at that time.
     """
     fill = estimator.getFill()
     given = (
@@ -145,10 +145,10 @@ def missing_of(estimator: EstimatorParams, prepared: PreparedData) -> Missing:
         # read.
         with contextlib.suppress(ValueError):
             numbers[name] = float(value)
-    return Missing(numbers, estimator.getAllowNan())
+    return MissingValuePolicy(numbers, estimator.getAllowNan())
 
 
-def transformation_of(estimator: EstimatorParams) -> Transformation | None:
+def create_transformation(estimator: EstimatorParams) -> UserTransformation | None:
     """Returns the changes of rows before the model gets them.
 
     Args:
@@ -161,10 +161,10 @@ def transformation_of(estimator: EstimatorParams) -> Transformation | None:
         estimator.getTransformationEditFields(),
         estimator.getTransformationRemovedFields(),
     )
-    return Transformation(function, edits or (), removed or ())
+    return UserTransformation(function, edits or (), removed or ())
 
 
-def paths_of(store: RemoteStore, data: Data) -> dict[str, str]:
+def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]:
     """Returns the paths of a run's files, if it has files.
 
     Args:

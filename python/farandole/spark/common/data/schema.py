@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from farandole.data.encoding import source_of
+from farandole.data.encoding import source_column
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from pyspark.sql.types import DataType, StructType
 
-    from farandole.data.columns import Roles
+    from farandole.data.columns import ColumnRoles
 
-_USABLE = (
+_SUPPORTED_TYPES_HINT = (
     "numbers, booleans, dates, times, arrays of these (nested or not) and Spark ML vectors are "
     "supported, strings and bytes where a transformation_fn makes numbers of them, and strings as "
     "categories"
 )
-_TEXTS = ("string", "varchar", "char", "binary")
-_CATEGORIES = ("string", "varchar", "char", "boolean", "byte", "short", "integer", "long")
+_TEXT_TYPES = ("string", "varchar", "char", "binary")
+_CATEGORY_TYPES = ("string", "varchar", "char", "boolean", "byte", "short", "integer", "long")
 
 
 def check_types(
-    roles: Roles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()
+    roles: ColumnRoles, schema: StructType, *, texts: bool = False, categories: Collection[str] = ()
 ) -> None:
     """Refuses columns of a type that no tensor can hold.
 
@@ -41,45 +41,46 @@ def check_types(
     Raises:
         ValueError: naming the column and its type.
     """
-    for role, name in roles.described():
-        if source_of(name, schema.names) != name:
+    for role, name in roles.described_columns():
+        if source_column(name, schema.names) != name:
             continue
         kind = schema[name].dataType
         shown = kind.simpleString()
         if name in categories:
-            if kind.typeName() not in _CATEGORIES:
+            if kind.typeName() not in _CATEGORY_TYPES:
                 raise ValueError(
                     f"{role} {name!r} has type {shown}: categories are strings, integers or "
                     "booleans"
                 )
             continue
         if role == "sample weight column":
-            if not _is_number(kind):
+            if not _is_number_type(kind):
                 raise ValueError(
                     f"{role} {name!r} must be a number or a boolean, its type is {shown}"
                 )
         elif role == "validation column":
-            if not _is_number(kind) and kind.typeName() not in ("string", "varchar", "char"):
+            if not _is_number_type(kind) and kind.typeName() not in ("string", "varchar", "char"):
                 raise ValueError(
                     f"{role} {name!r} must be a number, a boolean or a string, its type is {shown}"
                 )
-        elif not _is_usable(kind) and not (texts and kind.typeName() in _TEXTS):
+        elif not _is_tensor_type(kind) and not (texts and kind.typeName() in _TEXT_TYPES):
             raise ValueError(
-                f"{role} {name!r} has type {shown}, which no tensor can hold; {_USABLE}"
+                f"{role} {name!r} has type {shown}, which no tensor can hold; "
+                f"{_SUPPORTED_TYPES_HINT}"
             )
 
 
-def _is_number(kind: DataType) -> bool:
+def _is_number_type(kind: DataType) -> bool:
     from pyspark.sql.types import BooleanType, NumericType
 
     return isinstance(kind, NumericType | BooleanType)
 
 
-def _is_usable(kind: DataType) -> bool:
+def _is_tensor_type(kind: DataType) -> bool:
     from pyspark.sql.types import ArrayType, DateType, TimestampNTZType, TimestampType
 
     if isinstance(kind, ArrayType):
-        return kind.elementType.typeName() != "vectorudt" and _is_usable(kind.elementType)
-    if _is_number(kind) or isinstance(kind, DateType | TimestampType | TimestampNTZType):
+        return kind.elementType.typeName() != "vectorudt" and _is_tensor_type(kind.elementType)
+    if _is_number_type(kind) or isinstance(kind, DateType | TimestampType | TimestampNTZType):
         return True
     return kind.typeName() == "vectorudt" or kind.simpleString() == "vector"

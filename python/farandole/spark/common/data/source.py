@@ -3,12 +3,13 @@
 """The batches of a training process: from the native reader, as NumPy arrays.
 
 Rank `r` of `n` has the rows `r, r + n, r + 2n, ...` of a pass, and every rank has the same number
-of steps. Its last batch may have one row less than that of another rank. If a step has fewer rows
-than there are processes, some processes repeat rows with weight 0. A pass contains each row once.
+of steps. The last batches of two ranks may differ by one row. If a step has fewer rows than there
+are processes, some processes repeat rows with weight 0. A pass contains each row once.
 If an epoch has more steps than a pass, it continues with the next pass.
 
-In an elastic job, an epoch may continue in the middle with another number of processes: at a
-`Place`, which is the same for all of them. The order of a pass does not depend on that number.
+In an elastic job, an epoch may continue in the middle with another number of processes: at an
+`EpochPosition`, which is the same for all of them. The order of a pass does not depend on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data.arrays import TEXTS, objects
-from farandole.data.memory import directory_for
-from farandole.data.ragged import lengths_of
-from farandole.stores.visibility import seen
+from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, object_array
+from farandole.data.memory import cache_directory
+from farandole.data.ragged import lengths_column
+from farandole.stores.local_paths import explain_unreadable_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingValuePolicy:
     """The treatment of nulls, NaN and infinities in data that another program wrote."""
 
     fill: Mapping[str, float] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SourceBatch:
     """One batch of this rank, rows first; the first `valid` rows count, later ones repeat
     others.
     """
@@ -64,14 +65,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochPosition:
     """The position of all processes together in an epoch.
 
     Attributes:
         steps: steps of the epoch that are done, whatever the number of processes was.
-        rows: rows of those.
-        number: of the pass in progress; `None` is the epoch's first.
-        row: the first of this pass that is left.
+        rows: rows of these steps.
+        number: number of the pass in progress; `None` is the epoch's first.
+        row: first row of this pass that is not read yet.
     """
 
     steps: int = 0
@@ -80,7 +81,7 @@ class Place:
     row: int = 0
 
 
-class Source:
+class BatchSource:
     """One rank's batches of a data set.
 
     Args:
@@ -91,7 +92,7 @@ class Source:
         rank: this process.
         size: processes.
         seed: of the order.
-        shuffle: whether each pass has an order of its own.
+        shuffle: whether each pass has another order.
         threads: reading threads.
         in_memory: whether the rows of this process stay in memory after the first pass; their order
             is then drawn from them alone. With `moves` they stay in memory that processes of a host
@@ -104,7 +105,8 @@ class Source:
         fixed: whether these are padded to their largest length in every batch.
 
     Raises:
-        OSError: the data cannot be read, in the words of `seen`; while batches are read, too.
+        OSError: the data cannot be read; also raised while batches are read. The message is from
+            `explain_unreadable_data`.
     """
 
     def __init__(
@@ -121,19 +123,19 @@ class Source:
         in_memory: bool = False,
         transformation: Callable[[Arrays], Arrays] | None = None,
         least: int = 1,
-        missing: Missing | None = None,
+        missing: MissingValuePolicy | None = None,
         moves: bool = False,
         ragged: Mapping[str, Ragged] | None = None,
         fixed: bool = False,
     ) -> None:
-        missing = missing or Missing()
+        missing = missing or MissingValuePolicy()
         self._ragged = dict(ragged or {})
         self._nested = [
             name for name in columns if name in self._ragged and self._ragged[name].nested
         ]
         fixed = fixed or (in_memory and not moves)
-        with seen(url):
-            dataset = Dataset.open(url)
+        with explain_unreadable_data(url):
+            dataset = Dataset.open_url(url)
             self._reader = Reader(
                 dataset,
                 columns=list(columns),
@@ -152,12 +154,12 @@ class Source:
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
                 pad={
-                    name: self._ragged[name].padding(fixed=fixed)
+                    name: self._ragged[name].reader_padding(fixed=fixed)
                     for name in columns
                     if name in self._ragged
                 }
                 or None,
-                cache=directory_for(dataset, list(columns)) if in_memory and moves else None,
+                cache=cache_directory(dataset, list(columns)) if in_memory and moves else None,
             )
         if self._nested and transformation is not None:
             raise ValueError(
@@ -166,14 +168,14 @@ class Source:
         texts = [
             one.name
             for one in self._reader.columns
-            if one.dtype in TEXTS and one.name not in self._ragged
+            if one.dtype in VARIABLE_WIDTH_DTYPES and one.name not in self._ragged
         ]
         if texts and transformation is None:
             raise ValueError(
                 "tensors cannot hold strings: a transformation_fn can make numbers of "
                 f"{', '.join(texts)}"
             )
-        self.steps = self._reader.steps()
+        self.steps = self._reader.step_count()
         self.total = dataset.rows
         self.own = max(0, -(-(dataset.rows - rank) // size))
         """Rows of this process in a pass."""
@@ -182,13 +184,13 @@ class Source:
         self._size = size
         self._names = list(columns)
         self._transformation = transformation
-        self._least = min(least, batch_size)
+        self._min_rows = min(least, batch_size)
         self._rank = rank
         self._seed = (seed, rank)
         self._shuffle = shuffle
         self._in_memory = in_memory and not moves
-        self._kept: list[Rows] = []
-        self._begun = Place()
+        self._cached_batches: list[SourceBatch] = []
+        self._start_position = EpochPosition()
 
     @property
     def own_steps(self) -> int:
@@ -198,74 +200,85 @@ class Source:
     @property
     def is_even(self) -> bool:
         """Whether every process has as many rows as the others in every step."""
-        return self.total % self._size == 0 and (self.total - self._begun.row) % self._size == 0
+        return (
+            self.total % self._size == 0
+            and (self.total - self._start_position.row) % self._size == 0
+        )
 
     @property
-    def leaves_out(self) -> bool:
+    def has_idle_ranks(self) -> bool:
         """Whether some processes have no row in the last step of a pass."""
-        ends = {self.total, self.total - self._begun.row}
+        ends = {self.total, self.total - self._start_position.row}
         return any((rows - 1) % (self._size * self._batch_size) + 1 < self._size for rows in ends)
 
-    def lacking(self, steps: int) -> list[int]:
+    def idle_steps(self, steps: int) -> list[int]:
         """Returns the steps of an epoch of so many in which this process has no row: ends of
         passes, if any.
         """
-        whole, left = self._size * self._batch_size, self.total - self._begun.row
-        first = self._begun.steps + max(1, -(-left // whole)) - 1
+        whole, left = self._size * self._batch_size, self.total - self._start_position.row
+        first = self._start_position.steps + max(1, -(-left // whole)) - 1
         found = [first] if (left - 1) % whole < self._rank and first < steps else []
         if (self.total - 1) % whole < self._rank:
             found += range(first + self.steps, steps, self.steps)
         return found
 
-    def begin_at(self, place: Place) -> None:
-        """Lets epochs begin, or continue, at a place, until the next call.
+    def begin_at(self, place: EpochPosition) -> None:
+        """Sets the position at which epochs begin or continue, until the next call.
 
         Args:
-            place: the beginning, or what `place_after` told with whatever number of processes.
+            place: the beginning, or a result of `place_after` from any number of processes.
         """
-        self._begun = place
+        self._start_position = place
 
     def steps_until_end(self) -> int:
-        """Steps of an epoch of one pass, including those before the place where this one
-        continues.
+        """Returns the steps of an epoch of one pass, including the steps before the position where
+        this epoch continues.
         """
         whole = self._size * self._batch_size
-        return self._begun.steps + max(1, -(-(self.total - self._begun.row) // whole))
+        return self._start_position.steps + max(
+            1, -(-(self.total - self._start_position.row) // whole)
+        )
 
-    def place_after(self, number: int, steps: int) -> Place:
+    def place_after(self, number: int, steps: int) -> EpochPosition:
         """Returns the position of all processes after some steps of an epoch.
 
         Args:
             number: of the epoch.
             steps: that are done.
         """
-        begun, done = self._begun, steps - self._begun.steps
-        rows = self._until(steps)
+        begun, done = self._start_position, steps - self._start_position.steps
+        rows = self._rows_until(steps)
         passes, row = divmod(begun.row + rows, self.total) if done else (0, begun.row)
-        return Place(steps, begun.rows + rows, self._first_pass(number, steps) + passes, row)
+        return EpochPosition(
+            steps, begun.rows + rows, self._first_pass_number(number, steps) + passes, row
+        )
 
     def rows_in(self, first: int, last: int) -> int:
         """Returns the rows of all processes in the steps from `first` up to, not including,
         `last` of an epoch.
         """
-        return self._until(last) - self._until(first)
+        return self._rows_until(last) - self._rows_until(first)
 
-    def share(self, rows: Rows) -> float:
+    def loss_factor(self, rows: SourceBatch) -> float:
         """Returns the factor of the mean loss over a batch, before gradients are averaged over
         processes.
         """
         return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
 
-    def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch, or of its rest.
+    def epoch(self, number: int, steps: int) -> Generator[SourceBatch]:
+        """Yields the batches of an epoch, or of the rest of an epoch.
 
         Args:
             number: of the epoch, which gives its order.
             steps: number of batches, including those before the place where it continues.
         """
-        current, step, row = self._first_pass(number, steps), self._begun.steps, self._begun.row
+        current, step, row = (
+            self._first_pass_number(number, steps),
+            self._start_position.steps,
+            self._start_position.row,
+        )
         while step < steps and self.total:
-            with closing(self._pass(current, row)) as batches:
+            with closing(self._pass_batches(current, row)) as batches:
                 for rows in batches:
                     if step == steps:
                         return
@@ -273,65 +286,67 @@ class Source:
                     step += 1
             current, row = current + 1, 0
 
-    def _first_pass(self, number: int, steps: int) -> int:
+    def _first_pass_number(self, number: int, steps: int) -> int:
         """Returns the number of the pass that an epoch of so many steps begins with, or
         continues with.
         """
-        if self._begun.number is not None:
-            return self._begun.number
+        if self._start_position.number is not None:
+            return self._start_position.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
-    def _until(self, steps: int) -> int:
+    def _rows_until(self, steps: int) -> int:
         """Returns the rows of all processes in the steps from the place where the epoch
         continues up to `steps`.
         """
-        whole, left = self._size * self._batch_size, self.total - self._begun.row
-        done, first = steps - self._begun.steps, -(-left // whole)
+        whole, left = self._size * self._batch_size, self.total - self._start_position.row
+        done, first = steps - self._start_position.steps, -(-left // whole)
         if done <= first:
             return min(done * whole, left)
         passes, rest = divmod(done - first, self.steps)
         return left + passes * self.total + min(rest * whole, self.total)
 
-    def _pass(self, number: int, row: int) -> Generator[Rows]:
-        if len(self._kept) == self.steps:
-            yield from self._from_memory(number)
+    def _pass_batches(self, number: int, row: int) -> Generator[SourceBatch]:
+        if len(self._cached_batches) == self.steps:
+            yield from self._batches_from_memory(number)
             return
-        self._kept = []
-        with closing(self._reader.epoch(number, row)) as batches:
-            for _ in range(self._reader.steps(row)):
-                with seen(self._url):
+        self._cached_batches = []
+        with closing(self._reader.read_epoch(number, row)) as batches:
+            for _ in range(self._reader.step_count(row)):
+                with explain_unreadable_data(self._url):
                     batch = next(batches)
-                rows = self._rows(batch)
+                rows = self._convert_batch(batch)
                 if self._in_memory:
-                    self._kept.append(rows)
+                    self._cached_batches.append(rows)
                 yield rows
 
-    def _rows(self, batch: Batch) -> Rows:
-        count = max(self._least, batch.valid_rows)
-        arrays = {name: self._array(batch, name)[:count] for name in self._names}
+    def _convert_batch(self, batch: Batch) -> SourceBatch:
+        count = max(self._min_rows, batch.valid_rows)
+        arrays = {name: self._column_values(batch, name)[:count] for name in self._names}
         for name in self._nested:
-            arrays[lengths_of(name)] = self._ragged[name].lengths(batch, name)[:count]
+            arrays[lengths_column(name)] = self._ragged[name].row_lengths(batch, name)[:count]
         if self._transformation is not None:
             arrays = self._transformation(arrays)
-        return Rows(arrays, count, batch.valid_rows)
+        return SourceBatch(arrays, count, batch.valid_rows)
 
-    def _array(self, batch: Batch, name: str) -> npt.NDArray[Any]:
+    def _column_values(self, batch: Batch, name: str) -> npt.NDArray[Any]:
         if name in self._ragged:
-            return self._ragged[name].read(batch, name)
-        return array(batch, name)
+            return self._ragged[name].read_padded(batch, name)
+        return column_array(batch, name)
 
-    def _from_memory(self, number: int) -> Generator[Rows]:
+    def _batches_from_memory(self, number: int) -> Generator[SourceBatch]:
         if not self._shuffle:
-            yield from self._kept
+            yield from self._cached_batches
             return
         whole = {
-            name: np.concatenate([rows.columns[name][: rows.valid] for rows in self._kept])
-            for name in self._kept[0].columns
+            name: np.concatenate(
+                [rows.columns[name][: rows.valid] for rows in self._cached_batches]
+            )
+            for name in self._cached_batches[0].columns
         }
-        count = sum(rows.valid for rows in self._kept)
+        count = sum(rows.valid for rows in self._cached_batches)
         order = np.random.default_rng((*self._seed, number)).permutation(count)
         start = 0
-        for rows in self._kept:
+        for rows in self._cached_batches:
             if rows.valid == 0:
                 yield rows
                 continue
@@ -341,12 +356,12 @@ class Source:
             yield replace(rows, columns={name: values[chosen] for name, values in whole.items()})
 
 
-def sample(
+def first_rows(
     url: str,
     columns: Sequence[str],
     rows: int,
     transformation: Callable[[Arrays], Arrays] | None,
-    missing: Missing | None = None,
+    missing: MissingValuePolicy | None = None,
     ragged: Mapping[str, Ragged] | None = None,
 ) -> Arrays:
     """Returns the first rows of a data set, as a training process would get them.
@@ -360,7 +375,7 @@ def sample(
         ragged: as in `Source`.
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
-    source = Source(
+    source = BatchSource(
         url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
         missing=missing,
         ragged=ragged, fixed=True,
@@ -369,7 +384,7 @@ def sample(
         return dict(next(batches).columns)
 
 
-def array(batch: Batch, name: str) -> npt.NDArray[Any]:
+def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:
     """Returns a column of a batch, in the batch's own memory, which lives as long as the array; of
     texts, a copy.
 
@@ -378,6 +393,6 @@ def array(batch: Batch, name: str) -> npt.NDArray[Any]:
         name: of the column.
     """
     column = batch.column(name)
-    if column.dtype in TEXTS:
-        return objects(batch, name, column.dtype)
+    if column.dtype in VARIABLE_WIDTH_DTYPES:
+        return object_array(batch, name, column.dtype)
     return np.frombuffer(memoryview(column), dtype=column.dtype).reshape(column.shape)

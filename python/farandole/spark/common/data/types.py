@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-_NAMES = {
+_SCALAR_TYPES = {
     "IntegerType": ("Int", np.int32, int),
     "StringType": ("String", np.str_, str),
     "FloatType": ("Float", np.float32, float),
@@ -29,10 +29,10 @@ _NAMES = {
     "BooleanType": ("Boolean", np.bool_, bool),
 }
 """Spark's scalar types: the word, NumPy's type, Python's type."""
-_VECTORS = ("VectorUDT", "SparseVector", "DenseVector")
+_VECTOR_TYPES = ("VectorUDT", "SparseVector", "DenseVector")
 
 
-def _name(dtype: Any) -> str:
+def _type_name(dtype: Any) -> str:
     return dtype.__name__ if isinstance(dtype, type) else type(dtype).__name__
 
 
@@ -42,12 +42,12 @@ def data_type_to_str(dtype: Any) -> str:
     Raises:
         ValueError: There is none.
     """
-    name = _name(dtype)
-    if name in _VECTORS:
+    name = _type_name(dtype)
+    if name in _VECTOR_TYPES:
         return "Vector"
-    if name not in _NAMES:
+    if name not in _SCALAR_TYPES:
         raise ValueError(f"this Spark type has no name here: {dtype}")
-    return _NAMES[name][0]
+    return _SCALAR_TYPES[name][0]
 
 
 def numpy_type_to_str(dtype: Any) -> str:
@@ -56,7 +56,7 @@ def numpy_type_to_str(dtype: Any) -> str:
     Raises:
         ValueError: There is none.
     """
-    for word, known, _ in _NAMES.values():
+    for word, known, _ in _SCALAR_TYPES.values():
         if known is not np.str_ and np.dtype(dtype) == np.dtype(known):
             return word
     raise ValueError(f"this NumPy type has no name here: {dtype}")
@@ -68,9 +68,9 @@ def spark_scalar_to_python_type(dtype: Any) -> type:
     Raises:
         ValueError: There is none.
     """
-    if _name(dtype) not in _NAMES:
+    if _type_name(dtype) not in _SCALAR_TYPES:
         raise ValueError(f"Python has no equivalent of this Spark type: {dtype}")
-    return _NAMES[_name(dtype)][2]
+    return _SCALAR_TYPES[_type_name(dtype)][2]
 
 
 def data_type_to_numpy(dtype: Any) -> type:
@@ -79,12 +79,12 @@ def data_type_to_numpy(dtype: Any) -> type:
     Raises:
         ValueError: There is none.
     """
-    name = _name(dtype)
-    if name in (*_VECTORS, "ArrayType"):
+    name = _type_name(dtype)
+    if name in (*_VECTOR_TYPES, "ArrayType"):
         return np.float64
-    if name not in _NAMES:
+    if name not in _SCALAR_TYPES:
         raise ValueError(f"NumPy has no equivalent of this Spark type: {dtype}")
-    return _NAMES[name][1]
+    return _SCALAR_TYPES[name][1]
 
 
 def pyarrow_to_spark_data_type(dtype: pa.DataType) -> type:
@@ -97,7 +97,7 @@ def pyarrow_to_spark_data_type(dtype: pa.DataType) -> type:
 
 
 def get_output_cols(input_df_schema: StructType, output_cols: Sequence[str]) -> list[str]:
-    """Returns the columns of a DataFrame, then those that a model adds."""
+    """Returns the columns of a DataFrame, followed by the columns that a model adds."""
     return [*input_df_schema.names, *output_cols]
 
 
@@ -132,6 +132,8 @@ def get_spark_df_output_schema(
     for label, output in zip(label_cols, output_cols, strict=True):
         kind = metadata[label]["spark_data_type"]
         fields.append(
-            StructField(output, VectorUDT() if _name(kind) in _VECTORS else kind(), nullable=True)
+            StructField(
+                output, VectorUDT() if _type_name(kind) in _VECTOR_TYPES else kind(), nullable=True
+            )
         )
     return StructType(fields)

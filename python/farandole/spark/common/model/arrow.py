@@ -17,16 +17,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from farandole.data.ragged import lengths_of
+from farandole.data.ragged import lengths_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
-    from farandole.data.encoding import Encoding
+    from farandole.data.encoding import ColumnEncoding
 
-VECTOR = pa.struct(
+VECTOR_TYPE = pa.struct(
     [
         pa.field("type", pa.int8(), nullable=False),
         pa.field("size", pa.int32()),
@@ -37,7 +37,7 @@ VECTOR = pa.struct(
 
 
 @dataclass(frozen=True)
-class Fill:
+class ColumnFill:
     """The replacement of nulls and NaN in one column, as in prepared data."""
 
     text: str
@@ -46,27 +46,27 @@ class Fill:
     """Whether the value was given for this column, and not for all columns that can hold it."""
 
 
-def fill_of(fill: Any, name: str) -> Fill | None:
+def column_fill(fill: Any, name: str) -> ColumnFill | None:
     """Returns the replacement of missing values in a column.
 
     Args:
-        fill: of an estimator: a value for all columns, or values by column, of which `"*"` stands
-            for all others.
-        name: of the column.
+        fill: fill parameter of an estimator: a value for all columns, or values by column. The
+            key `"*"` stands for all other columns.
+        name: name of the column.
     """
     given = fill if isinstance(fill, Mapping) else {"*": fill}
     named = name in given
     value = given[name] if named else given.get("*")
     if value is None:
         return None
-    return Fill(str(value).lower() if isinstance(value, bool) else str(value), named)
+    return ColumnFill(str(value).lower() if isinstance(value, bool) else str(value), named)
 
 
-def features(
+def feature_arrays(
     batch: pa.RecordBatch,
     present: Sequence[str],
     names: Iterable[str],
-    encoding: Encoding,
+    encoding: ColumnEncoding,
     *,
     fixed: bool = False,
     texts: bool = False,
@@ -87,37 +87,41 @@ def features(
     """
     places = {name: index for index, name in enumerate(present)}
 
-    def one(name: str) -> npt.NDArray[Any]:
+    def feature_array(name: str) -> npt.NDArray[Any]:
         if name in encoding.ragged:
-            return encoding.ragged[name].of_arrow(batch.column(places[name]), name, fixed=fixed)
-        column = encoding.column(name, places, lambda source: batch.column(places[source]))
-        if texts and _is_text(column.type) and not column.null_count:
+            return encoding.ragged[name].pad_arrow_column(
+                batch.column(places[name]), name, fixed=fixed
+            )
+        column = encoding.encode_column(name, places, lambda source: batch.column(places[source]))
+        if texts and _is_text_type(column.type) and not column.null_count:
             # one more, or NumPy looks into them
             return np.array([*column.to_pylist(), None], dtype=object)[:-1]
-        return rows(
-            column, name, None if name in encoding.categories else fill_of(encoding.fill, name)
+        return column_to_array(
+            column, name, None if name in encoding.categories else column_fill(encoding.fill, name)
         )
 
-    found = {name: one(name) for name in names}
+    found = {name: feature_array(name) for name in names}
     nested = [name for name in found if name in encoding.ragged and encoding.ragged[name].nested]
     lengths = {
-        name: encoding.ragged[name].lengths_of_arrow(batch.column(places[name])) for name in nested
+        name: encoding.ragged[name].arrow_row_lengths(batch.column(places[name])) for name in nested
     }
-    return found | {lengths_of(name): counts for name, counts in lengths.items()}
+    return found | {lengths_column(name): counts for name, counts in lengths.items()}
 
 
-def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
+def column_to_array(
+    column: pa.Array, name: str, fill: ColumnFill | None = None
+) -> npt.NDArray[Any]:
     """Returns the column as one array with rows as first axis: `(rows,)` for scalars, else `(rows,
     length, ...)`.
 
-    Values become what they became in prepared data: decimals float64, dates whole days and
-    timestamps whole units since the epoch.
+    Values are converted as in prepared data: decimals to float64, dates to whole days and
+    timestamps to whole units since the epoch.
 
     Args:
         column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's
             vectors of one size.
-        name: the column's, for messages.
-        fill: what replaces nulls and NaN; without it nulls are refused.
+        name: name of the column, for messages.
+        fill: replacement of nulls and NaN; without it, nulls raise an error.
 
     Raises:
         ValueError: nulls, rows of different length, a type that no tensor can hold, or a fill that
@@ -128,24 +132,24 @@ def rows(column: pa.Array, name: str, fill: Fill | None = None) -> npt.NDArray[A
     is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     is_scalar = is_number or is_time or pa.types.is_decimal(kind)
     if is_scalar and fill is not None:
-        column = _filled(column, name, fill)
+        column = _fill_missing(column, name, fill)
     if column.null_count:
         raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
     if is_scalar:
-        return _numbers(column).to_numpy(zero_copy_only=False)
+        return _to_numbers(column).to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _lists(column, name, fill)
+        return _lists_to_array(column, name, fill)
     if pa.types.is_struct(kind) and {field.name for field in kind} == {
         "type",
         "size",
         "indices",
         "values",
     }:
-        return _vectors(column, name, fill)
+        return _vectors_to_array(column, name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _is_text_type(kind: pa.DataType) -> bool:
     return any(
         of_kind(kind)
         for of_kind in (
@@ -157,7 +161,7 @@ def _is_text(kind: pa.DataType) -> bool:
     )
 
 
-def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
+def to_spark_vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     """Returns the rows of a matrix as dense Spark vectors.
 
     Args:
@@ -167,16 +171,16 @@ def vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     offsets = np.arange(count + 1, dtype=np.int32) * np.int32(length)
     flat = pa.array(np.ascontiguousarray(values, dtype=np.float64).reshape(-1))
     nothing = (
-        pa.nulls(count, VECTOR.field("size").type),
-        pa.nulls(count, VECTOR.field("indices").type),
+        pa.nulls(count, VECTOR_TYPE.field("size").type),
+        pa.nulls(count, VECTOR_TYPE.field("indices").type),
     )
     dense = pa.ListArray.from_arrays(pa.array(offsets), flat)
     return pa.StructArray.from_arrays(
-        [pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR)
+        [pa.array(np.ones(count, np.int8)), *nothing, dense], fields=list(VECTOR_TYPE)
     )
 
 
-def _numbers(column: Any) -> Any:
+def _to_numbers(column: Any) -> Any:
     """Scalars as numbers that NumPy knows."""
     kind = column.type
     if pa.types.is_decimal(kind):
@@ -189,7 +193,7 @@ def _numbers(column: Any) -> Any:
     return column if is_number else column.cast(pa.int64())
 
 
-def _filled(column: Any, name: str, fill: Fill) -> Any:
+def _fill_missing(column: Any, name: str, fill: ColumnFill) -> Any:
     compute: Any = pc  # its functions are made when it is imported
     kind = column.type
     # NaN counts as missing here, as it does when data is prepared.
@@ -207,7 +211,7 @@ def _filled(column: Any, name: str, fill: Fill) -> Any:
     return compute.if_else(missing, value, column)
 
 
-def _lists(column: Any, name: str, fill: Fill | None = None) -> npt.NDArray[Any]:
+def _lists_to_array(column: Any, name: str, fill: ColumnFill | None = None) -> npt.NDArray[Any]:
     if len(column) == 0:
         return np.empty((0, 0), dtype=np.float32)
     if pa.types.is_fixed_size_list(column.type):
@@ -218,20 +222,20 @@ def _lists(column: Any, name: str, fill: Fill | None = None) -> npt.NDArray[Any]
         raise ValueError(
             f"column {name!r} has rows of different length: {', '.join(map(str, lengths[:3]))}"
         )
-    inner = rows(column.flatten(), name, fill)
+    inner = column_to_array(column.flatten(), name, fill)
     return inner.reshape(len(column), lengths[0], *inner.shape[1:])
 
 
-def _vectors(column: Any, name: str, fill: Fill | None) -> npt.NDArray[Any]:
+def _vectors_to_array(column: Any, name: str, fill: ColumnFill | None) -> npt.NDArray[Any]:
     kinds, sizes, indices, values = (
         column.field(field) for field in ("type", "size", "indices", "values")
     )
     if fill is not None:
-        whole = _filled(values.values, name, fill)
+        whole = _fill_missing(values.values, name, fill)
         values = pa.ListArray.from_arrays(values.offsets, whole)
     dense = kinds.to_numpy(zero_copy_only=False) == 1
     if dense.all():
-        return _lists(values, name)
+        return _lists_to_array(values, name)
     lengths = values.value_lengths().to_numpy(zero_copy_only=False)
     widths = np.where(dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
     if len(set(widths.tolist())) != 1:

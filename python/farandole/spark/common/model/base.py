@@ -17,14 +17,14 @@ import cloudpickle
 from pyspark.ml import Model
 
 from farandole.common import pickling
-from farandole.data.columns import Roles, check_present
-from farandole.data.encoding import Encoding
+from farandole.data.columns import ColumnRoles, check_columns_present
+from farandole.data.encoding import ColumnEncoding
 from farandole.spark.common.data.schema import check_types
-from farandole.spark.common.model.classes import Added, ClassParams
-from farandole.spark.common.model.outputs import add_predictions, found_outputs, numbered
+from farandole.spark.common.model.classes import AddedClassColumns, ClassificationParams
+from farandole.spark.common.model.outputs import add_predictions, number_columns, probe_outputs
 from farandole.spark.common.params import ModelParams
-from farandole.spark.common.show.progress import Lines
-from farandole.spark.common.transform import Transformation
+from farandole.spark.common.show.progress import ProgressLines
+from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
-    from farandole.data.statistics import Drift
+    from farandole.data.statistics import ColumnDrift
     from farandole.runner.show.history import Entry
-    from farandole.spark.common.model.evaluation import ClassSums, Evaluation, ValueSums
-    from farandole.spark.common.model.explained import Layer
-    from farandole.spark.common.show.chart import Chart
+    from farandole.spark.common.model.evaluation import ClassSums, ModelEvaluation, ValueSums
+    from farandole.spark.common.model.model_summary import LayerSummary
+    from farandole.spark.common.show.chart import MetricsChart
     from farandole.ui import Viewer
 
 
-_TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_SHOWN_MESSAGES: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Messages that each session has printed."""
 
 
-class FarandoleModel(ClassParams, ModelParams, Model):
+class FarandoleModel(ClassificationParams, ModelParams, Model):
     """The base of the models of all frameworks."""
 
     _framework = "the framework"
@@ -68,7 +68,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         """
         return super().transform(df, params)
 
-    def evaluate(self, df: DataFrame) -> Evaluation:
+    def evaluate(self, df: DataFrame) -> ModelEvaluation:
         """Predicts the rows of a DataFrame and compares them with their label, in one pass on the
         executors.
 
@@ -82,16 +82,18 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             ValueError: a column is missing, or the model has several labels, or an output of
                 unknown form.
         """
-        from farandole.spark.common.model.evaluation import measured, sums
+        from farandole.spark.common.model.evaluation import empty_sums, evaluation_task
 
-        self._check_columns(df)
-        form, name = self._form("evaluate"), self.getLabelColumns()[0]
-        start = sums(form, self.getThresholds())
-        for part in self._measure(df, name, start, measured, "farandole: evaluating a model"):
+        self._check_feature_columns(df)
+        form, name = self._require_output_form("evaluate"), self.getLabelColumns()[0]
+        start = empty_sums(form, self.getThresholds())
+        for part in self._collect_sums(
+            df, name, start, evaluation_task, "farandole: evaluating a model"
+        ):
             start.merge(part)
-        return start.evaluation(self.getClasses())
+        return start.to_evaluation(self.getClasses())
 
-    def _measure(
+    def _collect_sums(
         self,
         df: DataFrame,
         label: str,
@@ -109,13 +111,19 @@ class FarandoleModel(ClassParams, ModelParams, Model):
                 `mapInArrow`.
             title: of Spark's job.
         """
-        from farandole.spark.job.session import Cluster
+        from farandole.spark.job.session import SparkCluster
 
-        roles = Roles(features=(), labels=(label,))
-        check_present(roles, df.columns, "DataFrame")
+        roles = ColumnRoles(features=(), labels=(label,))
+        check_columns_present(roles, df.columns, "DataFrame")
         check_types(roles, df.schema, categories=self.getCategories())
-        mapped = task(self._predictor(df), _label(label, df.columns, self._label_encoding()), start)
-        rows = Cluster.active().collect(numbered(df).mapInArrow(mapped, "part binary"), title)
+        mapped = task(
+            self._create_predictor(df),
+            _label_reader(label, df.columns, self._label_encoding()),
+            start,
+        )
+        rows = SparkCluster.from_active_session().collect_rows(
+            number_columns(df).mapInArrow(mapped, "part binary"), title
+        )
         return [cloudpickle.loads(row.part) for row in rows]
 
     def importance(
@@ -141,29 +149,30 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         Raises:
             ValueError: as `evaluate`; there is no such metric, or `repeats` is below 1.
         """
-        from farandole.data.encoding import sources_of
-        from farandole.spark.common.model.evaluation import sums
-        from farandole.spark.common.model.importance import importances, permuted
+        from farandole.data.encoding import source_columns
+        from farandole.spark.common.model.evaluation import empty_sums
+        from farandole.spark.common.model.importance import column_importances, permutation_task
 
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
-        self._check_columns(df)
-        form, label = self._form("importance"), self.getLabelColumns()[0]
-        start = sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
-        features = sources_of([name for group in self._inputs() for name in group], df.columns)
+        self._check_feature_columns(df)
+        form, label = self._require_output_form("importance"), self.getLabelColumns()[0]
+        start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")
+        features = source_columns(
+            [name for group in self._input_columns() for name in group], df.columns
+        )
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
         task = partial(
-            permuted, columns=list(names), seeds=[seed + turn for turn in range(repeats)]
+            permutation_task, columns=list(names), seeds=[seed + turn for turn in range(repeats)]
         )
-        for part in self._measure(df, label, start, task, "farandole: importance of columns"):
+        for part in self._collect_sums(df, label, start, task, "farandole: importance of columns"):
             for key, counted in part.items():
                 found.setdefault(key, deepcopy(start)).merge(counted)
-        return importances(found or {None: start}, names, metric)
+        return column_importances(found or {None: start}, names, metric)
 
-    def drift(self, df: Any, **reading: Any) -> dict[str, Drift]:
-        """Compares the columns of other rows with those of the rows that the model was trained
-        with.
+    def drift(self, df: Any, **reading: Any) -> dict[str, ColumnDrift]:
+        """Compares the columns of other rows with the columns of the training rows.
 
         Args:
             df: a DataFrame, whose rows the executors count, or another source of
@@ -177,7 +186,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             ValueError: the model carries no statistics, or a feature is missing or has another kind
                 of values.
         """
-        from farandole.data.encoding import sources_of
+        from farandole.data.encoding import source_columns
         from farandole.data.statistics import Statistics
 
         known = self.getStatistics()
@@ -187,8 +196,8 @@ class FarandoleModel(ClassParams, ModelParams, Model):
                 "pass it to prepare_data"
             )
         labels = self.getLabelColumns() or []
-        columns = sources_of(
-            [*(name for group in self._inputs() for name in group), *labels], known.columns
+        columns = source_columns(
+            [*(name for group in self._input_columns() for name in group), *labels], known.columns
         )
         own = Statistics({name: known[name] for name in columns if name in known.columns})
         return own.drift(df, optional=labels, **reading)
@@ -205,25 +214,27 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         """
         if self.getModel() is None:
             raise ValueError("model is required")
-        from farandole.spark.common.model import explained
+        from farandole.spark.common.model import model_summary
 
-        known = self.getSignature() or [{"columns": one} for one in self._inputs()]
+        known = self.getSignature() or [{"columns": one} for one in self._input_columns()]
         outputs, run = self.getOrDefault("outputs"), self.getRunId()
         parts = {
-            "inputs": explained.inputs_told(known, self.getCategories()),
-            "missing values": explained.fills_told(self._encoding().fill, self.getLearned()),
-            "outputs": explained.outputs_told(
+            "inputs": model_summary.describe_inputs(known, self.getCategories()),
+            "missing values": model_summary.describe_fills(
+                self._feature_encoding().fill, self.getLearned()
+            ),
+            "outputs": model_summary.describe_outputs(
                 self.getOutputCols(), outputs, self.getOutputForm(), self.getClasses()
             ),
-            "layers": explained.layers_told(self._layers()),
+            "layers": model_summary.describe_layers(self._layer_summaries()),
         }
         title = type(self).__name__ + (f" of run {run}" if run else "")
         return "\n".join(
             [title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)]
         )
 
-    def _layers(self) -> list[Layer]:
-        """The layers of the model, those with parameters and those without."""
+    def _layer_summaries(self) -> list[LayerSummary]:
+        """Returns summaries of the model's layers, with and without parameters."""
         raise NotImplementedError
 
     def getClasses(self) -> list[Any] | None:  # noqa: N802 - Spark ML's manner
@@ -233,30 +244,30 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         labels = self.getLabelColumns() or [""]
         return self.getClassNames() or self.getCategories().get(labels[0])
 
-    def _label_encoding(self) -> Encoding:
+    def _label_encoding(self) -> ColumnEncoding:
         """Returns the encoding of labels that are categories."""
         labels = self.getLabelColumns() or []
         known = {name: values for name, values in self.getCategories().items() if name in labels}
-        return Encoding(known, labels=frozenset(labels))
+        return ColumnEncoding(known, labels=frozenset(labels))
 
-    def _tell_first(self, session: SparkSession) -> None:
+    def _announce_first_prediction(self, session: SparkSession) -> None:
         """Says why the first prediction of a session takes longer."""
-        if not self.getVerbose() or self._framework in _TOLD.setdefault(session, set()):
+        if not self.getVerbose() or self._framework in _SHOWN_MESSAGES.setdefault(session, set()):
             return
-        _TOLD[session].add(self._framework)
-        Lines().message(
+        _SHOWN_MESSAGES[session].add(self._framework)
+        ProgressLines().show_message(
             f"the first prediction in each of Spark's Python workers imports {self._framework}, "
             "which takes some "
             "seconds; later ones find it there"
         )
 
-    def _encoding(self) -> Encoding:
+    def _feature_encoding(self) -> ColumnEncoding:
         """Returns the encoding of the features."""
-        return Encoding.of_model(
+        return ColumnEncoding.from_model(
             self.getCategories(), self.getFill(), self.getLearned(), self.getRagged()
         )
 
-    def _form(self, what: str) -> str:
+    def _require_output_form(self, what: str) -> str:
         """Returns the form of the model's only output.
 
         Args:
@@ -265,9 +276,9 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         Raises:
             ValueError: the model has several, or its form is not known.
         """
-        return check_form(what, self.getOutputForm(), self.getLabelColumns())
+        return require_output_form(what, self.getOutputForm(), self.getLabelColumns())
 
-    def _predictor(self, dataset: DataFrame) -> Any:
+    def _create_predictor(self, dataset: DataFrame) -> Any:
         """Returns the object that predicts in tasks, with `predict`, `probe`, `outputs` and
         `completed`.
 
@@ -276,17 +287,17 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         """
         raise NotImplementedError
 
-    def _check_columns(self, dataset: DataFrame) -> None:
+    def _check_feature_columns(self, dataset: DataFrame) -> None:
         """Refuses a DataFrame that the model cannot take."""
-        features = self._inputs()
+        features = self._input_columns()
         if self.getModel() is None or not features or not self.getLabelColumns():
             raise ValueError("model, feature_columns and label_columns are required")
-        roles = Roles(features=tuple(name for group in features for name in group), labels=())
-        check_present(roles, dataset.columns, "DataFrame")
-        texts = self._transformation() is not None
+        roles = ColumnRoles(features=tuple(name for group in features for name in group), labels=())
+        check_columns_present(roles, dataset.columns, "DataFrame")
+        texts = self._feature_transformation() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
 
-    def _transformation(self) -> Transformation | None:
+    def _feature_transformation(self) -> UserTransformation | None:
         """Returns the transformation of features before a prediction.
 
         Raises:
@@ -304,45 +315,47 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             self.getTransformationEditFields() or (),
             self.getTransformationRemovedFields() or (),
         )
-        names = [name for group in self._inputs() for name in group]
-        return Transformation(function, edits, removed).of_features(
+        names = [name for group in self._input_columns() for name in group]
+        return UserTransformation(function, edits, removed).for_prediction(
             names, self.getLabelColumns() or ()
         )
 
-    def _sent_transformation(self) -> bytes | None:
+    def _pickled_transformation(self) -> bytes | None:
         """Returns the same, as tasks get it."""
-        found = self._transformation()
-        return None if found is None else pickling.dumps(found)
+        found = self._feature_transformation()
+        return None if found is None else pickling.pickle_by_value(found)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        self._check_columns(dataset)
+        self._check_feature_columns(dataset)
         labels, names = self.getLabelColumns(), self.getOutputCols()
-        added = self._added(dataset)
-        new = [*names, *([] if added is None else added.names)]
+        added = self._added_class_columns(dataset)
+        new = [*names, *([] if added is None else added.column_names)]
         taken = [name for name in new if name in dataset.columns or new.count(name) > 1]
         if taken:
             raise ValueError(f"the DataFrame already has an output column: {', '.join(taken)}")
         if len(names) != len(labels):
             raise ValueError(f"output_cols needs one name per label column {len(labels)}: {names}")
-        predictor = self._predictor(dataset)
-        self._tell_first(dataset.sparkSession)
-        outputs = self.getOrDefault("outputs") or found_outputs(dataset, labels, predictor.probe)
-        kinds = [one.spark_type for one in outputs] + ([] if added is None else added.types)
-        predict = predictor.completed([one.kind for one in outputs], added).predict
+        predictor = self._create_predictor(dataset)
+        self._announce_first_prediction(dataset.sparkSession)
+        outputs = self.getOrDefault("outputs") or probe_outputs(
+            dataset, labels, predictor.probe_output_sizes
+        )
+        kinds = [one.spark_type for one in outputs] + ([] if added is None else added.column_types)
+        predict = predictor.with_output_kinds([one.kind for one in outputs], added).predict_batches
         return add_predictions(dataset, new, kinds, predict)
 
-    def _added(self, dataset: DataFrame) -> Added | None:
+    def _added_class_columns(self, dataset: DataFrame) -> AddedClassColumns | None:
         """Returns the columns in Spark ML's manner, if any were asked for."""
         columns = self._class_columns()
         if not columns:
             return None
-        form, label = self._form(next(iter(columns))), self.getLabelColumns()[0]
+        form, label = self._require_output_form(next(iter(columns))), self.getLabelColumns()[0]
         categories = self.getCategories().get(label)
-        check_columns(columns, form, self.getThresholds())
+        check_class_columns(columns, form, self.getThresholds())
         classes = categories if "labelIndexCol" in columns and categories else self.getClasses()
         if "labelIndexCol" in columns:
-            check_present(Roles((), (label,)), dataset.columns, "DataFrame")
-        return Added(
+            check_columns_present(ColumnRoles((), (label,)), dataset.columns, "DataFrame")
+        return AddedClassColumns(
             columns=tuple(columns.items()),
             form=form,
             thresholds=None if self.getThresholds() is None else tuple(self.getThresholds()),
@@ -351,7 +364,7 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             indexed=categories is not None,
         )
 
-    def _inputs(self) -> list[list[str]]:
+    def _input_columns(self) -> list[list[str]]:
         """Returns the columns of each of the model's inputs, as in the estimator."""
         return [
             [one] if isinstance(one, str) else list(one) for one in self.getFeatureColumns() or []
@@ -361,20 +374,20 @@ class FarandoleModel(ClassParams, ModelParams, Model):
         """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the
         same with `val_`.
         """
-        from farandole.runner.show.history import frame
+        from farandole.runner.show.history import history_frame
 
-        return frame(self.getHistory() or [])
+        return history_frame(self.getHistory() or [])
 
-    def plot_history(self, *names: str) -> Chart:
+    def plot_history(self, *names: str) -> MetricsChart:
         """Returns the history as a chart: notebooks show it, `plot_history().save("history.svg")`
         writes it.
 
         Args:
             *names: which numbers, such as `"loss"`; default: all.
         """
-        from farandole.spark.common.show.chart import Chart
+        from farandole.spark.common.show.chart import MetricsChart
 
-        return Chart(self._entries(), names or None)
+        return MetricsChart(self._history_entries(), names or None)
 
     def show(self) -> Viewer:
         """Opens the run viewer on the run that trained the model; notebooks show its link.
@@ -392,12 +405,12 @@ class FarandoleModel(ClassParams, ModelParams, Model):
             raise ValueError("the run of this model was not saved, so there is nothing to show")
         return show(logs.rpartition(f"/{run}/")[0], run=run)
 
-    def _entries(self) -> list[Entry]:
+    def _history_entries(self) -> list[Entry]:
         """Returns the history as entries, whatever form its framework gives it."""
         return self.getHistory() or []
 
 
-def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
+def require_output_form(what: str, form: str | None, labels: list[str] | None) -> str:
     """Returns the form of the only output of a model.
 
     Args:
@@ -419,7 +432,7 @@ def check_form(what: str, form: str | None, labels: list[str] | None) -> str:
     return form
 
 
-def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
+def check_class_columns(columns: dict[str, str], form: str, thresholds: list[float] | None) -> None:
     """Refuses columns of classes for a model of values.
 
     Args:
@@ -440,14 +453,14 @@ def check_columns(columns: dict[str, str], form: str, thresholds: list[float] | 
         )
 
 
-def _label(
-    name: str, columns: list[str], encoding: Encoding
+def _label_reader(
+    name: str, columns: list[str], encoding: ColumnEncoding
 ) -> Callable[[pa.RecordBatch], npt.NDArray[Any]]:
     """Returns a function that takes the labels out of a batch whose columns go by number."""
 
-    def label(batch: pa.RecordBatch) -> npt.NDArray[Any]:
-        from farandole.spark.common.model.arrow import features
+    def read_labels(batch: pa.RecordBatch) -> npt.NDArray[Any]:
+        from farandole.spark.common.model.arrow import feature_arrays
 
-        return features(batch, columns, [name], encoding)[name]
+        return feature_arrays(batch, columns, [name], encoding)[name]
 
-    return label
+    return read_labels

@@ -5,10 +5,10 @@ and names of classes.
 
 They are for models with one label. The output of a model has a form: `logits`, `probabilities` or
 `log_probabilities` of classes, or `values`, which are not classes. A model with two classes may
-return one number, that of the second class.
+return one number, which belongs to the second class.
 """
 
-# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load what they need
+# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; tasks load only the modules that they use
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types
 
 from farandole.common import check
-from farandole.spark.common.parameter import Parameter, Parameters, accessors
+from farandole.spark.common.parameter import DeclaredParams, Parameter, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-FORMS = ("values", "logits", "probabilities", "log_probabilities")
-COLUMNS = (
+OUTPUT_FORMS = ("values", "logits", "probabilities", "log_probabilities")
+CLASS_COLUMN_PARAMS = (
     "rawPredictionCol",
     "probabilityCol",
     "predictionCol",
@@ -40,20 +40,20 @@ COLUMNS = (
     "labelIndexCol",
 )
 """The parameters that name columns, in the order of the columns."""
-_TYPES = {
+_SPARK_TYPE_BY_PARAM = {
     "rawPredictionCol": VectorUDT,
     "probabilityCol": VectorUDT,
     "predictedLabelCol": types.StringType,
 }
-_TWO = 2
+_BINARY_CLASS_COUNT = 2
 
 
-def _thresholds(name: str, value: Any) -> list[float]:
-    numbers = check.numbers(name, value)
+def _check_thresholds(name: str, value: Any) -> list[float]:
+    numbers = check.number_list(name, value)
     if (
         any(not 0 <= one < float("inf") for one in numbers)
         or numbers.count(0.0) > 1
-        or len(numbers) < _TWO
+        or len(numbers) < _BINARY_CLASS_COUNT
     ):
         raise ValueError(
             f"{name} must be one number for each class, 0 or more, and at most one of them 0: "
@@ -62,43 +62,47 @@ def _thresholds(name: str, value: Any) -> list[float]:
     return numbers
 
 
-class ClassParams(Parameters):
+class ClassificationParams(DeclaredParams):
     """The parameters of estimators and models for predictions as in Spark ML."""
 
     predictionCol: Parameter[str] = Parameter(
         "Column that `transform` adds for the class of a row, or its value, as Spark ML's models "
         "do.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     rawPredictionCol: Parameter[str] = Parameter(
         "Column for one number of each class, which is larger if the class is more likely.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     probabilityCol: Parameter[str] = Parameter(
-        "Column for the probability of each class.", check.optional(check.text), default=None
+        "Column for the probability of each class.",
+        check.optional_value(check.nonempty_text),
+        default=None,
     )
     predictedLabelCol: Parameter[str] = Parameter(
-        "Column for the name of the class.", check.optional(check.text), default=None
+        "Column for the name of the class.", check.optional_value(check.nonempty_text), default=None
     )
     labelIndexCol: Parameter[str] = Parameter(
         "Column for the index of the label's class, where labels are strings.",
-        check.optional(check.text),
+        check.optional_value(check.nonempty_text),
         default=None,
     )
     thresholds: Parameter[Sequence[float]] = Parameter(
         "One number of each class; the class of the largest probability by threshold is predicted.",
-        check.optional(_thresholds),
+        check.optional_value(_check_thresholds),
         default=None,
     )
     class_names: Parameter[Sequence[str]] = Parameter(
-        "Names of the classes, if the label has none.", check.optional(check.names), default=None
+        "Names of the classes, if the label has none.",
+        check.optional_value(check.column_names),
+        default=None,
     )
     output_form: Parameter[str] = Parameter(
         'Form of the model\'s outputs: `"values"`, or for classes `"logits"`, `"probabilities"` or '
         '`"log_probabilities"`; without it, the form that its loss takes, if it is known.',
-        check.optional(check.choice(*FORMS)),
+        check.optional_value(check.one_of(*OUTPUT_FORMS)),
         default=None,
     )
 
@@ -123,17 +127,21 @@ class ClassParams(Parameters):
 
     def _class_params(self) -> dict[str, Any]:
         """Returns the parameters that are set, by name."""
-        names = (*COLUMNS, "thresholds", "class_names", "output_form")
+        names = (*CLASS_COLUMN_PARAMS, "thresholds", "class_names", "output_form")
         return {name: value for name in names if (value := self.getOrDefault(name)) is not None}
 
     def _class_columns(self) -> dict[str, str]:
         """Returns the columns that are asked for."""
-        return {name: value for name in COLUMNS if (value := self.getOrDefault(name)) is not None}
+        return {
+            name: value
+            for name in CLASS_COLUMN_PARAMS
+            if (value := self.getOrDefault(name)) is not None
+        }
 
 
 @dataclass(frozen=True)
-class Added:
-    """Columns of a model's only output, besides the output itself."""
+class AddedClassColumns:
+    """Columns that are added to a model's only output."""
 
     columns: tuple[tuple[str, str], ...]
     """Parameter and name of each."""
@@ -147,16 +155,16 @@ class Added:
     """Whether labels are values of `classes`; otherwise they are indices."""
 
     @property
-    def names(self) -> list[str]:
+    def column_names(self) -> list[str]:
         """Names of the columns."""
         return [name for _, name in self.columns]
 
     @property
-    def types(self) -> list[types.DataType]:
+    def column_types(self) -> list[types.DataType]:
         """Types of the columns."""
-        return [_TYPES.get(what, types.DoubleType)() for what, _ in self.columns]
+        return [_SPARK_TYPE_BY_PARAM.get(what, types.DoubleType)() for what, _ in self.columns]
 
-    def made(self, batch: pa.RecordBatch, output: Array) -> list[pa.Array]:
+    def build_columns(self, batch: pa.RecordBatch, output: Array) -> list[pa.Array]:
         """Returns the columns of some rows.
 
         Args:
@@ -165,21 +173,23 @@ class Added:
         """
         import pyarrow as pa
 
-        from farandole.spark.common.model.arrow import vectors
+        from farandole.spark.common.model.arrow import to_spark_vectors
 
         found: list[pa.Array] = []
-        raw, probability = (output, output) if self.form == "values" else scores(output, self.form)
+        raw, probability = (
+            (output, output) if self.form == "values" else class_scores(output, self.form)
+        )
         for what, _ in self.columns:
             if what == "rawPredictionCol":
-                found.append(vectors(raw))
+                found.append(to_spark_vectors(raw))
             elif what == "probabilityCol":
-                found.append(vectors(probability))
+                found.append(to_spark_vectors(probability))
             elif what == "labelIndexCol":
                 found.append(self._label_index(batch))
             elif self.form == "values":
                 found.append(pa.array(output.reshape(len(output), -1)[:, 0].astype(np.float64)))
             else:
-                index = predicted(probability, self.thresholds)
+                index = predict_classes(probability, self.thresholds)
                 if what == "predictionCol":
                     found.append(pa.array(index.astype(np.float64)))
                 else:
@@ -194,20 +204,20 @@ class Added:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        from farandole.data.encoding import plain
+        from farandole.data.encoding import normalize_categories
 
         compute: Any = pc
         if self.label is None:
             return pa.nulls(batch.num_rows, pa.float64())
         column = batch.column(self.label)
         if self.indexed:
-            column = plain(column, "label")
+            column = normalize_categories(column, "label")
             column = compute.index_in(column, value_set=pa.array(self.classes, column.type))
         return column.cast(pa.float64())
 
 
-def scores(output: Array, form: str) -> tuple[Array, Array]:
-    """Raw predictions and probabilities, (rows, classes).
+def class_scores(output: Array, form: str) -> tuple[Array, Array]:
+    """Returns raw predictions and probabilities, (rows, classes).
 
     Args:
         output: of a model, (rows, elements); one element is of the second of two classes.
@@ -228,13 +238,17 @@ def scores(output: Array, form: str) -> tuple[Array, Array]:
         shifted = np.exp(values - values.max(axis=1, keepdims=True, initial=-np.inf))
         # Evaluators of two classes rank rows by the second number alone: it has to be the margin,
         # as in Spark ML.
-        margin = values[:, 1:] - values[:, :1] if values.shape[1] == _TWO else values
-        raw = np.concatenate([-margin, margin], axis=1) if values.shape[1] == _TWO else values
+        margin = values[:, 1:] - values[:, :1] if values.shape[1] == _BINARY_CLASS_COUNT else values
+        raw = (
+            np.concatenate([-margin, margin], axis=1)
+            if values.shape[1] == _BINARY_CLASS_COUNT
+            else values
+        )
         return raw, shifted / shifted.sum(axis=1, keepdims=True)
     return values, np.exp(values) if form == "log_probabilities" else values
 
 
-def predicted(probability: Array, thresholds: Sequence[float] | None) -> Array:
+def predict_classes(probability: Array, thresholds: Sequence[float] | None) -> Array:
     """Returns the class of each row, as Spark ML predicts it.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.spark.common.model.classes import predicted, scores
+from farandole.spark.common.model.classes import class_scores, predict_classes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_LEAST = 1e-15
+_MIN_PROBABILITY = 1e-15
 """A probability that a loss takes for 0, as Spark ML does."""
-MOST_SCORES = 1 << 16
+MAX_DISTINCT_SCORES = 1 << 16
 """Different scores that are counted apart for the area under a curve. If there are more,
 neighbours share a count.
 """
-_TWO = 2
+_BINARY_CLASS_COUNT = 2
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ModelEvaluation:
     """Metrics over rows.
 
     Of classes: `accuracy`, `precision`, `recall` and `f1` (means over classes, weighted by their
@@ -60,9 +60,10 @@ class ScoreCounts:
     """Rows of two classes by score, for the area under the ROC curve.
 
     As in Spark's `BinaryClassificationEvaluator` with `numBins=0`, only equal scores are ties.
-    Beyond `MOST_SCORES` different scores, the least number of low bits is left out that makes them
-    fewer. (Spark has `numBins=1000` by default, and then groups neighbours from 2,000 different
-    scores on.) The result does not depend on the order in which tasks are merged.
+    If there are more than `MAX_DISTINCT_SCORES` different scores, as few low bits as possible are
+    left out to make them fewer. (Spark has `numBins=1000` by default, and then groups neighbours
+    from 2,000 different scores on.) The result does not depend on the order in which tasks are
+    merged.
     """
 
     shift: int = 0
@@ -82,7 +83,7 @@ class ScoreCounts:
         bits = (score.astype(np.float64) + 0.0).view(np.int64)  # -0.0 + 0.0 is 0.0
         ordered = np.where(bits < 0, np.iinfo(np.int64).min - bits, bits)
         counts = np.stack([index == 0, index == 1], axis=1).astype(np.int64)
-        self._count(ordered >> self.shift, counts)
+        self._add_counts(ordered >> self.shift, counts)
 
     def merge(self, other: ScoreCounts) -> None:
         """Adds the counts of another task.
@@ -92,19 +93,19 @@ class ScoreCounts:
         """
         shift = max(self.shift, other.shift)
         self.keys, self.shift = self.keys >> (shift - self.shift), shift
-        self._count(other.keys >> (shift - other.shift), other.counts)
+        self._add_counts(other.keys >> (shift - other.shift), other.counts)
 
-    def _count(self, keys: Array, counts: Array) -> None:
+    def _add_counts(self, keys: Array, counts: Array) -> None:
         keys, counts = np.concatenate([self.keys, keys]), np.concatenate([self.counts, counts])
         while True:
             found, owners = np.unique(keys, return_inverse=True)
-            if len(found) <= MOST_SCORES:
+            if len(found) <= MAX_DISTINCT_SCORES:
                 break
             keys, self.shift = keys >> 1, self.shift + 1
         self.keys, self.counts = found, np.zeros((len(found), 2), np.int64)
         np.add.at(self.counts, owners.reshape(-1), counts)
 
-    def area(self) -> float:
+    def area_under_roc(self) -> float:
         """Returns the share of pairs of a row of each class whose scores are in order; equal
         ones count half.
         """
@@ -138,7 +139,7 @@ class ClassSums:
         Raises:
             ValueError: a label that is no class of the model.
         """
-        raw, probability = scores(output, self.form)
+        raw, probability = class_scores(output, self.form)
         self.classes = probability.shape[1]
         index = label.reshape(-1).astype(np.int64)
         if len(index) and not 0 <= index.min() <= index.max() < self.classes:
@@ -147,14 +148,14 @@ class ClassSums:
             )
         self.count += len(index)
         own = probability[np.arange(len(index)), index]
-        self.loss += float(-np.log(np.clip(own, _LEAST, 1.0)).sum())
+        self.loss += float(-np.log(np.clip(own, _MIN_PROBABILITY, 1.0)).sum())
         pairs, counts = np.unique(
-            index * self.classes + predicted(probability, self.thresholds), return_counts=True
+            index * self.classes + predict_classes(probability, self.thresholds), return_counts=True
         )
         for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
             key = divmod(pair, self.classes)
             self.confusion[key] = self.confusion.get(key, 0) + count
-        if self.classes == _TWO and self.by_score is not None:
+        if self.classes == _BINARY_CLASS_COUNT and self.by_score is not None:
             self.by_score.add(raw[:, 1], index)
 
     def merge(self, other: ClassSums) -> None:
@@ -166,7 +167,7 @@ class ClassSums:
         if self.by_score is not None and other.by_score is not None:
             self.by_score.merge(other.by_score)
 
-    def evaluation(self, names: Sequence[Any] | None) -> Evaluation:
+    def to_evaluation(self, names: Sequence[Any] | None) -> ModelEvaluation:
         """The metrics.
 
         Args:
@@ -188,11 +189,13 @@ class ClassSums:
             "f1": float(f1 @ share),
             "log_loss": self.loss / max(self.count, 1),
         }
-        if self.classes == _TWO:
+        if self.classes == _BINARY_CLASS_COUNT:
             metrics["area_under_roc"] = (
-                float("nan") if self.by_score is None else self.by_score.area()
+                float("nan") if self.by_score is None else self.by_score.area_under_roc()
             )
-        return Evaluation(self.count, metrics, list(names or range(self.classes)), table.tolist())
+        return ModelEvaluation(
+            self.count, metrics, list(names or range(self.classes)), table.tolist()
+        )
 
 
 @dataclass
@@ -239,7 +242,7 @@ class ValueSums:
         self.count, self.square = count, self.square + other.square
         self.absolute += other.absolute
 
-    def evaluation(self, names: Sequence[Any] | None) -> Evaluation:
+    def to_evaluation(self, names: Sequence[Any] | None) -> ModelEvaluation:
         """The metrics.
 
         Args:
@@ -254,10 +257,10 @@ class ValueSums:
             "mae": self.absolute / max(self.count, 1),
             "r2": r2,
         }
-        return Evaluation(self.count, metrics)
+        return ModelEvaluation(self.count, metrics)
 
 
-def sums(
+def empty_sums(
     form: str, thresholds: Sequence[float] | None, *, by_score: bool = True
 ) -> ClassSums | ValueSums:
     """Returns sums over no rows.
@@ -272,7 +275,7 @@ def sums(
     return ClassSums(form, thresholds, by_score=ScoreCounts() if by_score else None)
 
 
-def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
+def evaluation_task(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
     """Returns a task's function, which predicts its rows and yields one row with their sums.
 
     Args:
@@ -281,7 +284,7 @@ def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
         start: with nothing counted.
     """
 
-    def measure(batches: Iterator[Any]) -> Iterator[Any]:
+    def measure_batches(batches: Iterator[Any]) -> Iterator[Any]:
         import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
 
         import pyarrow as pa  # noqa: PLC0415
@@ -289,9 +292,9 @@ def measured(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
         found = deepcopy(start)
         for batch in batches:
             if batch.num_rows:
-                found.add(predictor.outputs(batch)[0], label(batch))
+                found.add(predictor.predict_outputs(batch)[0], label(batch))
         yield pa.RecordBatch.from_arrays(
             [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
         )
 
-    return measure
+    return measure_batches

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.model.evaluation import ClassSums, ValueSums
 
-BLOCK_ROWS = 65536
+MAX_BLOCK_ROWS = 65536
 """Rows of a task between which values are exchanged, at most."""
-BLOCK_BYTES = 64 << 20
+MAX_BLOCK_BYTES = 64 << 20
 """Bytes of these rows, at most one batch more."""
-_LESS_IS_BETTER = ("log_loss", "mse", "rmse", "mae")
+_LOWER_IS_BETTER_METRICS = ("log_loss", "mse", "rmse", "mae")
 
 
-def permuted(
+def permutation_task(
     predictor: Any,
     label: Any,
     start: ClassSums | ValueSums,
@@ -43,7 +43,7 @@ def permuted(
         seeds: one of each repeat.
     """
 
-    def measure(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def measure_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
 
         import pyarrow as pa  # noqa: PLC0415
@@ -52,7 +52,7 @@ def permuted(
             key: deepcopy(start)
             for key in [None, *((one, seed) for one in columns for seed in seeds)]
         }
-        for number, (block, rows) in enumerate(_blocks(batches)):
+        for number, (block, rows) in enumerate(_join_batches(batches)):
             for key, counted in found.items():
                 changed = block
                 if key is not None:
@@ -60,15 +60,15 @@ def permuted(
                     field = block.schema.field(key[0])
                     changed = block.set_column(key[0], field, block.column(key[0]).take(order))
                 for batch in changed.combine_chunks().to_batches(max_chunksize=rows):
-                    counted.add(predictor.outputs(batch)[0], label(batch))
+                    counted.add(predictor.predict_outputs(batch)[0], label(batch))
         yield pa.RecordBatch.from_arrays(
             [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
         )
 
-    return measure
+    return measure_batches
 
 
-def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
+def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
     """Batches put together, with the rows of the largest."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
@@ -77,8 +77,8 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]
         if batch.num_rows:
             held.append(batch)
         if (
-            sum(one.num_rows for one in held) >= BLOCK_ROWS
-            or sum(one.nbytes for one in held) >= BLOCK_BYTES
+            sum(one.num_rows for one in held) >= MAX_BLOCK_ROWS
+            or sum(one.nbytes for one in held) >= MAX_BLOCK_BYTES
         ):
             yield pa.Table.from_batches(held), max(one.num_rows for one in held)
             held = []
@@ -86,24 +86,24 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]
         yield pa.Table.from_batches(held), max(one.num_rows for one in held)
 
 
-def importances(
+def column_importances(
     found: Mapping[Any, ClassSums | ValueSums], names: Mapping[int, str], metric: str | None
 ) -> dict[str, float]:
     """Returns how much worse the metric gets for each column, in descending order.
 
     Args:
-        found: what all tasks have counted, as `permuted` says.
-        names: of the columns, by place.
-        metric: of `Evaluation`; default: `log_loss` or `mse`.
+        found: sums of all tasks, as in `permutation_task`.
+        names: names of the columns, by position.
+        metric: metric of `ModelEvaluation`; default: `log_loss` or `mse`.
 
     Raises:
         ValueError: there is no such metric.
     """
-    metrics = {key: sums.evaluation(None).metrics for key, sums in found.items()}
-    chosen = metric or next(name for name in _LESS_IS_BETTER if name in metrics[None])
+    metrics = {key: sums.to_evaluation(None).metrics for key, sums in found.items()}
+    chosen = metric or next(name for name in _LOWER_IS_BETTER_METRICS if name in metrics[None])
     if chosen not in metrics[None]:
         raise ValueError(f"metric must be one of {', '.join(metrics[None])}: {chosen}")
-    sign = 1.0 if chosen in _LESS_IS_BETTER else -1.0
+    sign = 1.0 if chosen in _LOWER_IS_BETTER_METRICS else -1.0
     worse = {
         name: float(
             np.mean(

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Converts a model's outputs to columns of a DataFrame, for all frameworks."""
 
-# ruff: noqa: PLC0415 - tasks load what they need
+# ruff: noqa: PLC0415 - tasks load only the modules that they use
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     Batches = Iterator[pa.RecordBatch]
 
-_INTEGERS = {"int8": types.ByteType, "int16": types.ShortType, "int32": types.IntegerType}
+_INTEGER_TYPES = {"int8": types.ByteType, "int16": types.ShortType, "int32": types.IntegerType}
 
 
 @dataclass(frozen=True)
-class Output:
+class ModelOutput:
     """One output of a model, and the label it was compared with."""
 
     label_dtype: str
@@ -45,7 +45,7 @@ class Output:
         if self.label_is_vector or self.size != 1:
             return "vector"
         if self.label_dtype.startswith(("int", "uint")):
-            return self.label_dtype if self.label_dtype in _INTEGERS else "int64"
+            return self.label_dtype if self.label_dtype in _INTEGER_TYPES else "int64"
         return "float32" if self.label_dtype == "float32" else "float64"
 
     @property
@@ -54,20 +54,20 @@ class Output:
         if self.kind == "vector":
             return VectorUDT()
         if self.kind.startswith("int"):
-            return _INTEGERS.get(self.kind, types.LongType)()
+            return _INTEGER_TYPES.get(self.kind, types.LongType)()
         return types.FloatType() if self.kind == "float32" else types.DoubleType()
 
 
-def outputs(value: Any) -> list[Output]:
-    """Outputs, of whatever form a file or a caller has them in.
+def parse_outputs(value: Any) -> list[ModelOutput]:
+    """Returns the outputs that a file or a caller describes.
 
     Args:
-        value: `Output`s, or dicts of their fields.
+        value: `ModelOutput` objects, or dicts of their fields.
     """
-    return [one if isinstance(one, Output) else Output(**one) for one in value]
+    return [one if isinstance(one, ModelOutput) else ModelOutput(**one) for one in value]
 
 
-def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
+def outputs_as_dicts(found: list[ModelOutput] | None) -> list[dict[str, Any]] | None:
     """Outputs as plain values, for files.
 
     Args:
@@ -76,9 +76,9 @@ def describe(found: list[Output] | None) -> list[dict[str, Any]] | None:
     return None if found is None else [asdict(one) for one in found]
 
 
-def found_outputs(
+def probe_outputs(
     dataset: DataFrame, labels: Sequence[str], probe: Callable[[Batches], Batches]
-) -> list[Output]:
+) -> list[ModelOutput]:
     """Predicts one row to find the outputs of a model.
 
     Args:
@@ -89,14 +89,18 @@ def found_outputs(
     Raises:
         ValueError: there is no row.
     """
-    sizes = numbered(dataset.limit(1)).mapInArrow(_mapped(probe), "size int").collect()
+    sizes = (
+        number_columns(dataset.limit(1)).mapInArrow(_as_plain_function(probe), "size int").collect()
+    )
     if not sizes:
         raise ValueError(
             "the outputs of the model are unknown, and the DataFrame has no row to determine them"
         )
     schema = {field.name: field.dataType for field in dataset.schema.fields}
     return [
-        Output(numpy_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size)
+        ModelOutput(
+            numpy_type_name(schema.get(label)), isinstance(schema.get(label), VectorUDT), row.size
+        )
         for label, row in zip(labels, sizes, strict=True)
     ]
 
@@ -115,23 +119,24 @@ def add_predictions(
         added: their types.
         predict: appends the columns to batches whose columns go by number.
     """
-    inner = numbered(dataset)
+    inner = number_columns(dataset)
     fields = [types.StructField(f"output{index}", one) for index, one in enumerate(added)]
     predicted = inner.mapInArrow(
-        _mapped(predict), types.StructType([*inner.schema.fields, *fields])
+        _as_plain_function(predict), types.StructType([*inner.schema.fields, *fields])
     )
     return predicted.toDF(*dataset.columns, *names)
 
 
-def numbered(dataset: DataFrame) -> DataFrame:
+def number_columns(dataset: DataFrame) -> DataFrame:
     """Returns the same with numbers for names: mapInArrow takes no names with dots or backticks,
     and none twice.
     """
     return dataset.toDF(*(f"column{index}" for index in range(len(dataset.columns))))
 
 
-def numpy_name(kind: types.DataType | None) -> str:
-    """NumPy's name of a column's element, as far as outputs care.
+def numpy_type_name(kind: types.DataType | None) -> str:
+    """Returns NumPy's name of an output column's element type: an integer type, `float32`, or
+    `float64` for every other type.
 
     Args:
         kind: the column's type, if there is one.
@@ -145,7 +150,7 @@ def numpy_name(kind: types.DataType | None) -> str:
     return names.get(type(kind), "float32" if isinstance(kind, types.FloatType) else "float64")
 
 
-def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
+def prediction_column(values: npt.NDArray[Any], kind: str) -> pa.Array:
     """Predictions as the column that `transform` adds.
 
     Args:
@@ -154,20 +159,20 @@ def column_of(values: npt.NDArray[Any], kind: str) -> pa.Array:
     """
     import pyarrow as pa
 
-    from farandole.spark.common.model.arrow import vectors
+    from farandole.spark.common.model.arrow import to_spark_vectors
 
     if kind == "vector":
-        return vectors(values)
+        return to_spark_vectors(values)
     single = values.reshape(-1)
     if kind.startswith("int") and single.dtype.kind == "f":
         single = np.rint(single)
     return pa.array(single.astype(kind))
 
 
-def _mapped(function: Callable[[Batches], Batches]) -> Callable[[Batches], Batches]:
+def _as_plain_function(function: Callable[[Batches], Batches]) -> Callable[[Batches], Batches]:
     """Returns a plain function: Spark looks at its argument's code."""
 
-    def mapped(batches: Batches) -> Batches:
+    def map_batches(batches: Batches) -> Batches:
         return function(batches)
 
-    return mapped
+    return map_batches

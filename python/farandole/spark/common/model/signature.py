@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
+def input_signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns the inputs of a model as plain values, for its parameter `signature`.
 
     Args:

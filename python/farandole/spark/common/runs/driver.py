@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 from farandole._native.store import Store
 from farandole.spark.common.runs.fingerprint import Fingerprint
 from farandole.stores import durable
-from farandole.stores.marks import Mark
-from farandole.stores.tenure import RunInUseError
+from farandole.stores.lease_files import LeaseFile
+from farandole.stores.run_lease import RunInUseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
     from farandole.stores.remote_store import RemoteStore
 
-FINGERPRINT: Final = "_fingerprint.json"
-_SUFFIX: Final = 8
-_TUNERS: Final = "pyspark.ml.tuning"
-_MAPPED: ContextVar[bool] = ContextVar("farandole_mapped", default=False)
+FINGERPRINT_FILE: Final = "_fingerprint.json"
+_SUFFIX_CHARACTERS: Final = 8
+_TUNING_MODULE: Final = "pyspark.ml.tuning"
+_IN_PARAM_MAP_FIT: ContextVar[bool] = ContextVar("farandole_mapped", default=False)
 
-_LASTS = 600.0
-"""Seconds after which a driver elsewhere that says nothing no longer holds its run: it was
-killed, or lost its host.
+_LEASE_DURATION_SECONDS = 600.0
+"""Seconds after which a lease that its driver has not renewed expires: the driver was killed, or
+its host was lost.
 """
 
 
@@ -44,20 +44,20 @@ class RunDiffersError(ValueError):
 
 
 @contextlib.contextmanager
-def mapped(given: bool) -> Iterator[None]:
+def mark_param_map_fit(given: bool) -> Iterator[None]:
     """Notes that a fit has parameters of a map, which make a run of their own.
 
     Args:
         given: whether it has.
     """
-    token = _MAPPED.set(given or _MAPPED.get())
+    token = _IN_PARAM_MAP_FIT.set(given or _IN_PARAM_MAP_FIT.get())
     try:
         yield
     finally:
-        _MAPPED.reset(token)
+        _IN_PARAM_MAP_FIT.reset(token)
 
 
-def name_of(run_id: str, fingerprint: Fingerprint) -> str:
+def run_id_of_fit(run_id: str, fingerprint: Fingerprint) -> str:
     """Returns the run of one fit: the user's name, with a suffix in a tuner or with a map of
     parameters.
 
@@ -65,20 +65,20 @@ def name_of(run_id: str, fingerprint: Fingerprint) -> str:
         run_id: the user's name.
         fingerprint: of the fit.
     """
-    if _MAPPED.get() or _is_tuned(sys._getframe()):  # noqa: SLF001 - a pipeline hands its stages no word of the tuner
-        return f"{run_id}-{fingerprint.digest[:_SUFFIX]}"
+    if _IN_PARAM_MAP_FIT.get() or _is_called_by_tuner(sys._getframe()):  # noqa: SLF001 - a pipeline hands its stages no word of the tuner
+        return f"{run_id}-{fingerprint.digest[:_SUFFIX_CHARACTERS]}"
     return run_id
 
 
-def _is_tuned(frame: FrameType | None) -> bool:
+def _is_called_by_tuner(frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_globals.get("__name__") == _TUNERS:
+        if frame.f_globals.get("__name__") == _TUNING_MODULE:
             return True
         frame = frame.f_back
     return False
 
 
-def begin(
+def begin_run(
     remote: RemoteStore,
     run_id: str,
     fingerprint: Fingerprint,
@@ -87,54 +87,54 @@ def begin(
     force: bool,
     tell: Callable[[str], None],
 ) -> None:
-    """Checks that a run continues with its original arguments; a new run stores them. The run is
-    held.
+    """Checks that a run continues with its original arguments; a new run stores them. The caller
+    holds the run's lease.
 
     Args:
         remote: the run's paths.
-        run_id: its name, for messages.
-        fingerprint: of the fit.
-        epochs: that it asks for.
-        force: whether a run of something else is gone on with.
-        tell: gets what the user should know.
+        run_id: name of the run, for messages.
+        fingerprint: fingerprint of the fit.
+        epochs: epochs that the fit requests.
+        force: whether to continue a run with another fingerprint.
+        tell: receives messages for the user.
 
     Raises:
-        RunDiffersError: the checkpoint is of other data, another model or other parameters; naming
-            each.
+        RunDiffersError: the checkpoint has other data, another model or other parameters; the
+            message names each difference.
     """
     if remote.run_path is None:
         return
     run, name = Store(remote.run_path), remote.checkpoint_filename
-    if run.exists(name) or run.exists(f"{name}{durable.PREVIOUS}"):
-        text = remote.read(FINGERPRINT)
-        before = None if text is None else Fingerprint.of_json(text)
+    if run.exists(name) or run.exists(f"{name}{durable.PREVIOUS_SUFFIX}"):
+        text = remote.read(FINGERPRINT_FILE)
+        before = None if text is None else Fingerprint.from_json(text)
         if before is None:
             tell(
                 f"run {run_id} has no record of its data and parameters; it continues with the "
                 "present ones"
             )
         else:
-            check(before, fingerprint, run_id, force=force, tell=tell)
-        _tell_of_epochs(remote, run_id, epochs)
-    remote.write(FINGERPRINT, fingerprint.to_json().encode())
+            check_fingerprint(before, fingerprint, run_id, force=force, tell=tell)
+        _warn_of_trained_epochs(remote, run_id, epochs)
+    remote.write(FINGERPRINT_FILE, fingerprint.to_json().encode())
 
 
-def check(
+def check_fingerprint(
     before: Fingerprint, now: Fingerprint, run_id: str, *, force: bool, tell: Callable[[str], None]
 ) -> None:
-    """Refuses to continue with something else than a run was started with.
+    """Raises an error if the fingerprint of a fit differs from the fingerprint of its run.
 
     Args:
-        before: what it was started with.
-        now: what a fit wants to continue with.
-        run_id: its name, for messages.
-        force: whether that is wanted.
-        tell: gets what the user should know.
+        before: fingerprint with which the run was started.
+        now: fingerprint of the fit that continues the run.
+        run_id: name of the run, for messages.
+        force: whether to continue in spite of differences.
+        tell: receives messages for the user.
 
     Raises:
-        RunDiffersError: naming each part that differs.
+        RunDiffersError: the fingerprints differ; the message names each different part.
     """
-    different = "; ".join(map(str, before.compare(now)))
+    different = "; ".join(map(str, before.differences_to(now)))
     if different and not force:
         raise RunDiffersError(
             f"run {run_id!r} was started with something else, so its checkpoint does not belong "
@@ -151,7 +151,7 @@ def check(
         )
 
 
-def _tell_of_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:
+def _warn_of_trained_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:
     history = remote.read(f"{remote.logs_subdir}/history.jsonl")
     done = 0 if history is None else history.count(b"\n")
     if done > epochs:
@@ -163,7 +163,7 @@ def _tell_of_epochs(remote: RemoteStore, run_id: str, epochs: int) -> None:
 
 
 @contextlib.contextmanager
-def alone(run_path: str | None, run_id: str) -> Iterator[None]:
+def hold_run_lease(run_path: str | None, run_id: str) -> Iterator[None]:
     """Holds a run's directory for this process alone, by a lease in it.
 
     Args:
@@ -176,17 +176,17 @@ def alone(run_path: str | None, run_id: str) -> Iterator[None]:
     if run_path is None:
         yield
         return
-    lease = Store(run_path).take(_LASTS)
+    lease = Store(run_path).acquire_lease(_LEASE_DURATION_SECONDS)
     if lease is None:
         raise RunInUseError(
             f"run {run_id!r} is being trained by another fit, which holds {run_path}: choose "
             "another run_id. If the driver of that fit was lost with its host, the run is free "
-            f"{_LASTS / 60:.0f} minutes later"
+            f"{_LEASE_DURATION_SECONDS / 60:.0f} minutes later"
         )
-    mark = Mark(run_path, lease, _LASTS)
+    mark = LeaseFile(run_path, lease, _LEASE_DURATION_SECONDS)
     try:
         yield
     finally:
-        # the run's own outcome counts; a mark of the dead does not
+        # Ignore a failure here: the outcome of the run matters, and the lease expires by itself.
         with contextlib.suppress(OSError):
-            mark.release()
+            mark.delete_if_held()

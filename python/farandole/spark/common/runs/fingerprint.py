@@ -3,9 +3,9 @@
 """The fingerprint of a run: data, model, loss, optimizer, and every parameter that decides the
 result.
 
-A run continues from its checkpoint only with the same fingerprint. `DECIDE` contains the parameters
-that make another run, `LENGTH` those that decide only when a run ends, and `ELSEWHERE` those that
-do not change the result: where processes run, how fast they read, what is shown.
+A run continues from its checkpoint only with the same fingerprint. A different value of one of
+`RESULT_PARAMS` makes another run. `LENGTH_PARAMS` decide only when a run ends. `NEUTRAL_PARAMS` do
+not change the result: they choose hosts, reading speed and displays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
-from farandole.spark.common.runs.digests import digest, short
+from farandole.spark.common.runs.digests import short_text, value_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData
     from farandole.spark.common.params import EstimatorParams
 
-DECIDE = frozenset(
+RESULT_PARAMS = frozenset(
     {
         "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col",
         "feature_cols",
@@ -41,12 +41,12 @@ DECIDE = frozenset(
         "checkpoint_callback",
     }
 )  # fmt: skip
-"""Another value makes another run."""
-LENGTH = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
+"""Parameters that decide the result: another value makes another run."""
+LENGTH_PARAMS = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
 """Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner
 has its own.
 """
-ELSEWHERE = frozenset(
+NEUTRAL_PARAMS = frozenset(
     {
         "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose",
         "partitions_per_process", "run_id",
@@ -67,7 +67,7 @@ ELSEWHERE = frozenset(
         "statistics", "gc_older_than", "gc_max_size", "allow_pickle",
     }
 )  # fmt: skip
-"""The result does not depend on it, or only on the last digits.
+"""Parameters that do not change the result, or only its last digits.
 
 `num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here
 nevertheless, because a run must be able to continue with the available processes, as an elastic job
@@ -75,9 +75,9 @@ does.
 """
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""
-INITIAL = "initial weights"
+INITIAL_WEIGHTS = "initial weights"
 """The part that a continued run does not need, because its checkpoint has newer weights."""
-LOGGING = frozenset(
+LOGGING_CALLBACKS = frozenset(
     {
         "CSVLogger", "History", "ModelCheckpoint", "BackupAndRestore", "ProgbarLogger",
         "RemoteMonitor", "TensorBoard",
@@ -88,7 +88,7 @@ LOGGING = frozenset(
     }
 )  # fmt: skip
 """Callbacks that write or show something and leave training alone."""
-_SHOWN = frozenset(
+_DISPLAY_TRAINER_ARGS = frozenset(
     {
         "accelerator", "callbacks", "default_root_dir", "devices", "enable_checkpointing",
         "enable_model_summary",
@@ -97,15 +97,15 @@ _SHOWN = frozenset(
         "profiler",
     }
 )  # fmt: skip
-_READERS = 16
-_TAIL = 8
-_HEX = 16
-_VERSION = 3
+_FOOTER_READER_THREADS = 16
+_PARQUET_TAIL_BYTES = 8
+_DIGEST_CHARACTERS = 16
+_DIGEST_VERSION = 3
 """Version of the digests. Digests of different versions cannot be compared."""
 
 
 @dataclass(frozen=True)
-class Part:
+class FingerprintPart:
     """One thing that decides the result."""
 
     name: str
@@ -114,19 +114,19 @@ class Part:
     """A few words about it, for people."""
 
     @classmethod
-    def of(cls, name: str, value: Any, told: str | None = None) -> Self:
-        """Returns the part that a value is.
+    def from_value(cls, name: str, value: Any, told: str | None = None) -> Self:
+        """Returns the part of a fingerprint for a value.
 
         Args:
-            name: what messages call it.
-            value: anything.
-            told: words about it, where the value's own do not do.
+            name: name of the part in messages.
+            value: any value.
+            told: description of the value for messages; default: a short text of the value.
         """
-        return cls(name, digest(value), short(value) if told is None else told)
+        return cls(name, value_digest(value), short_text(value) if told is None else told)
 
 
 @dataclass(frozen=True)
-class Difference:
+class FingerprintDifference:
     """A part that has changed."""
 
     name: str
@@ -144,37 +144,39 @@ class Difference:
 class Fingerprint:
     """All parts of a run, and how long it shall be."""
 
-    parts: tuple[Part, ...]
-    length: tuple[Part, ...] = ()
+    parts: tuple[FingerprintPart, ...]
+    length: tuple[FingerprintPart, ...] = ()
 
-    def compare(self, now: Fingerprint) -> list[Difference]:
-        """Returns the differences, except those of initial weights and of the run's length.
+    def differences_to(self, now: Fingerprint) -> list[FingerprintDifference]:
+        """Returns the differences, except differences of initial weights and of the run's length.
 
         Args:
             now: the fingerprint of the fit that wants to continue.
         """
         mine, theirs = (
-            {one.name: one for one in each.parts if one.name != INITIAL} for each in (self, now)
+            {one.name: one for one in each.parts if one.name != INITIAL_WEIGHTS}
+            for each in (self, now)
         )
-        nothing = Part("", "", "None")
+        nothing = FingerprintPart("", "", "None")
         pairs = [
             (mine.get(name, nothing), theirs.get(name, nothing), name)
             for name in {**mine, **theirs}
         ]
         return [
-            Difference(name, old.told, new.told)
+            FingerprintDifference(name, old.told, new.told)
             for old, new, name in pairs
             if old.digest != new.digest
         ]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
-        """Returns whether the initial weights of a fit's model differ from those of the run.
+        """Returns whether a fit's model and its run have different initial weights.
 
         Args:
-            now: the fingerprint of that fit.
+            now: the fingerprint of the fit.
         """
         mine, theirs = (
-            [one.digest for one in each.parts if one.name == INITIAL] for each in (self, now)
+            [one.digest for one in each.parts if one.name == INITIAL_WEIGHTS]
+            for each in (self, now)
         )
         return mine != theirs
 
@@ -184,15 +186,15 @@ class Fingerprint:
         digests.
         """
         whole = json.dumps(sorted([one.name, one.digest] for one in (*self.parts, *self.length)))
-        return hashlib.sha256(whole.encode()).hexdigest()[:_HEX]
+        return hashlib.sha256(whole.encode()).hexdigest()[:_DIGEST_CHARACTERS]
 
     def to_json(self) -> str:
         """Returns the fingerprint as text for a file."""
         parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
-        return json.dumps({"version": _VERSION, "parts": parts}, indent=1)
+        return json.dumps({"version": _DIGEST_VERSION, "parts": parts}, indent=1)
 
     @classmethod
-    def of_json(cls, text: bytes | str) -> Self | None:
+    def from_json(cls, text: bytes | str) -> Self | None:
         """Returns the fingerprint of a file; `None` where it cannot be read, or is of another
         version.
 
@@ -201,10 +203,10 @@ class Fingerprint:
         """
         try:
             whole = json.loads(text)
-            if whole["version"] != _VERSION:
+            if whole["version"] != _DIGEST_VERSION:
                 return None
             parts = tuple(
-                Part(str(one["name"]), str(one["digest"]), str(one["told"]))
+                FingerprintPart(str(one["name"]), str(one["digest"]), str(one["told"]))
                 for one in whole["parts"]
             )
             return cls(parts)
@@ -212,9 +214,9 @@ class Fingerprint:
             return None
 
 
-def parameters(
-    estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = DECIDE
-) -> list[Part]:
+def parameter_parts(
+    estimator: EstimatorParams, without: Iterable[str], names: frozenset[str] = RESULT_PARAMS
+) -> list[FingerprintPart]:
     """Returns the parameters of an estimator that decide the result.
 
     Args:
@@ -228,30 +230,32 @@ def parameters(
     ):
         value = estimator.getOrDefault(name)
         if name == "callbacks":
-            value = [one for one in value or [] if type(one).__name__ not in LOGGING]
+            value = [one for one in value or [] if type(one).__name__ not in LOGGING_CALLBACKS]
         elif name == "trainer_args":
-            value = {key: one for key, one in (value or {}).items() if key not in _SHOWN}
+            value = {
+                key: one for key, one in (value or {}).items() if key not in _DISPLAY_TRAINER_ARGS
+            }
         elif name == "checkpoint_callback" and value is not None:
             value = [type(value).__name__, getattr(value, "monitor", None)]
         if value not in (None, [], {}):
-            found.append(Part.of(name, value))
+            found.append(FingerprintPart.from_value(name, value))
     return found
 
 
-def of_data(prepared: PreparedData) -> list[Part]:
+def data_parts(prepared: PreparedData) -> list[FingerprintPart]:
     """Returns the rows on each side, by what their manifests say, or the footers of files from
     other programs.
 
     Args:
         prepared: the data.
     """
-    parts = [_side(TRAINING, prepared.train_url, prepared.train_rows)]
+    parts = [_data_part(TRAINING, prepared.train_url, prepared.train_rows)]
     if prepared.val_url is not None:
-        parts.append(_side(VALIDATION, prepared.val_url, prepared.val_rows))
+        parts.append(_data_part(VALIDATION, prepared.val_url, prepared.val_rows))
     return parts
 
 
-def _side(name: str, url: str, rows: int) -> Part:
+def _data_part(name: str, url: str, rows: int) -> FingerprintPart:
     manifest = json.loads(native.read_manifest(url) or "{}")
     files, columns = manifest.get("files", []), manifest.get("columns", [])
     shape = sorted([one["name"], one["element"], one["shape"]] for one in columns)
@@ -261,21 +265,23 @@ def _side(name: str, url: str, rows: int) -> Part:
     elif files and all(one.get("checksum") for one in files):
         content = sorted([one["rows"], one["chunks"] or one["checksum"]] for one in files)
     else:
-        content = _footers(manifest.get("base") or url, files)
-    made = digest([rows, shape, content])
-    return Part(name, made, f"{rows:,} rows of {len(columns)} columns with digest {made[:8]}")
+        content = _footer_digests(manifest.get("base") or url, files)
+    made = value_digest([rows, shape, content])
+    return FingerprintPart(
+        name, made, f"{rows:,} rows of {len(columns)} columns with digest {made[:8]}"
+    )
 
 
-def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
+def _footer_digests(base: str, files: list[dict[str, Any]]) -> list[Any]:
     """Returns sizes from the footers of Parquet files and, by column and row group, the smallest
     and largest value.
     """
     store = NativeStore(base)
 
-    def footer(file: dict[str, Any]) -> list[Any]:
+    def footer_digest(file: dict[str, Any]) -> list[Any]:
         size = file["bytes"]
-        tail = store.read_range(file["path"], max(0, size - _TAIL), size)
-        start = max(0, size - _TAIL - int.from_bytes(tail[:4], "little"))
+        tail = store.read_range(file["path"], max(0, size - _PARQUET_TAIL_BYTES), size)
+        start = max(0, size - _PARQUET_TAIL_BYTES - int.from_bytes(tail[:4], "little"))
         text = store.read_range(file["path"], start, size)
         return [
             file["rows"],
@@ -283,5 +289,5 @@ def _footers(base: str, files: list[dict[str, Any]]) -> list[Any]:
             sorted(file.get("values", {}).items()),
         ]
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        return sorted(pool.map(footer, files), key=str)
+    with ThreadPoolExecutor(_FOOTER_READER_THREADS) as pool:
+        return sorted(pool.map(footer_digest, files), key=str)

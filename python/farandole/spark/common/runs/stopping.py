@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.runner.show.history import flat
+from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
 
-_SMALLER_IS_BETTER = ("loss", "error", "mse", "mae", "rmse")
+_SMALLER_IS_BETTER_SUFFIXES = ("loss", "error", "mse", "mae", "rmse")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Monitor:
             raise ValueError(f"min_delta must not be negative: {self.min_delta}")
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def from_value(cls, value: Any) -> Self:
         """Returns a monitor, the name of one, or a dict of its fields.
 
         Raises:
@@ -60,13 +60,13 @@ class Monitor:
             f"{', '.join(cls.__annotations__)}: {value!r}"
         )
 
-    def value(self, entry: Entry) -> float:
+    def entry_value(self, entry: Entry) -> float:
         """Returns the number in an epoch's entry.
 
         Raises:
             ValueError: the history has no such number; the message names those it has.
         """
-        row = flat(entry)
+        row = flatten_entry(entry)
         name = self.monitor or ("val_loss" if "val_loss" in row else "loss")
         if name not in row:
             known = [key for key in row if key not in ("epoch", "seconds", "rows")]
@@ -84,16 +84,16 @@ class Monitor:
         smaller = (
             self.mode == "min"
             if self.mode
-            else (self.monitor or "loss").endswith(_SMALLER_IS_BETTER)
+            else (self.monitor or "loss").endswith(_SMALLER_IS_BETTER_SUFFIXES)
         )
         return new < old - self.min_delta if smaller else new > old + self.min_delta
 
-    def best(self, history: list[Entry]) -> int | None:
-        """Index of the best entry; `None` where no entry has a number."""
+    def best_index(self, history: list[Entry]) -> int | None:
+        """Returns the index of the best entry; `None` if no entry has a number."""
         found: int | None = None
         value: float | None = None
         for index, entry in enumerate(history):
-            new = self.value(entry)
+            new = self.entry_value(entry)
             if self.is_better(new, value):
                 found, value = index, new
         return found
@@ -101,7 +101,7 @@ class Monitor:
 
 @dataclass(frozen=True)
 class EarlyStopping(Monitor):
-    """Ends a run when its monitor has not become better for some epochs.
+    """A stopping rule that ends a run when its monitored score has not improved for some epochs.
 
     Args:
         patience: epochs without an improvement after which the run ends.
@@ -110,19 +110,19 @@ class EarlyStopping(Monitor):
     patience: int = 3
 
     def __post_init__(self) -> None:
-        """Refuses no patience."""
+        """Raises an error if the patience is below 1."""
         super().__post_init__()
         if self.patience < 1:
             raise ValueError(f"patience must be at least 1: {self.patience}")
 
     @classmethod
-    def of(cls, value: Any) -> Self:
-        """Like `Monitor.of`; a number alone is the patience."""
+    def from_value(cls, value: Any) -> Self:
+        """Like `Monitor.from_value`; a number alone is the patience."""
         if isinstance(value, int) and not isinstance(value, bool):
             return cls(patience=value)
-        return super().of(value)
+        return super().from_value(value)
 
     def is_over(self, history: list[Entry]) -> bool:
         """Returns whether the run has become no better for `patience` epochs."""
-        best = self.best(history)
+        best = self.best_index(history)
         return len(history) - 1 - (-1 if best is None else best) >= self.patience

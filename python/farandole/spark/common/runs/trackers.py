@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.runs.board import TensorboardTracker
 from farandole.spark.common.runs.fingerprint import TRAINING, VALIDATION
+from farandole.spark.common.runs.tensorboard import TensorboardTracker
 from farandole.spark.common.runs.tracking import (
-    DataSet,
     MlflowTracker,
+    TrackedDataset,
     Tracker,
-    Trackers,
+    TrackerGroup,
     WandbTracker,
 )
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.runs.fingerprint import Fingerprint
 
 
-def trackers_of(
+def create_trackers(
     estimator: EstimatorParams, job: Any, prepared: PreparedData, fingerprint: Fingerprint
 ) -> Tracker:
     """Returns the trackers of a run: MLflow, Weights & Biases and TensorBoard, if requested.
@@ -36,15 +36,19 @@ def trackers_of(
     trackers: list[Tracker] = []
     if estimator.getMlflow():
         digests = {one.name: one.digest for one in fingerprint.parts}
-        data = {"training": DataSet(prepared.train_url, prepared.train_rows, digests[TRAINING])}
+        data = {
+            "training": TrackedDataset(prepared.train_url, prepared.train_rows, digests[TRAINING])
+        }
         if prepared.val_url is not None:
-            data["validation"] = DataSet(prepared.val_url, prepared.val_rows, digests[VALIDATION])
+            data["validation"] = TrackedDataset(
+                prepared.val_url, prepared.val_rows, digests[VALIDATION]
+            )
         trackers.append(MlflowTracker(job.run_id, plain_parameters(estimator), data))
     if estimator.getWandb():
         trackers.append(WandbTracker(job.run_id, plain_parameters(estimator)))
     if estimator.getTensorboard():
         trackers.append(TensorboardTracker(job.store, plain_parameters(estimator)))
-    return Trackers(trackers)
+    return TrackerGroup(trackers)
 
 
 def plain_parameters(estimator: EstimatorParams) -> dict[str, Any]:
@@ -54,10 +58,12 @@ def plain_parameters(estimator: EstimatorParams) -> dict[str, Any]:
         estimator: whose they are.
     """
     names = sorted(one.name for one in estimator.params)
-    return {name: value for name in names if _is_plain(value := estimator.getOrDefault(name))}
+    return {name: value for name in names if _is_plain_value(value := estimator.getOrDefault(name))}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     return isinstance(value, str | int | float) or (
-        isinstance(value, list | tuple) and bool(value) and all(_is_plain(one) for one in value)
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(_is_plain_value(one) for one in value)
     )

@@ -17,29 +17,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from farandole.runner.show.history import flat
+from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import TracebackType
 
-_LONGEST = 500
+_MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
 
 
-class Example(NamedTuple):
-    """Some rows of a model.
+class ModelExample(NamedTuple):
+    """Some input rows of a model and their outputs.
 
     Attributes:
-        input: Arrays that it takes, rows first.
-        output: What it makes of them; `None` where it has several outputs.
+        input: Input arrays of the model, rows first.
+        output: Output of the model for these rows; `None` if the model has several outputs.
     """
 
     input: Any
     output: Any
 
 
-class DataSet(NamedTuple):
+class TrackedDataset(NamedTuple):
     """The data that a run is trained or validated on.
 
     Attributes:
@@ -54,18 +54,18 @@ class DataSet(NamedTuple):
 
 
 class Tracker(AbstractContextManager["Tracker"]):
-    """Logs nothing; what logs something derives from it."""
+    """A tracker that logs nothing; the base class of all trackers."""
 
-    def report(self, record: dict[str, Any]) -> None:
+    def log_report(self, record: dict[str, Any]) -> None:
         """Takes a worker's report."""
 
-    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
+    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
         """Takes the trained model.
 
         Args:
-            model: as its framework has it.
-            flavor: MLflow's module for it, such as `pytorch` or `keras`.
-            example: some rows, where the model has one input.
+            model: model of its framework.
+            flavor: MLflow's module for the model, such as `pytorch` or `keras`.
+            example: some rows, if the model has one input.
         """
 
     def __exit__(
@@ -77,34 +77,34 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Ends the log; a failed run is marked as such."""
 
 
-class Trackers(Tracker):
-    """Several at once.
+class TrackerGroup(Tracker):
+    """Several trackers that get the same reports.
 
     Args:
-        all: What logs.
+        all: The trackers.
     """
 
     def __init__(self, all: Iterable[Tracker]) -> None:  # noqa: A002 - of what there is
-        self._all = list(all)
+        self._trackers = list(all)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         """Starts all of them."""
         with ExitStack() as opening:
-            for one in self._all:
+            for one in self._trackers:
                 opening.enter_context(one)
             self._open = opening.pop_all()
         return self
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.report`."""
-        for one in self._all:
-            one.report(record)
+    def log_report(self, record: dict[str, Any]) -> None:
+        """Like `Tracker.log_report`."""
+        for one in self._trackers:
+            one.log_report(record)
 
-    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """Like `Tracker.model`."""
-        for one in self._all:
-            one.model(model, flavor, example)
+    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+        """Like `Tracker.log_model`."""
+        for one in self._trackers:
+            one.log_model(model, flavor, example)
 
     def __exit__(
         self,
@@ -116,8 +116,8 @@ class Trackers(Tracker):
         self._open.__exit__(kind, error, traceback)
 
 
-class _Service(Tracker):
-    """Logs to a service by its library: into the run that is active, or one of its own.
+class _ServiceTracker(Tracker):
+    """A tracker that logs to a service by its library: into the active run, or else a new run.
 
     Args:
         run_id: name of the run.
@@ -138,19 +138,19 @@ class _Service(Tracker):
             raise ImportError(
                 f"{name}=True needs the package {name}: pip install {name}", name=name
             ) from error
-        self._own = not self._is_active()
+        self._owns_run = not self._has_active_run()
         self._name = run_id
         self._parameters = parameters
 
     def __enter__(self) -> Self:
         """Starts the run, if none is active, and logs its known facts."""
-        if self._own:
-            self._start()
+        if self._owns_run:
+            self._start_run()
         try:
-            self._describe()
+            self._log_parameters()
         except BaseException:
-            if self._own:
-                self._finish(failed=True)  # else the next fit would take it for the user's run
+            if self._owns_run:
+                self._finish_run(failed=True)  # else the next fit would take it for the user's run
             raise
         return self
 
@@ -161,89 +161,93 @@ class _Service(Tracker):
         traceback: TracebackType | None,
     ) -> None:
         """Like `Tracker.__exit__`."""
-        if self._own:
-            self._finish(failed=kind is not None)
+        if self._owns_run:
+            self._finish_run(failed=kind is not None)
 
     @abstractmethod
-    def _is_active(self) -> bool:
+    def _has_active_run(self) -> bool:
         """Returns whether the user has a run."""
 
     @abstractmethod
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         """Starts a run."""
 
     @abstractmethod
-    def _describe(self) -> None:
+    def _log_parameters(self) -> None:
         """Logs the parameters."""
 
     @abstractmethod
-    def _finish(self, *, failed: bool) -> None:
+    def _finish_run(self, *, failed: bool) -> None:
         """Ends the run that `_start` has started."""
 
 
-class WandbTracker(_Service):
-    """Logs to Weights & Biases: into the run that is active, or one of its own."""
+class WandbTracker(_ServiceTracker):
+    """A tracker that logs to Weights & Biases: into the active run, or else a new run."""
 
     package = "wandb"
     _run: Any
 
-    def _is_active(self) -> bool:
+    def _has_active_run(self) -> bool:
         self._run = self._library.run
         return self._run is not None
 
-    def _start(self) -> None:
+    def _start_run(self) -> None:
         self._run = self._library.init(name=self._name)
         self._run.define_metric("*", step_metric="epoch")
 
-    def _describe(self) -> None:
+    def _log_parameters(self) -> None:
         self._run.config.update(self._parameters, allow_val_change=True)
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.report`."""
+    def log_report(self, record: dict[str, Any]) -> None:
+        """Like `Tracker.log_report`."""
         if record.get("kind") == "epoch":
             # The epoch is a value and no step: W&B drops a step below its last one, as in an active
             # run that has more, or for epochs that are repeated after a restart.
-            row = {name: float(value) for name, value in flat(record["entry"]).items()}
+            row = {name: float(value) for name, value in flatten_entry(record["entry"]).items()}
             self._run.log(row | {"epoch": int(row["epoch"])})
 
-    def _finish(self, *, failed: bool) -> None:
+    def _finish_run(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-class MlflowTracker(_Service):
-    """Logs to MLflow: into the run that is active, or one of its own.
+class MlflowTracker(_ServiceTracker):
+    """A tracker that logs to MLflow: into the active run, or else a new run.
 
     Args:
         run_id: name of the run.
         parameters: plain values by name.
-        data: the data sets, by what each is for.
+        data: the data sets, by their purpose.
     """
 
     package = "mlflow"
 
     def __init__(
-        self, run_id: str, parameters: dict[str, Any], data: Mapping[str, DataSet] | None = None
+        self,
+        run_id: str,
+        parameters: dict[str, Any],
+        data: Mapping[str, TrackedDataset] | None = None,
     ) -> None:
         super().__init__(
-            run_id, {name: str(value)[:_LONGEST] for name, value in parameters.items()}
+            run_id,
+            {name: str(value)[:_MAX_MLFLOW_VALUE_CHARACTERS] for name, value in parameters.items()},
         )
         self._data = dict(data or {})
 
-    def _is_active(self) -> bool:
+    def _has_active_run(self) -> bool:
         return self._library.active_run() is not None
 
-    def _start(self) -> None:
-        self._library.start_run(run_name=self._name, **self._system_metrics())
+    def _start_run(self) -> None:
+        self._library.start_run(run_name=self._name, **self._system_metrics_options())
 
-    def _describe(self) -> None:
+    def _log_parameters(self) -> None:
         self._library.log_params(self._parameters)
         for context, data in self._data.items():
-            self._dataset(context, data)
+            self._log_dataset(context, data)
 
-    def _finish(self, *, failed: bool) -> None:
+    def _finish_run(self, *, failed: bool) -> None:
         self._library.end_run(status="FAILED" if failed else "FINISHED")
 
-    def _system_metrics(self) -> dict[str, bool]:
+    def _system_metrics_options(self) -> dict[str, bool]:
         """Asks for the load of this host, if MLflow and psutil can measure it and the user has
         not decided.
         """
@@ -255,7 +259,7 @@ class MlflowTracker(_Service):
             else {}
         )
 
-    def _dataset(self, context: str, data: DataSet) -> None:
+    def _log_dataset(self, context: str, data: TrackedDataset) -> None:
         try:
             from mlflow.data.dataset_source_registry import (  # pyright: ignore[reportMissingImports]
                 resolve_dataset_source,
@@ -270,17 +274,17 @@ class MlflowTracker(_Service):
         dataset = MetaDataset(source, name=f"{data.rows} rows", digest=data.digest)
         self._library.log_input(dataset, context=context)
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.report`."""
+    def log_report(self, record: dict[str, Any]) -> None:
+        """Like `Tracker.log_report`."""
         if record.get("kind") == "epoch":
-            row = flat(record["entry"])
+            row = flatten_entry(record["entry"])
             epoch = int(row.pop("epoch"))
             self._library.log_metrics(
                 {name: float(value) for name, value in row.items()}, step=epoch
             )
 
-    def model(self, model: Any, flavor: str, example: Example | None = None) -> None:
-        """Like `Tracker.model`."""
+    def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
+        """Like `Tracker.log_model`."""
         module = import_module(f"mlflow.{flavor}")
         log = module.log_model
         known = inspect.signature(log).parameters
@@ -293,14 +297,14 @@ class MlflowTracker(_Service):
 
             options |= {"signature": infer_signature(*example), "input_example": example.input}
             if flavor == "keras" and "name" in known:
-                Model.log(None, _KerasFlavor(module), model=model, **options)
+                Model.log(None, _MlflowKerasFlavor(module), model=model, **options)
                 return
         log(model, **options)
 
 
-class _KerasFlavor:
-    """MLflow's flavor of Keras, which writes an example into a directory before it makes it (MLflow
-    3.17).
+class _MlflowKerasFlavor:
+    """MLflow's flavor of Keras. MLflow 3.17 writes the example into a directory before it creates
+    the directory, so this class creates the directory first.
 
     Args:
         module: `mlflow.keras`.

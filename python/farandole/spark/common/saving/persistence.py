@@ -4,7 +4,7 @@
 a pipeline.
 
 Plain parameters, the URLs of a store and the numbers of a backend are saved as JSON. Everything
-else is in named parts. `farandole.spark.common.saving.saved` describes the files.
+else is in named parts. `farandole.spark.common.saving.save_directory` describes the files.
 """
 
 # ruff: noqa: N802, SLF001 - Spark ML's names and its own helpers
@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 
-from farandole.spark.common.saving import places
-from farandole.spark.common.saving.saved import Saved
-from farandole.stores.consent import PARAMETER, check_load
+from farandole.spark.common.saving import store_backend
+from farandole.spark.common.saving.save_directory import SaveDirectory
+from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, check_load_allowed
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
 
 T = TypeVar("T", bound=MLReadable)
 
-_PLACES = ("backend", "store")
+_SEPARATELY_SAVED_PARAMS = ("backend", "store")
 """Saved by `places`, which leaves out secrets."""
 _log = logging.getLogger("farandole")
 
 
 class ParamsWriter(MLWriter):
-    """Writes an object with parameters; `parts` says what of it is no JSON.
+    """A writer of an object with parameters; `parts` returns the parts that JSON cannot hold.
 
     Args:
         instance: the object.
@@ -42,7 +42,7 @@ class ParamsWriter(MLWriter):
         super().__init__()
         self.instance = instance
 
-    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Splits the parameters that are set.
 
         Args:
@@ -64,9 +64,11 @@ class ParamsWriter(MLWriter):
         values = {
             param.name: value for param, value in instance._paramMap.items() if value is not None
         }
-        values.pop(PARAMETER, None)  # a file must not contain the consent to run what it contains
-        plain, parts = self.parts(
-            {name: value for name, value in values.items() if name not in _PLACES}
+        values.pop(
+            ALLOW_PICKLE_PARAMETER, None
+        )  # a file must not contain the consent to run what it contains
+        plain, parts = self.split_values(
+            {name: value for name, value in values.items() if name not in _SEPARATELY_SAVED_PARAMS}
         )
         metadata = {
             "class": f"{type(instance).__module__}.{type(instance).__name__}",
@@ -74,18 +76,18 @@ class ParamsWriter(MLWriter):
             "sparkVersion": session.version,
             "uid": instance.uid,
             "paramMap": plain,
-            "places": places.told(values),
+            "places": store_backend.describe_store_and_backend(values),
             "defaultParamMap": {
                 param.name: value
                 for param, value in instance._defaultParamMap.items()
-                if param.name != PARAMETER
+                if param.name != ALLOW_PICKLE_PARAMETER
             },
         }
-        Saved(path, session).write(metadata, parts, overwrite=self.shouldOverwrite)
+        SaveDirectory(path, session).write_save(metadata, parts, overwrite=self.shouldOverwrite)
 
 
 class ParamsReader(MLReader[T]):
-    """Reads an object with parameters; `restore` says what becomes of its parts.
+    """A reader of an object with parameters; `restore` sets its parts.
 
     Args:
         kind: class of the object.
@@ -106,7 +108,7 @@ class ParamsReader(MLReader[T]):
         self.allowed = allowed
         return self
 
-    def check_code(self, path: str, instead: str = "") -> None:
+    def check_pickled_code(self, path: str, instead: str = "") -> None:
         """Refuses pickled code, or says that it runs now.
 
         Args:
@@ -116,12 +118,12 @@ class ParamsReader(MLReader[T]):
         Raises:
             PickleNotAllowedError: it is not allowed.
         """
-        check_load(path, self.allowed, instead)
+        check_load_allowed(path, self.allowed, instead)
         _log.warning(
             "loading from %s runs the code pickled in it: load only what you trust%s", path, instead
         )
 
-    def restore(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
+    def restore_parts(self, loaded: T, parts: dict[str, bytes], path: str) -> None:
         """Sets the parts that are no JSON.
 
         Args:
@@ -137,30 +139,30 @@ class ParamsReader(MLReader[T]):
         Args:
             path: where it was saved.
         """
-        saved = Saved(path, self.sparkSession)
-        metadata = saved.metadata(f"{self.kind.__module__}.{self.kind.__name__}")
+        saved = SaveDirectory(path, self.sparkSession)
+        metadata = saved.read_metadata(f"{self.kind.__module__}.{self.kind.__name__}")
         loaded: Any = self.kind()
         loaded._resetUid(metadata["uid"])
         known, defaults = (
             {
                 name: value
                 for name, value in metadata[which].items()
-                if loaded.hasParam(name) and name != PARAMETER
+                if loaded.hasParam(name) and name != ALLOW_PICKLE_PARAMETER
             }
             for which in ("paramMap", "defaultParamMap")
         )
         DefaultParamsReader.getAndSetParams(
             loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
         )
-        self.restore(loaded, saved.parts(metadata), path)
-        if loaded.hasParam(PARAMETER):  # the parts must not contain the consent either
-            loaded.clear(loaded.getParam(PARAMETER))
-        places.put(loaded, metadata.get("places"), path)
+        self.restore_parts(loaded, saved.read_parts(metadata), path)
+        if loaded.hasParam(ALLOW_PICKLE_PARAMETER):  # the parts must not contain the consent either
+            loaded.clear(loaded.getParam(ALLOW_PICKLE_PARAMETER))
+        store_backend.restore_store_and_backend(loaded, metadata.get("places"), path)
         return loaded
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_json(value: Any) -> bool:
     """Returns whether JSON holds a value as it is."""
     if isinstance(value, list):
-        return all(is_plain(one) for one in value)
+        return all(is_plain_json(one) for one in value)
     return value is None or isinstance(value, str | int | float | bool)

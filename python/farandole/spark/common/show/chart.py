@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.show.history import flat
+from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 360, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 34
-_COLORS = ("#3465a4", "#cc0000")
-_FAINT = "#b8c7dc"
-_POINTS = 400
+_LINE_COLORS = ("#3465a4", "#cc0000")
+_STEP_LINE_COLOR = "#b8c7dc"
+_MAX_LINE_POINTS = 400
 """Points of a line at most: the picture stays small, however long the run is."""
-_HIDDEN = ("epoch", "seconds", "rows")
+_UNPLOTTED_NUMBERS = ("epoch", "seconds", "rows")
 
 
-class Chart:
+class MetricsChart:
     """Panels of lines, one for the loss and one for each metric; training and validation share a
     panel.
 
@@ -43,10 +43,13 @@ class Chart:
         names: Sequence[str] | None = None,
         steps: Sequence[tuple[float, float]] = (),
     ) -> None:
-        rows = [flat(entry) for entry in thinned(history)]
-        self._steps = [(place, loss) for place, loss in thinned(steps) if math.isfinite(loss)]
+        rows = [flatten_entry(entry) for entry in thin_rows(history)]
+        self._steps = [(place, loss) for place, loss in thin_rows(steps) if math.isfinite(loss)]
         found = dict.fromkeys(
-            name.removeprefix("val_") for row in rows for name in row if name not in _HIDDEN
+            name.removeprefix("val_")
+            for row in rows
+            for name in row
+            if name not in _UNPLOTTED_NUMBERS
         )
         chosen = [name for name in found if names is None or name in names]
         self._panels = [
@@ -60,7 +63,7 @@ class Chart:
     def svg(self) -> str:
         """The picture."""
         panels = [
-            _panel(name, points, index * _WIDTH, self._steps if name == "loss" else [])
+            _render_panel(name, points, index * _WIDTH, self._steps if name == "loss" else [])
             for index, (name, points) in enumerate(self._panels)
         ]
         width = _WIDTH * max(1, len(panels))
@@ -84,8 +87,8 @@ class Chart:
         return self.svg
 
 
-def thinned(rows: Sequence[Any], most: int = _POINTS) -> list[Any]:
-    """At most so many rows, evenly spaced, the last one among them.
+def thin_rows(rows: Sequence[Any], most: int = _MAX_LINE_POINTS) -> list[Any]:
+    """Returns at most the given number of rows, evenly spaced, including the last row.
 
     Args:
         rows: any.
@@ -95,7 +98,7 @@ def thinned(rows: Sequence[Any], most: int = _POINTS) -> list[Any]:
     return list(rows[::-1][::stride][::-1])
 
 
-def _panel(
+def _render_panel(
     name: str,
     points: Sequence[tuple[float, Any, Any]],
     left: float,
@@ -108,50 +111,50 @@ def _panel(
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    places = [*(one[0] for one in points), *(place for place, _ in steps)]
+    places = [*(one[0] for one in points), *(point_text for point_text, _ in steps)]
     first, end = min(places), max(places)
     last = max(end, first + 1)
 
-    def place(epoch: float, value: float) -> str:
+    def point_text(epoch: float, value: float) -> str:
         x = left + _LEFT + (epoch - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
         y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
-    lines = [_line([place(*one) for one in steps], _FAINT)] if steps else []
+    lines = [_render_line([point_text(*one) for one in steps], _STEP_LINE_COLOR)] if steps else []
     lines += [
-        _line(
+        _render_line(
             [
-                place(one[0], one[which])
+                point_text(one[0], one[which])
                 for one in points
                 if one[which] is not None and math.isfinite(one[which])
             ],
             color,
         )
-        for which, color in enumerate(_COLORS, start=1)
+        for which, color in enumerate(_LINE_COLORS, start=1)
     ]
     bottom, right = _HEIGHT - _BOTTOM, left + _WIDTH - _RIGHT
     axis = f'<path d="M{left + _LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#888"/>'
     marks = [
-        _text(left + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
-        _text(left + _LEFT - 4, bottom, f"{low:.4g}", "end"),
-        _text(
+        _render_text(left + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
+        _render_text(left + _LEFT - 4, bottom, f"{low:.4g}", "end"),
+        _render_text(
             left + _LEFT,
             bottom + 14,
             f"epoch {first:g}" if first == int(first) else f"epoch {first:.2f}",
             "start",
         ),
-        _text(right, bottom + 14, f"{end:g}" if end == int(end) else f"{end:.2f}", "end"),
-        _text(left + _LEFT, 16, name, "start", weight="bold"),
+        _render_text(right, bottom + 14, f"{end:g}" if end == int(end) else f"{end:.2f}", "end"),
+        _render_text(left + _LEFT, 16, name, "start", weight="bold"),
     ]
     if any(one[2] is not None for one in points):
         marks += [
-            _text(right - 70, 16, "training", "end", color=_COLORS[0]),
-            _text(right, 16, "validation", "end", color=_COLORS[1]),
+            _render_text(right - 70, 16, "training", "end", color=_LINE_COLORS[0]),
+            _render_text(right, 16, "validation", "end", color=_LINE_COLORS[1]),
         ]
     return axis + "".join(lines) + "".join(marks)
 
 
-def _line(points: list[str], color: str) -> str:
+def _render_line(points: list[str], color: str) -> str:
     if len(points) == 1:
         x, _, y = points[0].partition(",")
         return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
@@ -162,7 +165,7 @@ def _line(points: list[str], color: str) -> str:
     )
 
 
-def _text(
+def _render_text(
     x: float, y: float, text: str, anchor: str, *, weight: str = "normal", color: str = "#333"
 ) -> str:
     return (

@@ -19,19 +19,19 @@ from farandole.spark import task
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_EVERY = 2.0
-_NOTHING = contextlib.nullcontext()
+_REPORT_INTERVAL_SECONDS = 2.0
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
-class Meter:
-    """Means over the steps of the last two seconds: all of a step, what it waits for data, and for
-    the reduction.
+class StepMeter:
+    """Means over the steps of the last two seconds: time of a step, wait for data, and wait for the
+    reduction.
 
     A time that is not measured is left out, because 0 would mean that a step does not wait. The
-    wait for the reduction is measured where `reducing` is used.
+    wait for the reduction is measured inside `measure_reduction`.
 
-    In a timeline, each step is a span `step` with the spans `data` and `compute`, and in `compute`
-    what `phase` and `reducing` measure.
+    In a timeline, each step is a span `step` with the spans `data` and `compute`. The spans of
+    `trace_phase` and `measure_reduction` are inside `compute`.
 
     Attributes:
         on: Whether the means are requested.
@@ -41,71 +41,71 @@ class Meter:
         on: Whether the means are requested; default: whether this worker's driver shows them.
         say: Receives the measured values.
         clock: In seconds.
-        sees_data: Whether `batch_begins` is called when the rows of a step are there, and not
-            before they are read.
+        sees_data: Whether `begin_batch` is called after the rows of a step are read, instead of
+            before.
     """
 
     def __init__(
         self,
         on: bool | None = None,
-        say: Callable[[dict[str, float]], object] = task.say,
+        say: Callable[[dict[str, float]], object] = task.report_rank_state,
         clock: Callable[[], float] = time.monotonic,
         *,
         sees_data: bool = True,
     ) -> None:
-        self.on = task.is_told() if on is None else on
+        self.on = task.has_rank_display() if on is None else on
         self.traced = False
         self._say = say
         self._clock = clock
         self._sees_data = sees_data
         self._sees_reduction = False
-        self._told = self._last = clock()
+        self._last_report = self._last_step_end = clock()
         self._rows = 0
         self._in_step = False
         self._reduced: dict[str, int] = {}
-        self._forget()
+        self._reset_sums()
 
     @property
-    def watches(self) -> bool:
+    def measures_reductions(self) -> bool:
         """Whether reductions must be measured apart from steps of the optimizer."""
         return self.on or self.traced
 
-    def _forget(self) -> None:
-        self._steps, self._all, self._data, self._reduce = 0, 0.0, 0.0, 0.0
+    def _reset_sums(self) -> None:
+        self._steps, self._step_seconds, self._data_seconds, self._reduce_seconds = 0, 0.0, 0.0, 0.0
 
-    def epoch_begins(self) -> None:
-        """Starts the epoch's first step: time before it, such as that of validation, belongs to
+    def begin_epoch(self) -> None:
+        """Starts the epoch's first step. Earlier time, such as the time of validation, belongs to
         no step.
         """
-        self._last = self._clock()
-        self._close()
+        self._last_step_end = self._clock()
+        self._close_step_span()
         self.traced = timeline.has_timeline()
-        self._open()
+        self._open_step_span()
 
-    def batch_begins(self) -> None:
-        """The rows of a step are there."""
+    def begin_batch(self) -> None:
+        """Notes that the rows of a step are read."""
         if not self._sees_data:
             return
         if self.on:
-            self._data += self._clock() - self._last
+            self._data_seconds += self._clock() - self._last_step_end
         if self._in_step:
             timeline.leave_phase()
             timeline.enter_phase("compute")
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+    def trace_phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Shows a part of a step in the timeline.
 
         Args:
             name: Such as `forward`.
         """
-        return phase(name) if self.traced else _NOTHING
+        return phase(name) if self.traced else _NULL_CONTEXT
 
     @property
-    def knows_gradients(self) -> bool:
+    def has_gradient_sizes(self) -> bool:
         """Whether `reduces` was called."""
         return bool(self._reduced)
 
-    def reduces(self, tensors: int, size: int) -> None:
+    def set_gradient_sizes(self, tensors: int, size: int) -> None:
         """Sets what each step reduces, for `farandole explain`.
 
         Args:
@@ -115,63 +115,63 @@ class Meter:
         self._reduced = {"reduced_tensors": tensors, "reduced_bytes": size}
 
     @contextlib.contextmanager
-    def reducing(self) -> Iterator[None]:
+    def measure_reduction(self) -> Iterator[None]:
         """Measures a wait for the reduction of gradients."""
         self._sees_reduction = True
         started = self._clock()
         try:
-            with self.phase("reduce"):
+            with self.trace_phase("reduce"):
                 yield
         finally:
-            self._reduce += self._clock() - started
+            self._reduce_seconds += self._clock() - started
 
-    def batch_ends(self, rows: int = 0) -> None:
-        """A step is done.
+    def end_batch(self, rows: int = 0) -> None:
+        """Ends a step.
 
         Args:
-            rows: That it had.
+            rows: Rows of the step.
         """
-        self._close()
-        self._open()
+        self._close_step_span()
+        self._open_step_span()
         if not self.on:
             return
         now = self._clock()
-        self._all += now - self._last
+        self._step_seconds += now - self._last_step_end
         self._steps += 1
         self._rows += rows
-        self._last = now
-        if now - self._told >= _EVERY:
-            self._tell()
+        self._last_step_end = now
+        if now - self._last_report >= _REPORT_INTERVAL_SECONDS:
+            self._report_means()
 
-    def tell(self) -> None:
+    def finish_report(self) -> None:
         """Reports the values measured since the last report; no step is in progress."""
-        self._close()
-        self._tell()
+        self._close_step_span()
+        self._report_means()
 
-    def _tell(self) -> None:
+    def _report_means(self) -> None:
         if not self.on or not self._steps:
             return
-        mean = {"step_seconds": self._all}
+        mean = {"step_seconds": self._step_seconds}
         if self._sees_data:
-            mean["data_seconds"] = self._data
+            mean["data_seconds"] = self._data_seconds
         if self._sees_reduction:
-            mean["reduce_seconds"] = self._reduce
+            mean["reduce_seconds"] = self._reduce_seconds
         record = {name: value / self._steps for name, value in mean.items()}
         reduced = self._reduced if self._sees_reduction else {}
         self._say(record | reduced | ({"rows": self._rows} if self._rows else {}))
-        self._told = self._clock()
-        self._forget()
+        self._last_report = self._clock()
+        self._reset_sums()
 
-    def _open(self) -> None:
-        """A step begins in the timeline, with its wait for data."""
+    def _open_step_span(self) -> None:
+        """Begins a step in the timeline, with its wait for data."""
         if self.traced:
             self._in_step = True
             timeline.enter_phase("step")
             if self._sees_data:
                 timeline.enter_phase("data")
 
-    def _close(self) -> None:
-        """The step ends in the timeline, and what it was in."""
+    def _close_step_span(self) -> None:
+        """Ends the step in the timeline, and the spans within it."""
         if self._in_step:
             self._in_step = False
             if self._sees_data:

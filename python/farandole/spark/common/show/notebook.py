@@ -13,24 +13,24 @@ import html
 import time
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.show.chart import Chart
-from farandole.spark.common.show.progress import Progress, Remaining, scores
-from farandole.spark.common.show.ranks import Ranks
+from farandole.spark.common.show.chart import MetricsChart
+from farandole.spark.common.show.progress import ProgressDisplay, RemainingTime, format_scores
+from farandole.spark.common.show.ranks import RankTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from farandole.spark.common.runs.halting import Stop
+    from farandole.spark.common.runs.stop_request import StopRequest
 
-_REDRAW_SECONDS = 0.5
-_LINES = 20
+_REDRAW_INTERVAL_SECONDS = 0.5
+_MAX_SHOWN_MESSAGES = 20
 """Messages that are shown, the last ones."""
-_STEPS = 2000
+_MAX_STEP_LOSSES = 2000
 """Losses within epochs that are kept."""
 
 
-class Notebook(Progress):
+class NotebookDisplay(ProgressDisplay):
     """One output of a cell, drawn again as the fit continues."""
 
     def __init__(self) -> None:
@@ -39,78 +39,90 @@ class Notebook(Progress):
         self._html = HTML
         self._lines: list[str] = []
         self._history: list[dict[str, Any]] = []
-        self._now = ""
+        self._status_text = ""
         self._steps: list[tuple[float, float]] = []
-        self._ranks = Ranks(lambda: self._draw(now=False))
-        self._drawn = 0.0
-        self._left = Remaining()
-        self._handle: Any = display(HTML(self._page()), display_id=True)
+        self._ranks = RankTable(lambda: self._draw_page(now=False))
+        self._last_draw_time = 0.0
+        self._remaining_time = RemainingTime()
+        self._handle: Any = display(HTML(self._render_page()), display_id=True)
 
-    def message(self, text: str) -> None:
-        """Like `Progress.message`."""
+    def show_message(self, text: str) -> None:
+        """Like `ProgressDisplay.show_message`."""
         self._lines.append(text)
-        self._draw(now=True)
+        self._draw_page(now=True)
 
-    def told(self) -> Ranks:
-        """Like `Progress.told`."""
+    def rank_reporter(self) -> RankTable:
+        """Like `ProgressDisplay.rank_reporter`."""
         return self._ranks
 
     @contextlib.contextmanager
-    def offering(self, stop: Stop) -> Iterator[Stop]:
-        """Like `Progress.offering`. The button is an output of its own, which is not drawn again
-        during a click.
+    def offer_stop(self, stop: StopRequest) -> Iterator[StopRequest]:
+        """Like `ProgressDisplay.offer_stop`. The button is a separate output, so that a refresh of
+        the page does not redraw it during a click.
         """
-        from farandole.spark.common.show.stop_button import button
+        from farandole.spark.common.show.stop_button import show_stop_button
 
-        with button(stop):
+        with show_stop_button(stop):
             yield stop
 
-    def step(self, report: dict[str, Any]) -> None:
-        """Like `Progress.step`."""
+    def show_step(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_step`."""
         place = report["epoch"] + report["step"] / max(report["steps"], 1)
-        self._left.step(report)
+        self._remaining_time.note_step(report)
         if self._steps and place <= self._steps[-1][0]:
             # an epoch comes again after a restart
             self._steps = [one for one in self._steps if one[0] < place]
         self._steps.append((place, report["loss"]))
-        if len(self._steps) > _STEPS:
+        if len(self._steps) > _MAX_STEP_LOSSES:
             self._steps = self._steps[::2]
-        self._now = (
+        self._status_text = (
             f"epoch {report['epoch'] + 1}/{report['epochs']}, batch "
             f"{report['step']}/{report['steps']}: loss {report['loss']:.4f}, "
             f"{report['rows_per_second']:,.0f} rows/s"
         )
-        self._draw(now=False)
+        self._draw_page(now=False)
 
-    def epoch(self, report: dict[str, Any]) -> None:
-        """Like `Progress.epoch`."""
+    def show_epoch(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_epoch`."""
         entry = report["entry"]
         self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
         self._history.append(entry)
-        self._left.epoch(report)
-        self._now = (
-            f"epoch {entry['epoch'] + 1}/{report['epochs']}: {scores(entry)}, "
+        self._remaining_time.note_epoch(report)
+        self._status_text = (
+            f"epoch {entry['epoch'] + 1}/{report['epochs']}: {format_scores(entry)}, "
             f"{report['rows_per_second']:,.0f} rows/s"
         )
-        self._draw(now=True)
+        self._draw_page(now=True)
 
-    def _draw(self, *, now: bool) -> None:
+    def _draw_page(self, *, now: bool) -> None:
         clock = time.monotonic()
-        if self._handle is not None and (now or clock - self._drawn >= _REDRAW_SECONDS):
-            self._drawn = clock
-            self._handle.update(self._html(self._page()))
+        if self._handle is not None and (
+            now or clock - self._last_draw_time >= _REDRAW_INTERVAL_SECONDS
+        ):
+            self._last_draw_time = clock
+            self._handle.update(self._html(self._render_page()))
 
-    def _page(self) -> str:
+    def _render_page(self) -> str:
         bar = (
             '<div style="width:360px;height:8px;background:#ddd">'
-            f'<div style="width:{self._left.done:.1%};height:8px;background:#3465a4"></div></div>'
+            f"<div "
+            f'style="width:{self._remaining_time.done:.1%};height:8px;background:#3465a4"></div></div>'
         )
-        now = ", ".join(filter(None, (self._now, str(self._left) if self._now else "")))
-        text = "<br>".join(html.escape(line) for line in [*self._lines[-_LINES:], now] if line)
-        chart = Chart(self._history, steps=self._steps).svg if self._history or self._steps else ""
-        return (
-            f'<div class="farandole-progress">{bar}<div>{text}</div>{self._ranks.html}{chart}</div>'
+        now = ", ".join(
+            filter(
+                None, (self._status_text, str(self._remaining_time) if self._status_text else "")
+            )
         )
+        text = "<br>".join(
+            html.escape(line) for line in [*self._lines[-_MAX_SHOWN_MESSAGES:], now] if line
+        )
+        chart = (
+            MetricsChart(self._history, steps=self._steps).svg
+            if self._history or self._steps
+            else ""
+        )
+        table = self._ranks.table_html
+        return f'<div class="farandole-progress">{bar}<div>{text}</div>{table}{chart}</div>'
 
     def __exit__(
         self,
@@ -120,6 +132,6 @@ class Notebook(Progress):
     ) -> None:
         """Draws the last values."""
         if error is not None:
-            self._now = f"ended by {type(error).__name__}"
-            self._left.ends()
-        self._draw(now=True)
+            self._status_text = f"ended by {type(error).__name__}"
+            self._remaining_time.mark_ended()
+        self._draw_page(now=True)

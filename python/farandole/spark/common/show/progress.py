@@ -19,57 +19,59 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.runner.show.history import flat
+from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from farandole.runner.show.told import Told
-    from farandole.spark.common.runs.halting import Stop
+    from farandole.runner.show.run_reporter import RunReporter
+    from farandole.spark.common.runs.stop_request import StopRequest
 
-_QUIET_SECONDS = 10.0
-_HIDDEN = ("epoch", "seconds", "rows")
-_SURE_SECONDS = 1.0
+_LINE_INTERVAL_SECONDS = 10.0
+_UNPRINTED_NUMBERS = ("epoch", "seconds", "rows")
+_MIN_SPEED_SECONDS = 1.0
 """Before that, the speed of a fit is not known."""
-_SHOWN = {
+_REQUIRED_REPORT_VALUES = {
     "step": ("epochs", "steps", "rows_per_second"),
     "epoch": ("epochs", "steps", "rows_per_second"),
 }
 """Values that estimators add to a report, by its kind."""
 
 
-class Progress(AbstractContextManager["Progress"]):
-    """Shows a run and says nothing; what shows something derives from it."""
+class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
+    """A display of a run that shows nothing; the base class of all displays."""
 
-    def message(self, text: str) -> None:
+    def show_message(self, text: str) -> None:
         """Says one sentence about the fit."""
 
-    def report(self, report: dict[str, Any]) -> None:
-        """Takes what a worker has sent.
+    def show_report(self, report: dict[str, Any]) -> None:
+        """Shows a report of a worker.
 
         Args:
             report: Checked by `farandole.runner.reports`.
         """
         kind = report.get("kind")
-        if kind not in _SHOWN or any(report.get(name) is None for name in _SHOWN[kind]):
+        if kind not in _REQUIRED_REPORT_VALUES or any(
+            report.get(name) is None for name in _REQUIRED_REPORT_VALUES[kind]
+        ):
             return
         if kind == "step":
-            self.step(report)
+            self.show_step(report)
         else:
-            self.epoch(report)
+            self.show_epoch(report)
 
-    def step(self, report: dict[str, Any]) -> None:
-        """Some batches of an epoch are done."""
+    def show_step(self, report: dict[str, Any]) -> None:
+        """Shows progress within an epoch."""
 
-    def epoch(self, report: dict[str, Any]) -> None:
-        """An epoch is done."""
+    def show_epoch(self, report: dict[str, Any]) -> None:
+        """Shows a complete epoch."""
 
-    def told(self) -> Told | None:
-        """The receiver of the state of the ranks; `None` if nothing shows it."""
+    def rank_reporter(self) -> RunReporter | None:
+        """Returns the receiver of the state of the ranks; `None` if nothing shows the state."""
 
-    def offering(self, stop: Stop) -> AbstractContextManager[Stop | None]:
-        """Offers a button that stops the fit while it runs inside; yields `None` where there is
-        none.
+    def offer_stop(self, stop: StopRequest) -> AbstractContextManager[StopRequest | None]:
+        """Offers a button that stops the fit inside the context; yields `None` if there is no
+        button.
 
         Args:
             stop: Stops the fit.
@@ -86,7 +88,7 @@ class Progress(AbstractContextManager["Progress"]):
         """Leaves the terminal as it was."""
 
 
-class Remaining:
+class RemainingTime:
     """The time that a fit still needs at its present speed.
 
     Steps before the first report do not count, because a run may continue from a checkpoint.
@@ -94,47 +96,47 @@ class Remaining:
 
     def __init__(self) -> None:
         self.done = 0.0
-        self._begun: tuple[float, float] | None = None
+        self._measured_from: tuple[float, float] | None = None
 
-    def step(self, report: dict[str, Any]) -> None:
+    def note_step(self, report: dict[str, Any]) -> None:
         """Takes note of a report about a step.
 
         Args:
             report: of the kind `step`.
         """
-        self._reaches(
+        self._note_done(
             (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
         )
 
-    def epoch(self, report: dict[str, Any]) -> None:
+    def note_epoch(self, report: dict[str, Any]) -> None:
         """Takes note of a report about an epoch.
 
         Args:
             report: of the kind `epoch`.
         """
-        self._reaches((report["entry"]["epoch"] + 1) / report["epochs"])
+        self._note_done((report["entry"]["epoch"] + 1) / report["epochs"])
 
-    def _reaches(self, done: float) -> None:
+    def _note_done(self, done: float) -> None:
         self.done = done
-        if self._begun is None or done < self._begun[1]:
-            self._begun = time.monotonic(), done
+        if self._measured_from is None or done < self._measured_from[1]:
+            self._measured_from = time.monotonic(), done
 
-    def ends(self) -> None:
-        """The fit has ended."""
-        self._begun = None
+    def mark_ended(self) -> None:
+        """Notes that the fit has ended."""
+        self._measured_from = None
 
     def __str__(self) -> str:
         """Returns a text such as `about 5 min left`; empty if the time is not known."""
-        if self._begun is None or not self._begun[1] < self.done < 1:
+        if self._measured_from is None or not self._measured_from[1] < self.done < 1:
             return ""
-        began, before = self._begun
+        began, before = self._measured_from
         took = time.monotonic() - began
-        if took < _SURE_SECONDS:
+        if took < _MIN_SPEED_SECONDS:
             return ""
-        return f"about {_told(took * (1 - self.done) / (self.done - before))} left"
+        return f"about {_format_duration(took * (1 - self.done) / (self.done - before))} left"
 
 
-class Lines(Progress):
+class ProgressLines(ProgressDisplay):
     """A line per epoch, and one every ten seconds within long epochs.
 
     Args:
@@ -143,43 +145,43 @@ class Lines(Progress):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._left = Remaining()
-        self._spoken: float | None = None
+        self._remaining_time = RemainingTime()
+        self._last_line_time: float | None = None
 
-    def message(self, text: str) -> None:
-        """Like `Progress.message`."""
+    def show_message(self, text: str) -> None:
+        """Like `ProgressDisplay.show_message`."""
         print(text, file=self._stream, flush=True)
 
-    def step(self, report: dict[str, Any]) -> None:
-        """Like `Progress.step`."""
-        self._left.step(report)
+    def show_step(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_step`."""
+        self._remaining_time.note_step(report)
         now = time.monotonic()
-        self._spoken = now if self._spoken is None else self._spoken
-        if now - self._spoken >= _QUIET_SECONDS:
-            self._spoken = now
+        self._last_line_time = now if self._last_line_time is None else self._last_line_time
+        if now - self._last_line_time >= _LINE_INTERVAL_SECONDS:
+            self._last_line_time = now
             place = (
                 f"epoch {report['epoch'] + 1}/{report['epochs']}  batch "
                 f"{report['step']}/{report['steps']}"
             )
-            self._line(f"{place}  loss {report['loss']:.4f}", report)
+            self._print_line(f"{place}  loss {report['loss']:.4f}", report)
 
-    def epoch(self, report: dict[str, Any]) -> None:
-        """Like `Progress.epoch`."""
-        self._left.epoch(report)
-        self._spoken = time.monotonic()
+    def show_epoch(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_epoch`."""
+        self._remaining_time.note_epoch(report)
+        self._last_line_time = time.monotonic()
         place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
-        self._line(f"{place}  {scores(report['entry'])}", report)
+        self._print_line(f"{place}  {format_scores(report['entry'])}", report)
 
-    def _line(self, text: str, report: dict[str, Any]) -> None:
-        left = str(self._left)
-        self.message(
+    def _print_line(self, text: str, report: dict[str, Any]) -> None:
+        left = str(self._remaining_time)
+        self.show_message(
             f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else "")
         )
 
 
-class Bar(Progress):
-    """A live bar: epoch, batch, rows per second, loss, what the last validation gave, and the
-    time left.
+class ProgressBar(ProgressDisplay):
+    """A live bar: epoch, batch, rows per second, loss, scores of the last validation, and the time
+    left.
     """
 
     def __init__(self) -> None:
@@ -202,29 +204,29 @@ class Bar(Progress):
         self._rich.start()  # at once: what is printed from now on goes above the bar
         self._task: Any = None
         self._validation = ""
-        self._left = Remaining()
+        self._remaining_time = RemainingTime()
 
-    def message(self, text: str) -> None:
-        """Like `Progress.message`."""
+    def show_message(self, text: str) -> None:
+        """Like `ProgressDisplay.show_message`."""
         self._rich.console.print(text, markup=False, highlight=False)
 
-    def step(self, report: dict[str, Any]) -> None:
-        """Like `Progress.step`."""
-        self._left.step(report)
-        self._show(report["epoch"], report["epochs"], report["step"], report["steps"], report)
+    def show_step(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_step`."""
+        self._remaining_time.note_step(report)
+        self._update_bar(report["epoch"], report["epochs"], report["step"], report["steps"], report)
 
-    def epoch(self, report: dict[str, Any]) -> None:
-        """Like `Progress.epoch`."""
-        self._left.epoch(report)
-        row = flat(report["entry"])
+    def show_epoch(self, report: dict[str, Any]) -> None:
+        """Like `ProgressDisplay.show_epoch`."""
+        self._remaining_time.note_epoch(report)
+        row = flatten_entry(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}
         self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         loss = {"loss": row.get("loss", float("nan")), "rows_per_second": report["rows_per_second"]}
-        self._show(
+        self._update_bar(
             report["entry"]["epoch"], report["epochs"], report["steps"], report["steps"], loss
         )
 
-    def _show(
+    def _update_bar(
         self, epoch: int, epochs: int, step: int, steps: int, numbers: dict[str, Any]
     ) -> None:
         fields: dict[str, Any] = {
@@ -232,7 +234,7 @@ class Bar(Progress):
             "speed": f"{numbers['rows_per_second']:,.0f}",
             "loss": f"{numbers['loss']:.4f}",
             "validation": self._validation,
-            "left": str(self._left),
+            "left": str(self._remaining_time),
         }
         if self._task is None:
             self._task = self._rich.add_task("training", total=steps * epochs, **fields)
@@ -248,7 +250,7 @@ class Bar(Progress):
         self._rich.stop()
 
 
-def progress(verbose: int) -> Progress:
+def create_progress_display(verbose: int) -> ProgressDisplay:
     """Returns the right way to show a fit here.
 
     Args:
@@ -258,32 +260,34 @@ def progress(verbose: int) -> Progress:
         A context manager; reports are for its inside.
     """
     if verbose <= 0:
-        return Progress()
+        return ProgressDisplay()
     from farandole.common.notebook import in_notebook
-    from farandole.spark.common.show.notebook import Notebook
+    from farandole.spark.common.show.notebook import NotebookDisplay
 
     if in_notebook():
-        return Notebook()
+        return NotebookDisplay()
     if not sys.stderr.isatty():
-        return Lines()
+        return ProgressLines()
     try:
-        return Bar()
+        return ProgressBar()
     except ImportError:
-        return Lines()
+        return ProgressLines()
 
 
-def scores(entry: dict[str, Any]) -> str:
+def format_scores(entry: dict[str, Any]) -> str:
     """Loss and metrics of an epoch, in one line.
 
     Args:
         entry: of the history.
     """
     return "  ".join(
-        f"{name} {value:.4f}" for name, value in flat(entry).items() if name not in _HIDDEN
+        f"{name} {value:.4f}"
+        for name, value in flatten_entry(entry).items()
+        if name not in _UNPRINTED_NUMBERS
     )
 
 
-def _told(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """Returns a time in the unit that a reader would choose."""
     for unit, size in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * size:

@@ -5,13 +5,13 @@
 While a cell runs, its kernel handles no messages of widgets: the main thread is in the fit. So the
 button reaches the fit on one of two other ways:
 
-- a widget of ipywidgets whose clicks are noticed by the thread that receives the kernel's messages
+- a widget of ipywidgets whose clicks are handled by the thread that receives the kernel's messages
   (ipykernel 7.4 and later);
-- elsewhere, a button in HTML that sends a request to a server on loopback. Its path contains a
-  token of this fit. The request passes through the proxy of JupyterHub or Databricks where there is
-  one.
+- otherwise, a button in HTML that sends a request to a server on loopback. The path of the request
+  contains a token of this fit. The request passes through the proxy of JupyterHub or Databricks, if
+  there is one.
 
-A browser that reaches neither says so, and how to interrupt the kernel.
+If neither works, the page says so, and says how to interrupt the kernel.
 """
 
 # ruff: noqa: PLC0415 - IPython and ipywidgets are there where a notebook is
@@ -32,19 +32,19 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.spark.common.runs.halting import Stop
+    from farandole.spark.common.runs.stop_request import StopRequest
 
-STOP: Final = "Stop"
-AT_ONCE: Final = "End at once"
+STOP_LABEL: Final = "Stop"
+END_AT_ONCE_LABEL: Final = "End at once"
 
-_STOPPING = "stopping: fit returns the model as it is then"
-_ENDING = "ending with KeyboardInterrupt"
-_INTERRUPT = "interrupt the kernel to end fit at once"
+_STOPPING_TEXT = "stopping: fit returns the model as it is then"
+_ENDING_TEXT = "ending with KeyboardInterrupt"
+_INTERRUPT_HINT = "interrupt the kernel to end fit at once"
 _LOG = logging.getLogger("farandole")
 
 # The second click of a double click does not count, so the button waits. Lines are joined: no
 # comments of a line.
-_SCRIPT = """
+_BUTTON_SCRIPT = """
 var button = this, text = this.nextElementSibling, what = this.dataset.what;
 button.disabled = true;
 fetch(LINK + what, {method: 'POST'}).then(function (answer) {
@@ -62,7 +62,7 @@ fetch(LINK + what, {method: 'POST'}).then(function (answer) {
 """
 
 
-class Endpoint:
+class StopEndpoint:
     """A server on loopback that stops one fit.
 
     Attributes:
@@ -76,16 +76,16 @@ class Endpoint:
         OSError: There is no port.
     """
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: StopRequest) -> None:
         self.path = f"/{secrets.token_hex(16)}/"
-        actions = {f"{self.path}stop": stop.ask, f"{self.path}end": stop.end}
-        self._server = _Server(("127.0.0.1", 0), _handler(actions))
+        actions = {f"{self.path}stop": stop.request_stop, f"{self.path}end": stop.end_at_once}
+        self._server = _StopServer(("127.0.0.1", 0), _create_handler(actions))
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
     @property
-    def link(self) -> str:
+    def browser_url(self) -> str:
         """Its URL as the notebook's browser reaches it."""
         from farandole.ui import proxied
 
@@ -98,19 +98,19 @@ class Endpoint:
         self._server.server_close()
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """Unlike Python's own server for HTTP, it asks no name server for its name, and prints no
-    tracebacks.
+class _StopServer(socketserver.ThreadingTCPServer):
+    """A server on loopback. Unlike Python's own server for HTTP, it makes no DNS query for its name
+    and prints no tracebacks.
     """
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone."""
+        """Ignores an error of a client, which has closed the connection."""
 
 
-def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _create_handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHandler]:
+    class StopRequestHandler(BaseHTTPRequestHandler):
         timeout = 10.0
 
         def do_POST(self) -> None:
@@ -120,17 +120,17 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
                 act for path, act in actions.items() if secrets.compare_digest(asked, path.encode())
             ]
             if not found:
-                self._answer(404)
+                self._send_status(404)
                 return
             try:
                 found[0]()
             except Exception as error:  # noqa: BLE001 - the button says that it does not work
                 _LOG.warning("the fit cannot be stopped: %s", error)
-                self._answer(503)
+                self._send_status(503)
             else:
-                self._answer(204)
+                self._send_status(204)
 
-        def _answer(self, status: int) -> None:
+        def _send_status(self, status: int) -> None:
             self.send_response(status)
             # the notebook's page has another port
             self.send_header("Access-Control-Allow-Origin", "*")
@@ -141,10 +141,10 @@ def _handler(actions: dict[str, Callable[[], object]]) -> type[BaseHTTPRequestHa
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - Python's name
             pass
 
-    return Handler
+    return StopRequestHandler
 
 
-def page(link: str, *, in_order: bool) -> str:
+def button_html(link: str, *, in_order: bool) -> str:
     """Returns the button in HTML, without any library.
 
     Args:
@@ -154,23 +154,23 @@ def page(link: str, *, in_order: bool) -> str:
     words = {
         "LINK": link,
         "IN_ORDER": in_order,
-        "STOPPING": _STOPPING,
-        "ENDING": _ENDING,
-        "AT_ONCE": AT_ONCE,
-        "UNREACHED": f"this browser cannot reach the kernel's host: {_INTERRUPT}",
+        "STOPPING": _STOPPING_TEXT,
+        "ENDING": _ENDING_TEXT,
+        "AT_ONCE": END_AT_ONCE_LABEL,
+        "UNREACHED": f"this browser cannot reach the kernel's host: {_INTERRUPT_HINT}",
     }
-    script = _SCRIPT
+    script = _BUTTON_SCRIPT
     for name, value in words.items():
         script = script.replace(name, json.dumps(value))
     return (
         '<div class="farandole-stop">'
         f'<button type="button" data-what="stop" onclick="{html.escape(" ".join(script.split()))}">'
-        f"{STOP if in_order else AT_ONCE}</button> <span></span></div>"
+        f"{STOP_LABEL if in_order else END_AT_ONCE_LABEL}</button> <span></span></div>"
     )
 
 
 @contextlib.contextmanager
-def button(stop: Stop) -> Iterator[None]:
+def show_stop_button(stop: StopRequest) -> Iterator[None]:
     """Shows the button while the fit runs inside. An error is one line in the log and never fails a
     fit.
 
@@ -179,9 +179,9 @@ def button(stop: Stop) -> Iterator[None]:
     """
     remove: Callable[[], None] | None = None
     try:
-        remove = _widget(stop) or _plain(stop)
+        remove = _show_widget_button(stop) or _show_html_button(stop)
     except Exception as error:  # noqa: BLE001 - the fit continues without a button
-        _LOG.warning("there is no stop button: %s; %s", error, _INTERRUPT)
+        _LOG.warning("there is no stop button: %s; %s", error, _INTERRUPT_HINT)
     try:
         yield
     finally:
@@ -190,26 +190,28 @@ def button(stop: Stop) -> Iterator[None]:
                 remove()
 
 
-def _plain(stop: Stop) -> Callable[[], None]:
+def _show_html_button(stop: StopRequest) -> Callable[[], None]:
     from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]
 
-    endpoint = Endpoint(stop)
+    endpoint = StopEndpoint(stop)
     try:
-        handle: Any = display(HTML(page(endpoint.link, in_order=stop.in_order)), display_id=True)
+        handle: Any = display(
+            HTML(button_html(endpoint.browser_url, in_order=stop.in_order)), display_id=True
+        )
     except BaseException:
         endpoint.close()
         raise
 
-    def remove() -> None:
+    def remove_button() -> None:
         endpoint.close()
         if handle is not None:
             handle.update(HTML(""))
 
-    return remove
+    return remove_button
 
 
-def _widget(stop: Stop) -> Callable[[], None] | None:
-    """Returns the widget, where there is one whose clicks come while a cell runs."""
+def _show_widget_button(stop: StopRequest) -> Callable[[], None] | None:
+    """Shows the widget, if its clicks arrive while a cell runs; else returns `None`."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if getattr(getattr(shell, "kernel", None), "shell_channel_thread", None) is None:
         return None
@@ -219,40 +221,40 @@ def _widget(stop: Stop) -> Callable[[], None] | None:
         return None
     from IPython.display import display  # pyright: ignore[reportMissingImports]
 
-    shown: Any = ipywidgets.Button(description=STOP if stop.in_order else AT_ONCE)
-    if not _heard(shown, stop):
+    shown: Any = ipywidgets.Button(description=STOP_LABEL if stop.in_order else END_AT_ONCE_LABEL)
+    if not _intercept_clicks(shown, stop):
         shown.close()
         return None
     display(shown)
     return shown.close
 
 
-def _heard(shown: Any, stop: Stop) -> bool:
-    """Notices clicks when they arrive; IPython would handle them after the cell, which is too late.
+def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
+    """Handles clicks when they arrive; IPython would handle them after the cell, which is too late.
 
-    ipykernel asks the widget's channel on which thread a message is to be handled. It does so on
-    the thread that receives messages.
+    ipykernel asks the widget's channel which thread must handle a message. ipykernel asks on the
+    thread that receives messages.
     """
     route = getattr(getattr(shown, "comm", None), "_reply_subshell_for", None)
     if route is None:
         return False
 
-    def clicked() -> None:
+    def handle_click() -> None:
         if stop.asked or not stop.in_order:
-            shown.disabled = stop.end()
+            shown.disabled = stop.end_at_once()
             return
         try:
-            stop.ask()
+            stop.request_stop()
         except Exception as error:  # noqa: BLE001 - as above
             _LOG.warning("the fit cannot be stopped: %s", error)
         else:
-            shown.description = AT_ONCE
+            shown.description = END_AT_ONCE_LABEL
 
-    def arrives(data: Any, default: Any) -> Any:
+    def choose_thread(data: Any, default: Any) -> Any:
         if isinstance(data, dict) and data.get("content") == {"event": "click"}:
             # others' messages do not wait for the store
-            threading.Thread(target=clicked, daemon=True).start()
+            threading.Thread(target=handle_click, daemon=True).start()
         return route(data, default)
 
-    shown.comm._reply_subshell_for = arrives  # noqa: SLF001 - there is no public door
+    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public door
     return True

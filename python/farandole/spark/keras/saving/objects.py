@@ -21,8 +21,17 @@ from farandole.common import pickling
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_FOREIGN = ("keras", "tensorflow", "torch", "jax", "numpy", "builtins", "functools", "farandole")
-_DEEPEST = 4
+_LIBRARY_PACKAGES = (
+    "keras",
+    "tensorflow",
+    "torch",
+    "jax",
+    "numpy",
+    "builtins",
+    "functools",
+    "farandole",
+)
+_MAX_SEARCH_DEPTH = 4
 
 
 def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str, Any]:
@@ -34,24 +43,24 @@ def custom_objects(model: Any, given: Mapping[str, Any], *more: Any) -> dict[str
         *more: losses, metrics and optimizers, in any structure.
     """
     compiled = getattr(model, "_compile_config", None)
-    found = _all(*model._flatten_layers(), *more, getattr(compiled, "config", None))  # noqa: SLF001 - no public door
+    found = _find_objects(*model._flatten_layers(), *more, getattr(compiled, "config", None))  # noqa: SLF001 - no public door
     return {**found, **given}
 
 
-def trained_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict[str, Any]:
-    """Names and objects of the user's that decide what a model learns: all but its metrics.
+def training_objects(model: Any, compiled: Mapping[str, Any], *more: Any) -> dict[str, Any]:
+    """Returns the user's objects that influence the training, by name: all except the metrics.
 
     Args:
-        model: built.
+        model: the model, built.
         compiled: the arguments that it was compiled with.
         *more: losses and optimizers, in any structure.
     """
-    metrics = _all(compiled.get("metrics"), compiled.get("weighted_metrics"))
-    found = _all(*model._flatten_layers(), *more)  # noqa: SLF001 - as above
+    metrics = _find_objects(compiled.get("metrics"), compiled.get("weighted_metrics"))
+    found = _find_objects(*model._flatten_layers(), *more)  # noqa: SLF001 - as above
     return {name: one for name, one in found.items() if name not in metrics}
 
 
-def dumps(value: Any) -> bytes:
+def pickle_objects(value: Any) -> bytes:
     """Pickles the user's objects, losses with all they hold: as Keras saves them, `Huber` loses its
     delta.
 
@@ -59,18 +68,18 @@ def dumps(value: Any) -> bytes:
         value: anything.
     """
     file = io.BytesIO()
-    _Pickler(file).dump(value)
+    _KerasPickler(file).dump(value)
     return file.getvalue()
 
 
-class _Pickler(pickling.Pickler):
+class _KerasPickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, keras.losses.Loss):
             return copyreg.__newobj__, (type(obj),), vars(obj)  # pyright: ignore[reportAttributeAccessIssue]
         return super().reducer_override(obj)
 
 
-def travelling(callbacks: list[Any]) -> list[Any]:
+def copy_callbacks(callbacks: list[Any]) -> list[Any]:
     """Copies of callbacks without the model of an earlier fit, which must not travel along.
 
     Args:
@@ -84,50 +93,54 @@ def travelling(callbacks: list[Any]) -> list[Any]:
     return copies
 
 
-def _all(*values: Any) -> dict[str, Any]:
+def _find_objects(*values: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[int] = set()
     for one in values:
-        _add(one, found, seen, 0)
+        _collect_objects(one, found, seen, 0)
     return found
 
 
-def _add(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
-    if depth > _DEEPEST or id(value) in seen or isinstance(value, str | bytes | int | float | None):
+def _collect_objects(value: Any, found: dict[str, Any], seen: set[int], depth: int) -> None:
+    if (
+        depth > _MAX_SEARCH_DEPTH
+        or id(value) in seen
+        or isinstance(value, str | bytes | int | float | None)
+    ):
         return
     seen.add(id(value))
     if isinstance(value, dict):
         for one in list(value.values()):
-            _add(one, found, seen, depth + 1)
+            _collect_objects(one, found, seen, depth + 1)
     elif isinstance(value, list | tuple | set):
         for one in list(value):
-            _add(one, found, seen, depth + 1)
+            _collect_objects(one, found, seen, depth + 1)
     elif inspect.isclass(value) or inspect.isfunction(value):
-        _note(value, found)
-    elif _is_made_of(value):
-        _note(type(value), found)
+        _record_object(value, found)
+    elif _has_keras_config(value):
+        _record_object(type(value), found)
         for name, one in list(vars(value).items()):
-            if not _is_own_method(value, name, one):
-                _add(one, found, seen, depth + 1)
+            if not _is_wrapped_method(value, name, one):
+                _collect_objects(one, found, seen, depth + 1)
 
 
-def _is_own_method(value: Any, name: str, one: Any) -> bool:
+def _is_wrapped_method(value: Any, name: str, one: Any) -> bool:
     """Returns whether an attribute is Keras's wrapper of a method such as `build`: it refers to
     the layer only.
     """
     return inspect.isfunction(one) and hasattr(type(value), name)
 
 
-def _is_made_of(value: Any) -> bool:
+def _has_keras_config(value: Any) -> bool:
     """Returns whether Keras saves the object by its class. Its attributes may be such objects,
     too.
     """
     return hasattr(value, "get_config") and hasattr(value, "__dict__")
 
 
-def _note(value: Any, found: dict[str, Any]) -> None:
+def _record_object(value: Any, found: dict[str, Any]) -> None:
     module = (getattr(value, "__module__", None) or "").partition(".")[0]
     name = getattr(value, "__name__", "<lambda>")
-    if module not in _FOREIGN and not name.startswith("<"):
+    if module not in _LIBRARY_PACKAGES and not name.startswith("<"):
         found.setdefault(name, value)
         found.setdefault(keras.saving.get_registered_name(value), value)

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """A fitted Keras model as an ONNX file, and the proof that both predict the same.
 
-torch's exporter writes the file, whichever backend Keras runs on: a process of its own loads the
-model on Keras's torch backend. So one exporter is enough for all backends. The check compares ONNX
-Runtime with the model on its own backend, so it also finds layers that compute something else on
+torch's exporter writes the file for every backend of Keras: a separate process loads the model on
+Keras's torch backend. So one exporter is enough for all backends. The check compares ONNX Runtime
+with the model on its own backend, so the check also finds layers that compute something else on
 torch.
 """
 
@@ -22,8 +22,12 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from farandole.common import pickling, scratch
-from farandole.spark.common.model.onnx import check, placed, reason
-from farandole.spark.keras.arrays import argument, flat_outputs, output_keys
+from farandole.spark.common.model.onnx import (
+    check_onnx_predictions,
+    root_cause_text,
+    write_atomically,
+)
+from farandole.spark.keras.arrays import flat_outputs, model_argument, output_keys
 from farandole.spark.keras.saving import payload
 
 if TYPE_CHECKING:
@@ -33,14 +37,14 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_LONGEST = 3600
+_EXPORT_TIMEOUT_SECONDS = 3600
 """Seconds that an export may take."""
-_COMMAND = (
+_EXPORT_COMMAND = (
     "import sys; from farandole.spark.keras.saving.onnx import main; sys.exit(main(sys.argv[1]))"
 )
 
 
-def export(
+def export_onnx(
     model: Any,
     custom_objects: Mapping[str, Any],
     signature: Sequence[Mapping[str, Any]],
@@ -80,17 +84,17 @@ def export(
         "outputs": outputs,
         "opset": opset,
     }
-    with placed(path) as made, scratch.directory() as folder:
-        (folder / "model").write_bytes(payload.pack(model))
-        (folder / "objects").write_bytes(pickling.dumps(dict(custom_objects)))
+    with write_atomically(path) as made, scratch.temporary_directory() as folder:
+        (folder / "model").write_bytes(payload.pack_model(model))
+        (folder / "objects").write_bytes(pickling.pickle_by_value(dict(custom_objects)))
         (folder / "told").write_text(
             json.dumps({**told, "name": type(model).__name__, "path": str(made.absolute())})
         )
-        _run(folder, type(model).__name__)
-        check(made, signature, rows, predict, tolerance)
+        _run_export_process(folder, type(model).__name__)
+        check_onnx_predictions(made, signature, rows, predict, tolerance)
 
 
-def _run(folder: Path, name: str) -> None:
+def _run_export_process(folder: Path, name: str) -> None:
     """Exports in a process whose Keras runs on torch, on the CPU."""
     places = os.pathsep.join(one or str(Path.cwd()) for one in sys.path)
     env = {
@@ -102,13 +106,18 @@ def _run(folder: Path, name: str) -> None:
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter
             # no modules of the current directory
-            [sys.executable, "-P", "-c", _COMMAND, str(folder)],
-            env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LONGEST,
+            [sys.executable, "-P", "-c", _EXPORT_COMMAND, str(folder)],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_EXPORT_TIMEOUT_SECONDS,
             check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TimeoutError(
-            f"the export of {name} to ONNX has not ended after {_LONGEST} s and was stopped; "
+            f"the export of {name} to ONNX has not ended after {_EXPORT_TIMEOUT_SECONDS} s and "
+            f"was stopped; "
             "nothing was written"
         ) from None
     if done.returncode:
@@ -122,39 +131,42 @@ def _run(folder: Path, name: str) -> None:
 
 
 def main(folder: str) -> int:
-    """Exports the model of a directory: in the process whose Keras runs on torch.
+    """Exports the model of a directory, in the process whose Keras runs on torch.
 
     Args:
-        folder: where `export` has put model, objects and what there is to know.
+        folder: directory into which `export_onnx` has written the model, its objects and the
+            settings of the export.
 
     Returns:
-        Status of the process; the reason of a failure is in the directory.
+        Exit status of the process; the reason of a failure is in the directory.
     """
     place = Path(folder)
     try:
-        _trace(place, json.loads((place / "told").read_text()))
+        _trace_model(place, json.loads((place / "told").read_text()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
-        (place / "error").write_text(str(error) if isinstance(error, ValueError) else reason(error))
+        (place / "error").write_text(
+            str(error) if isinstance(error, ValueError) else root_cause_text(error)
+        )
         return 1
     return 0
 
 
-def _trace(place: Path, told: Mapping[str, Any]) -> None:
+def _trace_model(place: Path, told: Mapping[str, Any]) -> None:
     import torch
 
-    from farandole.spark.torch.saving.onnx import write
+    from farandole.spark.torch.saving.onnx import write_onnx
 
     objects = cloudpickle.loads((place / "objects").read_bytes())
     try:
-        model = payload.unpack(
+        model = payload.unpack_model(
             (place / "model").read_bytes(), objects, safe_mode=False, compiled=False
         )
     except Exception as error:
         raise ValueError(
-            f"{told['name']} does not load on Keras's torch backend: {reason(error)}"
+            f"{told['name']} does not load on Keras's torch backend: {root_cause_text(error)}"
         ) from error
 
-    class Traced(torch.nn.Module):
+    class TracedKerasModel(torch.nn.Module):
         """The model as `transform` calls it: outputs are a tuple, halves are floats."""
 
         def __init__(self) -> None:
@@ -162,15 +174,15 @@ def _trace(place: Path, told: Mapping[str, Any]) -> None:
             self.model = model
 
         def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            value = self.model(argument(inputs, told["keys"]), training=False)
+            value = self.model(model_argument(inputs, told["keys"]), training=False)
             found = flat_outputs(value, output_keys(value, told["labels"]), len(told["labels"]))
             return tuple(
                 one.float() if one.dtype in (torch.float16, torch.bfloat16) else one
                 for one in found
             )
 
-    write(
-        Traced().eval(),
+    write_onnx(
+        TracedKerasModel().eval(),
         told["signature"],
         told["outputs"],
         Path(told["path"]),

@@ -23,15 +23,16 @@ from farandole.common import scratch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_METADATA = "metadata.json"
-_NOTE = "farandole"
+_METADATA_FILE = "metadata.json"
+_NOTE_KEY = "farandole"
 
 
-class _Imported:
-    """TensorFlow where it has been imported: before that nothing is of its types.
+class _ImportedTensorFlow:
+    """A stand-in for Keras's lazy TensorFlow module, available only after another import of it.
 
-    Keras imports it to ask whether what it saves is, on whatever backend; that takes seconds in
-    every process.
+    On every backend, Keras imports TensorFlow to ask whether a saved object has a TensorFlow type.
+    The import takes seconds in every process. Before TensorFlow is imported, no object has such a
+    type.
     """
 
     def __init__(self, lazy: Any) -> None:
@@ -48,22 +49,22 @@ class _Imported:
 
 # of the type: to ask it would import
 if hasattr(type(getattr(serialization_lib, "tf", None)), "available"):
-    serialization_lib.tf = _Imported(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
+    serialization_lib.tf = _ImportedTensorFlow(serialization_lib.tf)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def pack(model: Any) -> bytes:
+def pack_model(model: Any) -> bytes:
     """Serialises a model, compiled or not.
 
     Args:
         model: built.
     """
-    with scratch.directory() as folder:
+    with scratch.temporary_directory() as folder:
         path = folder / "model.keras"
         model.save(path)
         return path.read_bytes()
 
 
-def unpack(
+def unpack_model(
     data: bytes,
     custom_objects: Mapping[str, Any] | None = None,
     *,
@@ -76,9 +77,9 @@ def unpack(
         data: a `.keras` file.
         custom_objects: classes and functions by name, besides Keras's own and registered ones.
         safe_mode: whether lambdas are refused; without it the file's code runs.
-        compiled: whether the model is compiled again; predictions do without.
+        compiled: whether the model is compiled again; predictions need no compiled model.
     """
-    with scratch.directory() as folder:
+    with scratch.temporary_directory() as folder:
         path = folder / "model.keras"
         path.write_bytes(data)
         known = dict(custom_objects or {})
@@ -88,22 +89,22 @@ def unpack(
 
 
 def load_state(model: Any, data: bytes) -> None:
-    """Takes weights, and the optimizer's state, from a `.keras` file. Runs nothing that is in it.
+    """Loads weights and the optimizer's state from a `.keras` file, without running its code.
 
     Args:
         model: of the same architecture, compiled with the same optimizer and built.
-        data: what `pack` returned for such a model.
+        data: a result of `pack_model` for such a model.
 
     Raises:
         ValueError: the file is of another model or optimizer.
     """
-    with scratch.directory() as folder:
+    with scratch.temporary_directory() as folder:
         path = folder / "model.keras"
         path.write_bytes(data)
         model.load_weights(path)
 
 
-def annotate(data: bytes, note: Mapping[str, Any]) -> bytes:
+def add_note(data: bytes, note: Mapping[str, Any]) -> bytes:
     """Puts plain values among a file's metadata, where Keras leaves them alone.
 
     Args:
@@ -114,17 +115,17 @@ def annotate(data: bytes, note: Mapping[str, Any]) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
             content = old.read(info)
-            if info.filename == _METADATA:
-                content = json.dumps({**json.loads(content), _NOTE: note}).encode()
+            if info.filename == _METADATA_FILE:
+                content = json.dumps({**json.loads(content), _NOTE_KEY: note}).encode()
             new.writestr(info, content)
     return out.getvalue()
 
 
-def note_of(data: bytes) -> dict[str, Any]:
-    """Returns the note that `annotate` put into a file; empty if there is none.
+def read_note(data: bytes) -> dict[str, Any]:
+    """Returns the note that `add_note` put into a file; empty if there is none.
 
     Args:
         data: a `.keras` file.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as file:
-        return json.loads(file.read(_METADATA)).get(_NOTE, {})
+        return json.loads(file.read(_METADATA_FILE)).get(_NOTE_KEY, {})

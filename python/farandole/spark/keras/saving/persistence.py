@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import cloudpickle
 
 from farandole.common import pickling
-from farandole.spark.common.model.outputs import describe
-from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
+from farandole.spark.common.model.outputs import outputs_as_dicts
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain_json
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.saving.objects import custom_objects, dumps, travelling
-from farandole.stores.consent import PickleNotAllowedError
+from farandole.spark.keras.saving.objects import copy_callbacks, custom_objects, pickle_objects
+from farandole.stores.pickle_policy import PickleNotAllowedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,44 +31,44 @@ if TYPE_CHECKING:
     from farandole.spark.keras.estimator import KerasEstimator
     from farandole.spark.keras.model import KerasModel
 
-_TRANSFORMATION: Final = "transformation"
+_TRANSFORMATION_PART: Final = "transformation"
 _log = logging.getLogger("farandole")
 
 
 class KerasModelWriter(ParamsWriter):
-    """Writes a `KerasModel`."""
+    """A writer of a `KerasModel`."""
 
-    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
         model, given = values.pop("model"), values.pop("custom_objects", {})
         if "outputs" in values:
-            values["outputs"] = describe(values["outputs"])
-        parts = {"model": payload.pack(model)}
+            values["outputs"] = outputs_as_dicts(values["outputs"])
+        parts = {"model": payload.pack_model(model)}
         objects = custom_objects(model, given)
         if objects:
-            parts["custom_objects"] = pickling.dumps(objects)
+            parts["custom_objects"] = pickling.pickle_by_value(objects)
         function = values.pop("transformation_fn", None)
         if function is not None:
-            parts[_TRANSFORMATION] = pickling.dumps(function)
+            parts[_TRANSFORMATION_PART] = pickling.pickle_by_value(function)
         return values, parts
 
 
 class KerasModelReader(ParamsReader["KerasModel"]):
-    """Reads a `KerasModel`."""
+    """A reader of a `KerasModel`."""
 
     def __init__(self, kind: type[KerasModel]) -> None:
         super().__init__(kind)
-        self._objects: dict[str, Any] | None = None
+        self._given_objects: dict[str, Any] | None = None
         self._safe_mode = True
-        self._told_safe = False
+        self._safe_mode_requested = False
 
     def custom_objects(self, objects: Mapping[str, Any]) -> Self:
-        """Takes these classes and functions instead of those that were saved, of which none runs.
+        """Uses these classes and functions instead of the saved ones, so that no saved code runs.
 
         Args:
-            objects: by name.
+            objects: classes and functions by name.
         """
-        self._objects = dict(objects)
+        self._given_objects = dict(objects)
         return self
 
     def safe_mode(self, safe: bool) -> Self:
@@ -80,21 +80,23 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         Args:
             safe: as in `keras.saving.load_model`.
         """
-        self._safe_mode, self._told_safe = safe, safe
+        self._safe_mode, self._safe_mode_requested = safe, safe
         return self
 
-    def restore(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
+    def restore_parts(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore`."""
-        objects = self._objects
+        objects = self._given_objects
         if objects is None and "custom_objects" in parts:
-            if self._told_safe:
+            if self._safe_mode_requested:
                 self.allow_pickle(False)
-            self.check_code(
+            self.check_pickled_code(
                 path, f", or use {self.kind.__name__}.read().custom_objects(...), which runs none"
             )
             objects = cloudpickle.loads(parts["custom_objects"])
         try:
-            loaded.setModel(payload.unpack(parts["model"], objects, safe_mode=self._safe_mode))
+            loaded.setModel(
+                payload.unpack_model(parts["model"], objects, safe_mode=self._safe_mode)
+            )
         except ValueError as error:
             if not self._safe_mode:
                 raise
@@ -104,48 +106,54 @@ class KerasModelReader(ParamsReader["KerasModel"]):
             ) from error
         if objects:
             loaded.setCustomObjects(objects)
-        if _TRANSFORMATION in parts and self._objects is None and not self._told_safe:
+        if (
+            _TRANSFORMATION_PART in parts
+            and self._given_objects is None
+            and not self._safe_mode_requested
+        ):
             try:
-                self.check_code(path)
+                self.check_pickled_code(path)
             except PickleNotAllowedError:
                 _log.warning(
                     "the transformation_fn saved at %s is not loaded, since it is a pickle", path
                 )
             else:
-                loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION]))
+                loaded.setTransformationFn(cloudpickle.loads(parts[_TRANSFORMATION_PART]))
 
 
 class KerasEstimatorParamsWriter(ParamsWriter):
-    """Writes a `KerasEstimator`."""
+    """A writer of a `KerasEstimator`."""
 
-    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
         parts: dict[str, bytes] = {}
         model = values.pop("model", None)
-        plain = {name: value for name, value in values.items() if is_plain(value)}
+        plain = {name: value for name, value in values.items() if is_plain_json(value)}
         rest = {name: value for name, value in values.items() if name not in plain}
         if model is not None:
-            parts["model"] = payload.pack(model)
+            parts["model"] = payload.pack_model(model)
             given = rest.get("custom_objects", {})
             rest["custom_objects"] = custom_objects(
                 model, given, rest.get("optimizer"), rest.get("loss")
             )
         for name in ("callbacks", "checkpoint_callback"):
             if name in rest:
-                copies = travelling(rest[name] if isinstance(rest[name], list) else [rest[name]])
+                copies = copy_callbacks(
+                    rest[name] if isinstance(rest[name], list) else [rest[name]]
+                )
                 rest[name] = copies if isinstance(rest[name], list) else copies[0]
-        return plain, {**parts, "objects": dumps(rest)}
+        return plain, {**parts, "objects": pickle_objects(rest)}
 
 
 class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
-    """Reads a `KerasEstimator`."""
+    """A reader of a `KerasEstimator`."""
 
-    def restore(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
+    def restore_parts(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore`."""
-        self.check_code(path)
+        self.check_pickled_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:
             loaded.setModel(
-                payload.unpack(parts["model"], rest.get("custom_objects"), safe_mode=False)
+                payload.unpack_model(parts["model"], rest.get("custom_objects"), safe_mode=False)
             )
         loaded.setParams(**rest)

@@ -16,37 +16,37 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole.keras import elastic
-from farandole.spark.common.data.source import Place
-from farandole.spark.keras.training.scores import put_metrics, summed_metrics
+from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.keras.training.feed import Feed, ModuleFeed
-    from farandole.spark.keras.training.publish import Publisher
+    from farandole.spark.keras.training.feed import BatchFeed, DataModuleFeed
+    from farandole.spark.keras.training.publish import RunPublisher
 
-EVERY = 10
+COMMIT_INTERVAL_STEPS = 10
 """Steps from one commit to the next; commits are also made at the ends of epochs."""
 
 
 @dataclass(frozen=True)
-class Reached:
+class KerasRunProgress:
     """The progress of a run, the same on every rank.
 
     Attributes:
-        begun: whether the run has its first state: a fresh one, or that of a checkpoint.
-        epoch: that is in progress.
-        place: in its data.
-        metrics: sums of its training, if it is in progress.
-        note: what a checkpoint says of the epochs before.
-        best: the model that the user's callback has kept, a file.
-        size: of the world whose learning rate the optimizer has.
+        begun: whether the run has its first state: a fresh state, or the state of a checkpoint.
+        epoch: epoch in progress.
+        place: position in the data of this epoch.
+        metrics: sums of this epoch's training metrics, if it has begun.
+        note: note of a checkpoint about the epochs before.
+        best: file of the model that the user's callback has kept.
+        size: size of the world for which the optimizer's learning rate is set.
         stopped: whether a callback has ended the training.
     """
 
     begun: bool = False
     epoch: int = 0
-    place: Place = field(default_factory=Place)
+    place: EpochPosition = field(default_factory=EpochPosition)
     metrics: Any = None
     note: dict[str, Any] = field(default_factory=dict)
     best: bytes | None = None
@@ -54,43 +54,44 @@ class Reached:
     stopped: bool = False
 
 
-class Course:
-    """Takes a run through the worlds of an elastic job.
+class KerasElasticRun:
+    """A run that continues through the worlds of an elastic job.
 
     Args:
         model: compiled and built, with a distributed optimizer.
     """
 
     def __init__(self, model: Any) -> None:
-        self.reached = Reached()
+        self.reached = KerasRunProgress()
         self._state: Any = elastic.KerasState(model, reached=self.reached)
 
-    def through(self, train: Callable[[], None]) -> None:
+    def run_in_each_world(self, train: Callable[[], None]) -> None:
         """Calls a function that trains from the last commit to the end, in each world until one has
         finished.
 
         Args:
-            train: the function; it begins with a collective look at the progress so far.
+            train: the function; it begins with a collective call that reads the progress so far.
         """
 
-        def go_on(state: Any) -> None:
+        def train_in_world(state: Any) -> None:
             self.reached = state.reached
             train()
 
-        elastic.run(go_on)(self._state)
+        elastic.run(train_in_world)(self._state)
 
-    def reaches(self, **changes: Any) -> None:
-        """Notes how far the run has come, and commits to it; a collective call.
+    def commit_progress(self, **changes: Any) -> None:
+        """Updates the progress of the run and commits it; a collective call.
 
         Args:
-            **changes: of `Reached`.
+            **changes: new values of fields of `KerasRunProgress`.
         """
         self.reached = self._state.reached = replace(self.reached, **changes)
         self._state.commit()
 
 
-class Commits(keras.callbacks.Callback):
-    """Commits every so many steps, and when an epoch is over; the last callback on all ranks.
+class CommitCallback(keras.callbacks.Callback):
+    """A callback that commits at an interval of steps and at the end of an epoch; the last callback
+    on all ranks.
 
     Args:
         course: of the run.
@@ -98,9 +99,11 @@ class Commits(keras.callbacks.Callback):
         publisher: of its history.
     """
 
-    def __init__(self, course: Course, feed: Feed | ModuleFeed, publisher: Publisher) -> None:
+    def __init__(
+        self, course: KerasElasticRun, feed: BatchFeed | DataModuleFeed, publisher: RunPublisher
+    ) -> None:
         super().__init__()
-        self._course = course
+        self._elastic_run = course
         self._feed = feed
         self._publisher = publisher
         self._epoch = self._committed = 0
@@ -108,10 +111,10 @@ class Commits(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Lets the metrics of a continued epoch continue, too."""
         del logs
-        reached = self._course.reached
+        reached = self._elastic_run.reached
         self._epoch, self._committed = epoch, reached.place.steps
         if reached.metrics is not None and epoch == reached.epoch:
-            put_metrics(self.model, reached.metrics, once=True)
+            assign_metrics(self.model, reached.metrics, once=True)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Commits where it is time; not after the last step, whose epoch is not over before its
@@ -121,13 +124,13 @@ class Commits(keras.callbacks.Callback):
         steps = batch + 1
         if (
             not self._feed.keeps_place
-            or steps - self._committed < EVERY
+            or steps - self._committed < COMMIT_INTERVAL_STEPS
             or steps >= self._feed.steps
         ):
             return
         self._committed = steps
-        metrics = summed_metrics(self.model, "commit", counts=True)
-        self._course.reaches(
+        metrics = sum_metrics(self.model, "commit", counts=True)
+        self._elastic_run.commit_progress(
             epoch=self._epoch, place=self._feed.place_after(self._epoch, steps), metrics=metrics
         )
 
@@ -136,58 +139,74 @@ class Commits(keras.callbacks.Callback):
         del logs
         kept = self._publisher.kept
         best = kept.path.read_bytes() if kept is not None and kept.path.exists() else None
-        note = copy.deepcopy(self._publisher.note())
+        note = copy.deepcopy(self._publisher.checkpoint_note())
         model: Any = self.model
         stopped = bool(model.stop_training)
-        self._course.reaches(
-            epoch=epoch + 1, place=Place(), metrics=None, note=note, best=best, stopped=stopped
+        self._elastic_run.commit_progress(
+            epoch=epoch + 1,
+            place=EpochPosition(),
+            metrics=None,
+            note=note,
+            best=best,
+            stopped=stopped,
         )
 
 
-class Moments(keras.callbacks.CallbackList):
-    """Keras's list of callbacks for one of several parts of a training, which look like one to the
-    user's.
+class PartialFitCallbackList(keras.callbacks.CallbackList):
+    """Keras's list of callbacks for one of several parts of a training. The user's callbacks see
+    one training.
 
     Args:
-        callbacks: all of them, in order.
-        users: callbacks that are called once for each moment; the moments are kept in it.
-        offset: steps of the part's epoch that are done; of a part of several epochs 0.
-        last: the epoch that training ends before.
-        **more: as for Keras's own.
+        callbacks: all callbacks, in order.
+        users: callbacks that are called once for each moment, with the moments that were called.
+        offset: steps of the part's epoch that are done; 0 for a part of several epochs.
+        last: number of the training's last epoch plus one.
+        **more: arguments of Keras's own list.
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], users: Told, offset: int, last: int, **more: Any
+        self,
+        callbacks: Sequence[Any],
+        users: OncePerMomentCallbacks,
+        offset: int,
+        last: int,
+        **more: Any,
     ) -> None:
-        self._users = users
+        self._user_callbacks = users
         self._offset = offset
-        self._last = last
+        self._last_epoch = last
         self._epoch = 0
         super().__init__(list(callbacks), add_history=True, **more)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Tells those that were not told."""
-        every, self.callbacks = self.callbacks, self._users.untold(self.callbacks, "begin")
+        """Calls the callbacks that have not been called for the begin of the training."""
+        every, self.callbacks = (
+            self.callbacks,
+            self._user_callbacks.callbacks_to_call(self.callbacks, "begin"),
+        )
         super().on_train_begin(logs)
         self.callbacks = every
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Tells all, when training ends, too."""
+        """Calls all callbacks, if the whole training ends with this part."""
         every = self.callbacks
         model: Any = self.model
-        self.callbacks = every if self._epoch + 1 >= self._last or model.stop_training else []
+        self.callbacks = every if self._epoch + 1 >= self._last_epoch or model.stop_training else []
         super().on_train_end(logs)
         self.callbacks = every
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tells those that were not told."""
+        """Calls the callbacks that have not been called for the begin of this epoch."""
         self._epoch = epoch
-        every, self.callbacks = self.callbacks, self._users.untold(self.callbacks, f"epoch {epoch}")
+        every, self.callbacks = (
+            self.callbacks,
+            self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}"),
+        )
         super().on_epoch_begin(epoch, logs)
         self.callbacks = every
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tells the number of the step in its epoch."""
+        """Calls all callbacks with the number of the step in its epoch."""
         super().on_train_batch_begin(batch + self._offset, logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -195,8 +214,9 @@ class Moments(keras.callbacks.CallbackList):
         super().on_train_batch_end(batch + self._offset, logs)
 
 
-class Told:
-    """Remembers which of the user's callbacks have been called for events that occur only once.
+class OncePerMomentCallbacks:
+    """The user's callbacks that have already been called for an event that occurs only once, by
+    event.
 
     Args:
         callbacks: the user's.
@@ -204,9 +224,9 @@ class Told:
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         self._callbacks = list(callbacks)
-        self._moments: set[tuple[int, str]] = set()
+        self._called_moments: set[tuple[int, str]] = set()
 
-    def untold(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
+    def callbacks_to_call(self, callbacks: Sequence[Any], moment: str) -> list[Any]:
         """Returns the callbacks of a list that a moment calls now: the user's callbacks once,
         others always.
 
@@ -218,7 +238,7 @@ class Told:
         left = [
             one
             for one in callbacks
-            if id(one) not in users or (id(one), moment) not in self._moments
+            if id(one) not in users or (id(one), moment) not in self._called_moments
         ]
-        self._moments |= {(id(one), moment) for one in left if id(one) in users}
+        self._called_moments |= {(id(one), moment) for one in left if id(one) in users}
         return left

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole.spark.common.data.source import Place
+from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from farandole.spark.common.data.source import Rows, Source
-    from farandole.spark.keras.job import Job
+    from farandole.spark.common.data.source import BatchSource, SourceBatch
+    from farandole.spark.keras.job import KerasTrainingJob
 
 
-class Feed:
+class BatchFeed:
     """The batches of one data set.
 
     Args:
@@ -39,7 +39,13 @@ class Feed:
     """
 
     def __init__(
-        self, source: Source, job: Job, steps: int, *, trains: bool, moves: bool = False
+        self,
+        source: BatchSource,
+        job: KerasTrainingJob,
+        steps: int,
+        *,
+        trains: bool,
+        moves: bool = False,
     ) -> None:
         self.source = source
         self.steps = steps
@@ -49,16 +55,16 @@ class Feed:
         """Whether this process has rows; `False` if it only takes part in the collectives."""
         ends = trains and steps >= source.steps_until_end()
         self.shares = trains and (moves or (ends and not source.is_even))
-        self.leaves_out = ends and source.leaves_out
+        self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
-        self.uncounted = source.lacking(steps) if self.leaves_out else []
+        self.uncounted = source.idle_steps(steps) if self.leaves_out else []
         """The steps in which this process has none."""
         self._job = job
 
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
 
-    def place_after(self, epoch: int, steps: int) -> Place:
+    def place_after(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
@@ -67,11 +73,11 @@ class Feed:
         """
         return self.source.place_after(epoch, steps)
 
-    def validation(self) -> Validation:
+    def validation_batches(self) -> ValidationDataset:
         """Returns the batches of an epoch, again and again."""
-        return Validation(self)
+        return ValidationDataset(self)
 
-    def epochs(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    def epoch_batches(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         """Batches of one epoch after the other.
 
         Args:
@@ -81,9 +87,9 @@ class Feed:
         for epoch in range(first, last):
             with closing(self.source.epoch(epoch, self.steps)) as batches:
                 for rows in batches:
-                    yield self.batch(rows)
+                    yield self.create_batch(rows)
 
-    def batch(self, rows: Rows) -> tuple[Any, ...]:
+    def create_batch(self, rows: SourceBatch) -> tuple[Any, ...]:
         """Returns a batch as Keras takes it: inputs, labels and, if there are any, weights.
 
         Args:
@@ -96,24 +102,24 @@ class Feed:
         if job.weight is not None:
             weights = rows.columns[job.weight].reshape(rows.count).astype(np.float32, copy=False)
         if self.shares:
-            share = np.full(rows.count, self.source.share(rows), np.float32)
+            share = np.full(rows.count, self.source.loss_factor(rows), np.float32)
             return x, y, {"share": share} | ({} if weights is None else {"weights": weights})
         return (x, y) if weights is None else (x, y, weights)
 
 
-class Validation(keras.utils.PyDataset):
-    """The batches of one epoch, as often as Keras asks for them: of a generator it would repeat the
-    first ones.
+class ValidationDataset(keras.utils.PyDataset):
+    """The batches of one epoch, for any number of passes. From a generator, Keras would repeat the
+    first batches.
 
     Args:
-        feed: of the data set.
+        feed: feed of the data set.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: BatchFeed) -> None:
         super().__init__()
         self._feed = feed
         self._batches: Iterator[tuple[Any, ...]] = iter(())
-        self._next = 0
+        self._next_index = 0
 
     @property
     def num_batches(self) -> int:
@@ -121,24 +127,24 @@ class Validation(keras.utils.PyDataset):
         return self._feed.steps
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        """Returns a batch; they come in order, and from the first one on again."""
-        if index < self._next or index == 0:
+        """Returns a batch. Keras requests batches in order and then restarts at the first one."""
+        if index < self._next_index or index == 0:
             self.close()
-            self._batches = self._feed.epochs(0, 1)
-        while self._next < index:
+            self._batches = self._feed.epoch_batches(0, 1)
+        while self._next_index < index:
             next(self._batches)
-            self._next += 1
-        self._next += 1
+            self._next_index += 1
+        self._next_index += 1
         return next(self._batches)
 
     def close(self) -> None:
         """Ends the pass."""
-        self._next = 0
+        self._next_index = 0
         if inspect.isgenerator(self._batches):
             self._batches.close()
 
 
-class ModuleFeed:
+class DataModuleFeed:
     """The data of a user's data module, in the form that `fit` takes; all its rows count.
 
     Args:
@@ -157,25 +163,25 @@ class ModuleFeed:
         self.uncounted: list[int] = []
         self._data = data
 
-    def place_after(self, _epoch: int, steps: int) -> Place:
+    def place_after(self, _epoch: int, steps: int) -> EpochPosition:
         """Returns the number of steps that are done. No other position is known.
 
         Args:
             steps: that are done.
         """
-        return Place(steps)
+        return EpochPosition(steps)
 
-    def epochs(self, first: int, last: int) -> Any:
+    def epoch_batches(self, first: int, last: int) -> Any:
         """Returns the batches of all epochs; the module keeps their order."""
         del first, last
         return self._data()
 
-    def validation(self) -> Any:
+    def validation_batches(self) -> Any:
         """Returns the same, for validation."""
         return self._data()
 
 
-def prefetched(batches: Any, count: int) -> Any:
+def prefetch_batches(batches: Any, count: int) -> Any:
     """Batches that `tf.data` prepares ahead, where Keras runs on TensorFlow and a number was given.
 
     Args:
@@ -194,12 +200,12 @@ def prefetched(batches: Any, count: int) -> Any:
     return tf.data.Dataset.from_generator(lambda: rest, output_signature=signature).prefetch(count)
 
 
-def take_shares(model: Any) -> None:
-    """Teaches a model what to do with the shares of its batches: the default `train_step` asks its
-    optimizer to scale.
+def scale_loss_by_share(model: Any) -> None:
+    """Lets a model scale the loss by the share of each batch. The default `train_step` calls the
+    optimizer's `scale_loss`, which is replaced.
 
     Args:
-        model: compiled; only this object changes, and its saved form does not.
+        model: the model, compiled. Only this object changes; its saved form does not.
     """
     current: list[Any] = [None]
     optimizer = model.optimizer

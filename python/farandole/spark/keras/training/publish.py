@@ -18,80 +18,82 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole._keras.callbacks import in_step
-from farandole.runner.show.history import entries
+from farandole._keras.callbacks import sync_jax_state
+from farandole.runner.show.history import entries_from_keras
 from farandole.spark import task
-from farandole.spark.common.show.events import scalars
-from farandole.spark.common.show.meter import Meter
+from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.keras.saving import payload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from farandole.spark.common.runs.halting import Halt
-    from farandole.spark.keras.job import Job
-    from farandole.spark.keras.training.rate import Rate
+    from farandole.spark.common.runs.stop_request import StopCheck
+    from farandole.spark.keras.job import KerasTrainingJob
+    from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 
-_REPORT_SECONDS = 0.2
+_REPORT_INTERVAL_SECONDS = 0.2
 _SECONDS, _ROWS = "seconds", "rows"
 
 
-class Metered(keras.callbacks.Callback):
-    """Measures the parts of this rank's time; Keras's own step contains the reduction."""
+class StepTimingCallback(keras.callbacks.Callback):
+    """A callback that measures the parts of this rank's time; Keras's own step contains the
+    reduction.
+    """
 
     async_safe = True
 
     def __init__(self) -> None:
         super().__init__()
         # On TensorFlow and JAX, Keras reads the rows of a step inside of the step.
-        self._meter = Meter(sees_data=keras.backend.backend() == "torch")
+        self._meter = StepMeter(sees_data=keras.backend.backend() == "torch")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock."""
         del epoch, logs
-        self._meter.epoch_begins()
+        self._meter.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """The rows are there."""
+        """Notes that the rows are read."""
         del batch, logs
-        self._meter.batch_begins()
+        self._meter.begin_batch()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """A step is done."""
+        """Notes the end of a step."""
         del batch, logs
-        self._meter.batch_ends()
+        self._meter.end_batch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports the measured times."""
         del epoch, logs
-        self._meter.tell()
+        self._meter.finish_report()
 
 
-class Halted(keras.callbacks.Callback):
-    """Ends the run on all ranks after an epoch in which the fit was stopped.
+class StopRequestCallback(keras.callbacks.Callback):
+    """A callback that ends the run on all ranks after an epoch in which the fit was stopped.
 
-    Not within an epoch: some backends call callbacks of steps from another thread, later than the
-    step.
+    It does not end the run within an epoch, because some backends call the callbacks of a step from
+    another thread and after the step.
 
     Args:
-        halt: Tells whether the fit was stopped.
-        rank: of this process.
+        halt: check whether the fit was stopped.
+        rank: rank of this process.
     """
 
-    def __init__(self, halt: Halt, rank: int) -> None:
+    def __init__(self, halt: StopCheck, rank: int) -> None:
         super().__init__()
-        self._halt = halt
+        self._stop_check = halt
         self._rank = rank
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Asks."""
         del epoch, logs
-        if self._halt.after_epoch(self._rank):
+        if self._stop_check.should_stop_after_epoch(self._rank):
             model: Any = self.model
             model.stop_training = True
 
 
-class Kept(keras.callbacks.Callback):
+class UserCheckpointCallback(keras.callbacks.Callback):
     """The user's `checkpoint_callback`, writing where the run wants it, with the learning rate of
     one process.
 
@@ -101,7 +103,7 @@ class Kept(keras.callbacks.Callback):
         rate: of the optimizer.
     """
 
-    def __init__(self, inner: Any, path: Path, rate: Rate) -> None:
+    def __init__(self, inner: Any, path: Path, rate: ScaledLearningRate) -> None:
         super().__init__()
         self.inner = inner
         self.path = path
@@ -127,42 +129,43 @@ class Kept(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Hands on, where it may save."""
         if self.inner.save_freq != "epoch":
-            in_step(self.model)
-            with self._rate.of_one_process():
+            sync_jax_state(self.model)
+            with self._rate.single_process_rate():
                 self.inner.on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Hands on."""
-        with self._rate.of_one_process():
+        with self._rate.single_process_rate():
             self.inner.on_epoch_end(epoch, logs)
 
 
-class Publisher(keras.callbacks.Callback):
-    """Keeps history and checkpoints, and reports progress; on rank 0, after all other callbacks.
+class RunPublisher(keras.callbacks.Callback):
+    """A callback that keeps history and checkpoints, and reports progress. It runs on rank 0, after
+    all other callbacks.
 
     Args:
         job: the run.
-        rate: of the optimizer.
-        note: what a checkpoint said of the epochs before this run.
+        rate: learning rate of the optimizer.
+        note: note of a checkpoint about the epochs before this run.
         steps: batches of an epoch.
-        rows: of all processes in an epoch.
+        rows: rows of all processes in an epoch.
         kept: the user's checkpoint callback.
         board: local directory of the user's TensorBoard callback.
-        model: that is trained.
-        writes: whether this process writes and tells, and does not only keep what it needs to do so
-            later.
+        model: model in training.
+        writes: whether this process writes files and reports. Otherwise the process only collects
+            the data, so that it can write later.
     """
 
     async_safe = True
 
     def __init__(
         self,
-        job: Job,
-        rate: Rate,
+        job: KerasTrainingJob,
+        rate: ScaledLearningRate,
         note: dict[str, Any],
         steps: int,
         rows: int,
-        kept: Kept | None,
+        kept: UserCheckpointCallback | None,
         board: Path | None,
         model: Any,
         *,
@@ -176,16 +179,16 @@ class Publisher(keras.callbacks.Callback):
         self._steps = steps
         self._rows = rows
         self.kept = kept
-        self._board = board
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._tensorboard_directory = board
+        self._written_versions: dict[str, tuple[int, int]] = {}
         self.history: dict[str, list[Any]] = note.get("history", {})
         self.timing: list[dict[str, float]] = note.get("timing", [])
         self.last: bytes | None = None
         self._epoch = 0
-        self._started = self._reported = 0.0
-        self._trained: float | None = None
+        self._epoch_start = self._last_report_time = 0.0
+        self._training_seconds: float | None = None
 
-    def follow(self, steps: int, rows: int) -> None:
+    def set_epoch_size(self, steps: int, rows: int) -> None:
         """Takes note of another world.
 
         Args:
@@ -197,16 +200,16 @@ class Publisher(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock."""
         del logs
-        self._epoch, self._started, self._trained = epoch, time.monotonic(), None
+        self._epoch, self._epoch_start, self._training_seconds = epoch, time.monotonic(), None
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports now and then."""
         now = time.monotonic()
-        if not self._writes or now - self._reported < _REPORT_SECONDS:
+        if not self._writes or now - self._last_report_time < _REPORT_INTERVAL_SECONDS:
             return
-        self._reported = now
+        self._last_report_time = now
         done = batch + 1
-        speed = self._rows * done / self._steps / max(now - self._started, 1e-9)
+        speed = self._rows * done / self._steps / max(now - self._epoch_start, 1e-9)
         place = {
             "epoch": self._epoch,
             "epochs": self._job.epochs,
@@ -219,12 +222,12 @@ class Publisher(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Notes how long training took, without validation."""
         del logs
-        self._trained = time.monotonic() - self._started
+        self._training_seconds = time.monotonic() - self._epoch_start
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Publishes the epoch."""
         del epoch
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._epoch_start
         for name, value in (logs or {}).items():
             self.history.setdefault(name, []).append(np.asarray(value).tolist())
         self.timing.append({_SECONDS: seconds, _ROWS: self._rows})
@@ -232,9 +235,9 @@ class Publisher(keras.callbacks.Callback):
         if not self._writes:
             return
         if self._job.store.saving_runs:
-            self._write(self.checkpoint())
-        entry = entries(self.history, self.timing)[-1]
-        speed = self._rows / max(self._trained or seconds, 1e-9)
+            self._write_files(self.current_checkpoint())
+        entry = entries_from_keras(self.history, self.timing)[-1]
+        speed = self._rows / max(self._training_seconds or seconds, 1e-9)
         task.report(
             {
                 "kind": "epoch",
@@ -253,16 +256,16 @@ class Publisher(keras.callbacks.Callback):
         if self.timing:
             self.last = None
             if self._writes and self._job.store.saving_runs:
-                self._write(self.checkpoint())
+                self._write_files(self.current_checkpoint())
 
-    def checkpoint(self) -> bytes:
+    def current_checkpoint(self) -> bytes:
         """Returns the model as it is now, with the history of the run."""
         if self.last is None:
-            with self._rate.of_one_process():
-                self.last = payload.annotate(payload.pack(self.model), self.note())
+            with self._rate.single_process_rate():
+                self.last = payload.add_note(payload.pack_model(self.model), self.checkpoint_note())
         return self.last
 
-    def note(self) -> dict[str, Any]:
+    def checkpoint_note(self) -> dict[str, Any]:
         """Returns the history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
         return {
@@ -271,38 +274,40 @@ class Publisher(keras.callbacks.Callback):
             "best": None if best is None else float(best),
         }
 
-    def result(self) -> bytes:
+    def result_model(self) -> bytes:
         """Returns the model that `fit` returns: the one that the user's callback kept, else the
         last.
         """
         if self.kept is not None and self.kept.path.exists():
             return self.kept.path.read_bytes()
-        return self.checkpoint()
+        return self.current_checkpoint()
 
-    def _write(self, checkpoint: bytes) -> None:
+    def _write_files(self, checkpoint: bytes) -> None:
         store = self._job.store
-        if self.kept is not None and self._changed(self.kept.path):
+        if self.kept is not None and self._has_changed(self.kept.path):
             store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
         store.write_checkpoint(store.checkpoint_filename, checkpoint)
-        told = entries(self.history, self.timing)
+        told = entries_from_keras(self.history, self.timing)
         store.write(
             f"{store.logs_subdir}/history.jsonl",
             "".join(json.dumps(one) + "\n" for one in told).encode(),
         )
-        if self._board is None:
-            store.write(f"{store.logs_subdir}/events.out.tfevents.farandole", scalars(told))
+        if self._tensorboard_directory is None:
+            store.write(
+                f"{store.logs_subdir}/events.out.tfevents.farandole", encode_scalar_events(told)
+            )
             return
-        for path in sorted(self._board.rglob("*")):
-            if path.is_file() and self._changed(path):
+        for path in sorted(self._tensorboard_directory.rglob("*")):
+            if path.is_file() and self._has_changed(path):
                 store.write(
-                    f"{store.logs_subdir}/{path.relative_to(self._board).as_posix()}",
+                    f"{store.logs_subdir}/{path.relative_to(self._tensorboard_directory).as_posix()}",
                     path.read_bytes(),
                 )
 
-    def _changed(self, path: Path) -> bool:
+    def _has_changed(self, path: Path) -> bool:
         if not path.exists():
             return False
         found = path.stat()
         mark = (found.st_mtime_ns, found.st_size)
-        known, self._sent[str(path)] = self._sent.get(str(path)), mark
+        known, self._written_versions[str(path)] = self._written_versions.get(str(path)), mark
         return mark != known

@@ -15,17 +15,18 @@ import keras
 import numpy as np
 
 import farandole.numpy as arrays
-from farandole._keras.callbacks import in_step
+from farandole._keras.callbacks import sync_jax_state
 from farandole._keras.values import as_array
 from farandole.common import basics
-from farandole.spark.common.runs.finite import check
+from farandole.spark.common.runs.finite_loss import check_finite_loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class GlobalScores(keras.callbacks.Callback):
-    """Puts the scores of all processes in the place of this one's; the first callback of all.
+class GlobalScoresCallback(keras.callbacks.Callback):
+    """A callback that replaces this process's scores by the scores of all processes; the first
+    callback of all.
 
     Args:
         validates: whether this process has rows to validate on, and not one that only fills its
@@ -35,33 +36,33 @@ class GlobalScores(keras.callbacks.Callback):
     def __init__(self, *, validates: bool) -> None:
         super().__init__()
         self._validates = validates
-        self._train: dict[str, Any] | None = None
-        self._validation: dict[str, Any] | None = None
+        self._training_scores: dict[str, Any] | None = None
+        self._validation_scores: dict[str, Any] | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Forgets the last epoch's."""
         del epoch, logs
-        self._train = self._validation = None
+        self._training_scores = self._validation_scores = None
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Adds up training's sums, before validation begins its own."""
         del logs
-        self._end_of_training()
+        self._collect_training_scores()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Adds up validation's sums."""
         del logs
-        self._validation = self._everywhere("validation", counts=self._validates)
+        self._validation_scores = self._global_scores("validation", counts=self._validates)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tells the callbacks that follow."""
+        """Adds the scores of all processes to the logs, for the callbacks that follow."""
         del epoch
-        if self._train is None:
-            self._end_of_training()
+        if self._training_scores is None:
+            self._collect_training_scores()
         logs = {} if logs is None else logs
         known = {
-            **(self._train or {}),
-            **{f"val_{name}": value for name, value in (self._validation or {}).items()},
+            **(self._training_scores or {}),
+            **{f"val_{name}": value for name, value in (self._validation_scores or {}).items()},
         }
         others = sorted(
             name for name, value in logs.items() if name not in known and np.ndim(value) == 0
@@ -77,37 +78,38 @@ class GlobalScores(keras.callbacks.Callback):
                 )
             )
 
-    def _end_of_training(self) -> None:
+    def _collect_training_scores(self) -> None:
         model: Any = self.model
-        in_step(model)
-        average_statistics(model)
-        self._train = self._everywhere("train", counts=True)
+        sync_jax_state(model)
+        average_moving_statistics(model)
+        self._training_scores = self._global_scores("train", counts=True)
 
-    def _everywhere(self, stage: str, *, counts: bool) -> dict[str, Any]:
+    def _global_scores(self, stage: str, *, counts: bool) -> dict[str, Any]:
         model: Any = self.model
-        put_metrics(model, summed_metrics(model, stage, counts=counts))
-        return {name: _plain(value) for name, value in model.get_metrics_result().items()}
+        assign_metrics(model, sum_metrics(model, stage, counts=counts))
+        return {name: _to_plain(value) for name, value in model.get_metrics_result().items()}
 
 
-def summed_metrics(model: Any, stage: str, *, counts: bool) -> Any:
+def sum_metrics(model: Any, stage: str, *, counts: bool) -> Any:
     """Returns the metrics' variables over all processes as one array; a collective call.
 
     Args:
-        model: compiled.
-        stage: what the call is named after.
-        counts: whether this process has rows, and not one that only fills its place.
+        model: the model, compiled.
+        stage: name of the collective call.
+        counts: whether the rows of this process count. Rows that only fill a step do not.
     """
-    in_step(model)
+    sync_jax_state(model)
     vectors = [
-        _contribution(as_array(variable), variable, counts) for variable in model.metrics_variables
+        _metric_contribution(as_array(variable), variable, counts)
+        for variable in model.metrics_variables
     ]
     if not vectors:
         return np.zeros(0)
     return arrays.allreduce(np.concatenate(vectors), op=arrays.Sum, name=f"farandole.keras.{stage}")
 
 
-def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
-    """Gives metrics values that `summed_metrics` returned.
+def assign_metrics(model: Any, total: Any, *, once: bool = False) -> None:
+    """Gives metrics the values that `sum_metrics` returned.
 
     Args:
         model: compiled.
@@ -121,10 +123,10 @@ def put_metrics(model: Any, total: Any, *, once: bool = False) -> None:
         start += part.size
         is_sum = getattr(variable, "aggregation", "sum") not in ("mean", "only_first_replica")
         if not (once and is_sum and basics.rank() != 0):
-            _put(variable, values, part.dtype)
+            _assign_variable(variable, values, part.dtype)
 
 
-def _contribution(part: Any, variable: Any, counts: bool) -> Any:
+def _metric_contribution(part: Any, variable: Any, counts: bool) -> Any:
     """Returns this process's part of a metric's variable, according to the variable's
     aggregation.
     """
@@ -135,19 +137,19 @@ def _contribution(part: Any, variable: Any, counts: bool) -> Any:
     return vector * counts
 
 
-def _put(variable: Any, values: Any, dtype: Any) -> None:
+def _assign_variable(variable: Any, values: Any, dtype: Any) -> None:
     if getattr(variable, "aggregation", "sum") != "none":
         variable.assign(
             (np.rint(values) if np.issubdtype(dtype, np.integer) else values).astype(dtype)
         )
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     array = as_array(value)
     return float(array) if array.ndim == 0 else array
 
 
-def statistics_of(model: Any) -> list[Any]:
+def moving_statistics(model: Any) -> list[Any]:
     """Returns the moving statistics of a model's batch normalisation, which training moves and no
     gradient.
 
@@ -161,13 +163,13 @@ def statistics_of(model: Any) -> list[Any]:
     return found
 
 
-def average_statistics(model: Any) -> None:
+def average_moving_statistics(model: Any) -> None:
     """Gives all processes the mean of their moving statistics, so that they hold one model.
 
     Args:
         model: built.
     """
-    moving = statistics_of(model)
+    moving = moving_statistics(model)
     if not moving:
         return
     parts = [as_array(variable) for variable in moving]
@@ -179,8 +181,9 @@ def average_statistics(model: Any) -> None:
         start += part.size
 
 
-class UncountedSteps(keras.callbacks.Callback):
-    """Undoes what steps without a row of this process do to metrics and moving statistics.
+class UncountedStepsCallback(keras.callbacks.Callback):
+    """A callback that undoes the changes that steps without a row of this process make to metrics
+    and moving statistics.
 
     Args:
         steps: numbers of these steps in an epoch.
@@ -189,29 +192,29 @@ class UncountedSteps(keras.callbacks.Callback):
     def __init__(self, steps: Sequence[int]) -> None:
         super().__init__()
         self._steps = frozenset(steps)
-        self._kept: list[tuple[Any, Any]] = []
+        self._saved_values: list[tuple[Any, Any]] = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers."""
         del logs
         if batch in self._steps:
             model: Any = self.model
-            in_step(model)
-            touched = [*model.metrics_variables, *statistics_of(model)]
-            self._kept = [(variable, np.array(as_array(variable))) for variable in touched]
+            sync_jax_state(model)
+            touched = [*model.metrics_variables, *moving_statistics(model)]
+            self._saved_values = [(variable, np.array(as_array(variable))) for variable in touched]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Restores."""
         del logs
         if batch in self._steps:
-            in_step(self.model)
-            for variable, value in self._kept:
+            sync_jax_state(self.model)
+            for variable, value in self._saved_values:
                 variable.assign(value)
-            self._kept = []
+            self._saved_values = []
 
 
-class FiniteLoss(keras.callbacks.Callback):
-    """Ends training at a loss that is NaN or infinite.
+class FiniteLossCallback(keras.callbacks.Callback):
+    """A callback that ends the training at a NaN or infinite loss.
 
     Keras reads the loss for its callbacks anyway, where a backend runs ahead in a thread of its
     own.
@@ -240,12 +243,12 @@ class FiniteLoss(keras.callbacks.Callback):
         """
         loss = (logs or {}).get("loss")
         if loss is not None and np.ndim(loss) == 0:
-            check(float(loss), self._epoch, batch, self._rank)
+            check_finite_loss(float(loss), self._epoch, batch, self._rank)
 
 
-class OneEnd(keras.callbacks.Callback):
-    """Ends the run everywhere after the epoch in which a callback ended it anywhere; the last
-    callback on all ranks.
+class AgreedStopCallback(keras.callbacks.Callback):
+    """A callback that ends the run on all ranks after the epoch in which a callback has ended it on
+    one rank; the last callback on all ranks.
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

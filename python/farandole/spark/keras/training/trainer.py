@@ -26,121 +26,140 @@ from farandole.common import basics, scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
 from farandole.spark import task
-from farandole.spark.common.data.source import Place, Source
-from farandole.spark.common.runs.halting import Halt
-from farandole.spark.keras.arrays import reader_casts, zeros
-from farandole.spark.keras.compiled import put_loss
-from farandole.spark.keras.job import Trained
+from farandole.spark.common.data.source import BatchSource, EpochPosition
+from farandole.spark.common.runs.stop_request import StopCheck
+from farandole.spark.keras.arrays import reader_casts, zero_batch
+from farandole.spark.keras.job import KerasTrainingResult
+from farandole.spark.keras.model_compilation import restore_loss
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.training.elastic import Commits, Course, Moments, Told
-from farandole.spark.keras.training.feed import (
-    Feed,
-    ModuleFeed,
-    Validation,
-    prefetched,
-    take_shares,
+from farandole.spark.keras.training.elastic import (
+    CommitCallback,
+    KerasElasticRun,
+    OncePerMomentCallbacks,
+    PartialFitCallbackList,
 )
-from farandole.spark.keras.training.publish import Halted, Kept, Metered, Publisher
-from farandole.spark.keras.training.rate import Rate
-from farandole.spark.keras.training.scores import FiniteLoss, GlobalScores, OneEnd, UncountedSteps
+from farandole.spark.keras.training.feed import (
+    BatchFeed,
+    DataModuleFeed,
+    ValidationDataset,
+    prefetch_batches,
+    scale_loss_by_share,
+)
+from farandole.spark.keras.training.learning_rate import ScaledLearningRate
+from farandole.spark.keras.training.publish import (
+    RunPublisher,
+    StepTimingCallback,
+    StopRequestCallback,
+    UserCheckpointCallback,
+)
+from farandole.spark.keras.training.scores import (
+    AgreedStopCallback,
+    FiniteLossCallback,
+    GlobalScoresCallback,
+    UncountedStepsCallback,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from farandole.spark.keras.job import Job, Objects
+    from farandole.spark.keras.job import KerasTrainingJob, KerasUserObjects
 
-_SEEDS = "seed_generator_state"
+_SEED_STATE_NAME = "seed_generator_state"
 
 
-class Trainer:
+class KerasTrainer:
     """One rank of a run.
 
     Args:
         job: what to do, the same on every rank.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: KerasTrainingJob) -> None:
         self.job = job
         self.size, self.rank = basics.size(), basics.rank()
         keras.config.set_floatx(job.floatx)
         if keras.config.dtype_policy().name != job.policy:
             keras.config.set_dtype_policy(job.policy)
         if job.random_seed is not None:
-            _seed((job.random_seed + self.rank) % 2**32)
-        self.objects: Objects = cloudpickle.loads(job.objects)
+            _seed_generators((job.random_seed + self.rank) % 2**32)
+        self.objects: KerasUserObjects = cloudpickle.loads(job.objects)
         self.moves = is_elastic()
         """Whether the world may change."""
-        self.halt = Halt(job.store)
+        self.halt = StopCheck(job.store)
         self.module: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        self.train, self.val = self._feeds()
+        self.train, self.val = self._create_feeds()
         self.note: dict[str, Any] = {}
         self.best: bytes | None = None
         self.done = 0
-        self.told = Told(self.objects.callbacks)
+        self.once_per_moment = OncePerMomentCallbacks(self.objects.callbacks)
         self.has_entered = False
         self.first_best = getattr(self.objects.checkpoint_callback, "best", None)
-        self.model = self._model()
+        self.model = self._load_model()
 
-    def run(self) -> Trained | None:
+    def run(self) -> KerasTrainingResult | None:
         """Trains up to the last epoch."""
-        with scratch.directory() as folder, contextlib.closing(self.halt):
+        with scratch.temporary_directory() as folder, contextlib.closing(self.halt):
             if self.moves:
-                self.course = Course(self.model)
-                self.course.through(lambda: self._go_on(folder))
+                self.elastic_run = KerasElasticRun(self.model)
+                self.elastic_run.run_in_each_world(lambda: self._train_in_world(folder))
             else:
-                self._resume()
-                self._scale(1)
-                self._part_seeds()
-                self.publisher = self._publisher(folder)
+                self._load_checkpoint()
+                self._scale_learning_rate(1)
+                self._set_seed_states()
+                self.publisher = self._create_publisher(folder)
                 with self.module:
                     if self.done < self.job.epochs:
-                        self._fit(self.done, self.job.epochs)
+                        self._fit_epochs(self.done, self.job.epochs)
             publisher = self.publisher
-            return Trained(publisher.result(), publisher.history) if self.rank == 0 else None
+            return (
+                KerasTrainingResult(publisher.result_model(), publisher.history)
+                if self.rank == 0
+                else None
+            )
 
-    def _go_on(self, folder: Path) -> None:
+    def _train_in_world(self, folder: Path) -> None:
         """Trains from the progress so far to the last epoch, in one world of an elastic job."""
         self.size, self.rank = basics.size(), basics.rank()
-        course, model = self.course, self.model
+        course, model = self.elastic_run, self.model
         # Functions that were compiled for another world may contain that world's numbers.
         model.train_function = model.test_function = None
         if course.reached.begun:
             self.note, self.best = copy.deepcopy(course.reached.note), course.reached.best
-            self._scale(course.reached.size)
+            self._scale_learning_rate(course.reached.size)
         else:
-            self._resume()
-            self._scale(1)
+            self._load_checkpoint()
+            self._scale_learning_rate(1)
             course.reached = replace(
                 course.reached, epoch=self.done, note=copy.deepcopy(self.note), best=self.best
             )
         if not self.has_entered:
             self.has_entered = True
-            self._part_seeds()
-        self.publisher = self._publisher(folder)
-        course.reaches(begun=True, size=self.size)
+            self._set_seed_states()
+        self.publisher = self._create_publisher(folder)
+        course.commit_progress(begun=True, size=self.size)
         if course.reached.place.steps:
-            self._fit_part(course.reached.epoch + 1)
+            self._fit_from_progress(course.reached.epoch + 1)
         if not course.reached.stopped and course.reached.epoch < self.job.epochs:
-            self._fit_part(self.job.epochs)
+            self._fit_from_progress(self.job.epochs)
 
-    def _fit_part(self, last: int) -> None:
+    def _fit_from_progress(self, last: int) -> None:
         """Trains from the progress so far to an epoch."""
-        reached = self.course.reached
-        self.train, self.val = self._feeds(reached.place)
-        self.publisher.follow(self.train.steps, self.train.rows)
+        reached = self.elastic_run.reached
+        self.train, self.val = self._create_feeds(reached.place)
+        self.publisher.set_epoch_size(self.train.steps, self.train.rows)
         with self.module:
-            self._fit(reached.epoch, last, reached.place)
+            self._fit_epochs(reached.epoch, last, reached.place)
 
-    def _fit(self, first: int, last: int, place: Place | None = None) -> None:
+    def _fit_epochs(self, first: int, last: int, place: EpochPosition | None = None) -> None:
         model, train, val = self.model, self.train, self.val
-        batches = train.epochs(first, last)
-        validation = None if val is None else val.validation()
+        batches = train.epoch_batches(first, last)
+        validation = None if val is None else val.validation_batches()
         verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
-        callbacks: Any = self._callbacks(self.publisher)
+        callbacks: Any = self._create_callbacks(self.publisher)
         if place is not None:
-            callbacks = Moments(
-                [*callbacks, Commits(self.course, train, self.publisher)],
-                self.told,
+            callbacks = PartialFitCallbackList(
+                [*callbacks, CommitCallback(self.elastic_run, train, self.publisher)],
+                self.once_per_moment,
                 place.steps,
                 self.job.epochs,
                 add_progbar=verbose != 0,
@@ -151,7 +170,7 @@ class Trainer:
             )
         try:
             model.fit(
-                prefetched(batches, self.job.prefetch),
+                prefetch_batches(batches, self.job.prefetch),
                 steps_per_epoch=train.steps - (0 if place is None else place.steps),
                 epochs=last,
                 initial_epoch=first,
@@ -165,30 +184,30 @@ class Trainer:
             for source in (batches, validation):
                 # Keras's prefetching thread may be in it; it ends with the process then.
                 with contextlib.suppress(ValueError):
-                    if inspect.isgenerator(source) or isinstance(source, Validation):
+                    if inspect.isgenerator(source) or isinstance(source, ValidationDataset):
                         source.close()
 
-    def _model(self) -> Any:
+    def _load_model(self) -> Any:
         job, objects = self.job, self.objects
         # the driver's own
-        model = payload.unpack(job.model, objects.custom_objects, safe_mode=False)
-        put_loss(model, objects.loss)
-        x, y = zeros(job.shape, job.labels, job.data.batch_size)
+        model = payload.unpack_model(job.model, objects.custom_objects, safe_mode=False)
+        restore_loss(model, objects.loss)
+        x, y = zero_batch(job.shape, job.labels, job.data.batch_size)
         weights = None if job.weight is None else np.ones(job.data.batch_size, np.float32)
-        _build(model, (x, y) if weights is None else (x, y, weights))
-        self.first_rate = Rate(model.optimizer, 1).initial()
+        _build_model(model, (x, y) if weights is None else (x, y, weights))
+        self.first_rate = ScaledLearningRate(model.optimizer, 1).initial_rate()
         compression = objects.compression or hvd.Compression.none
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
-        self.rate = Rate(model.optimizer, 1)
+        self.rate = ScaledLearningRate(model.optimizer, 1)
         if self.train.shares:
-            take_shares(model)
+            scale_loss_by_share(model)
         if self.train.leaves_out or self.moves:
             model.steps_per_execution = 1
         return model
 
-    def _resume(self) -> None:
-        """Takes the run's checkpoint into the model, everywhere alike; a collective call."""
+    def _load_checkpoint(self) -> None:
+        """Loads the run's checkpoint into the model, equal on all ranks; a collective call."""
         model, store = self.model, self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
@@ -202,7 +221,7 @@ class Trainer:
                         "optimizer: choose another "
                         f"run_id, or delete {store.run_path}: {error}"
                     ) from error
-                self.note = payload.note_of(found)
+                self.note = payload.read_note(found)
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
@@ -210,19 +229,19 @@ class Trainer:
             self.note, self.best = broadcast_plain((self.note, self.best), 0)
         broadcast_variables([*model.weights, *model.optimizer.variables], 0)
 
-    def _scale(self, before: int) -> None:
+    def _scale_learning_rate(self, before: int) -> None:
         """Takes the learning rate from one number of processes to this world's."""
-        self.rate.follow(before, self.size)
+        self.rate.rescale_for_world(before, self.size)
         for callback in self.objects.callbacks:
             if isinstance(callback, LearningRateScheduleCallback) and self.first_rate is not None:
                 callback.initial_lr = self.first_rate * self.size
 
-    def _part_seeds(self) -> None:
-        """Random layers draw other numbers on every rank, and the same ones in every run of one
-        seed.
+    def _set_seed_states(self) -> None:
+        """Seeds random layers, so that they draw different numbers on each rank, and the same
+        numbers in every run with one seed.
         """
         for index, variable in enumerate(
-            one for one in self.model.non_trainable_variables if _SEEDS in one.name
+            one for one in self.model.non_trainable_variables if _SEED_STATE_NAME in one.name
         ):
             state = np.array(as_array(variable))
             if self.job.random_seed is not None and self.done == 0:
@@ -230,16 +249,18 @@ class Trainer:
             state[1] = (int(state[1]) + self.rank * 1_000_003) % 2**31
             variable.assign(state)
 
-    def _callbacks(self, publisher: Publisher) -> list[Any]:
-        callbacks: list[Any] = [GlobalScores(validates=self.val is None or self.val.validates)]
+    def _create_callbacks(self, publisher: RunPublisher) -> list[Any]:
+        callbacks: list[Any] = [
+            GlobalScoresCallback(validates=self.val is None or self.val.validates)
+        ]
         if self.job.terminate_on_nan and not any(
             _ends_on_nan(one) for one in self.objects.callbacks
         ):
-            callbacks.append(FiniteLoss(self.rank))
+            callbacks.append(FiniteLossCallback(self.rank))
         if self.train.uncounted:
-            callbacks.append(UncountedSteps(self.train.uncounted))
-        if task.is_told():
-            callbacks.append(Metered())
+            callbacks.append(UncountedStepsCallback(self.train.uncounted))
+        if task.has_rank_display():
+            callbacks.append(StepTimingCallback())
         boards = [
             one for one in self.objects.callbacks if isinstance(one, keras.callbacks.TensorBoard)
         ]
@@ -248,12 +269,14 @@ class Trainer:
             callbacks += boards
         if self.rank == 0 or self.moves:
             callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
-        return [*callbacks, Halted(self.halt, self.rank), OneEnd()]
+        return [*callbacks, StopRequestCallback(self.halt, self.rank), AgreedStopCallback()]
 
-    def _publisher(self, directory: Path) -> Publisher:
+    def _create_publisher(self, directory: Path) -> RunPublisher:
         kept = None
         if self.objects.checkpoint_callback is not None:
-            kept = Kept(self.objects.checkpoint_callback, directory / "best.keras", self.rate)
+            kept = UserCheckpointCallback(
+                self.objects.checkpoint_callback, directory / "best.keras", self.rate
+            )
             kept.inner.best = self.first_best
             kept.path.unlink(missing_ok=True)
             if self.best is not None:
@@ -274,35 +297,38 @@ class Trainer:
             board,
             self.model,
         )
-        return Publisher(*arguments, writes=self.rank == 0)
+        return RunPublisher(*arguments, writes=self.rank == 0)
 
-    def _feeds(
-        self, place: Place | None = None
-    ) -> tuple[Feed | ModuleFeed, Feed | ModuleFeed | None]:
-        """Training, from a place in an epoch on, and validation."""
+    def _create_feeds(
+        self, place: EpochPosition | None = None
+    ) -> tuple[BatchFeed | DataModuleFeed, BatchFeed | DataModuleFeed | None]:
+        """Returns the feeds of training, from a position in an epoch on, and of validation."""
         if self.objects.data_module is not None:
-            return self._feeds_of_module()
+            return self._create_module_feeds()
         job, data = self.job, self.job.data
-        train = self._source(
+        train = self._create_source(
             data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle
         )
         val = None
         if data.val_url is not None:
-            # In whatever order: sums over rows are the same, and each byte is read once.
-            source = self._source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
-            val = Feed(
+            # The order does not matter: sums over rows are the same. If shuffled, each byte is read
+            # once.
+            source = self._create_source(
+                data.val_url, data.val_batch_size, data.val_threads, shuffle=True
+            )
+            val = BatchFeed(
                 source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False
             )
-        train.begin_at(place or Place())
-        return Feed(
+        train.begin_at(place or EpochPosition())
+        return BatchFeed(
             train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves
         ), val
 
-    def _feeds_of_module(self) -> tuple[ModuleFeed, ModuleFeed | None]:
+    def _create_module_feeds(self) -> tuple[DataModuleFeed, DataModuleFeed | None]:
         job, data, size = self.job, self.job.data, self.size
         train_steps = data.train_steps or -(-data.train_rows // (data.batch_size * size))
         val_steps = data.val_steps or max(1, -(-data.val_rows // (data.val_batch_size * size)))
-        module = data.module(
+        module = data.create_data_module(
             self.objects.data_module,
             epochs=job.epochs,
             transformation=self.objects.transformation,
@@ -311,17 +337,21 @@ class Trainer:
             steps=(train_steps, val_steps),
         )
         self.module = module
-        train = ModuleFeed(module.train_data, train_steps, train_steps * data.batch_size * size)
+        train = DataModuleFeed(module.train_data, train_steps, train_steps * data.batch_size * size)
         if data.val_url is None:
             return train, None
-        return train, ModuleFeed(module.val_data, val_steps, val_steps * data.val_batch_size * size)
+        return train, DataModuleFeed(
+            module.val_data, val_steps, val_steps * data.val_batch_size * size
+        )
 
-    def _source(self, url: str, batch_size: int, threads: int, *, shuffle: bool) -> Source:
+    def _create_source(
+        self, url: str, batch_size: int, threads: int, *, shuffle: bool
+    ) -> BatchSource:
         job, objects = self.job, self.objects
         casts: dict[str, str | None] = dict.fromkeys(job.data.columns)
         if objects.transformation is None:
             casts = reader_casts(job.shape, job.labels, job.weight)
-        return Source(
+        return BatchSource(
             url,
             casts,
             batch_size=batch_size,
@@ -343,9 +373,9 @@ def _ends_on_nan(callback: Any) -> bool:
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
-def _seed(seed: int) -> None:
-    """Seeds what Keras and users draw from; `keras.utils.set_random_seed` would import every
-    backend there is.
+def _seed_generators(seed: int) -> None:
+    """Seeds the random generators of Keras and of users. `keras.utils.set_random_seed` would import
+    every installed backend.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the state that others draw from
@@ -360,7 +390,7 @@ def _seed(seed: int) -> None:
         torch.manual_seed(seed)
 
 
-def _build(model: Any, example: tuple[Any, ...]) -> None:
+def _build_model(model: Any, example: tuple[Any, ...]) -> None:
     """Builds what Keras would build from the first batch, which would then be lost on some
     backends.
     """

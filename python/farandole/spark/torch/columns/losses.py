@@ -25,13 +25,17 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from farandole.data.columns import Column
-    from farandole.spark.torch.job import Objects
+    from farandole.data.columns import PreparedColumn
+    from farandole.spark.torch.job import TorchUserObjects
 
-_INDEXED = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-_INDEXED_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+_INDEX_LOSS_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_INDEX_LOSS_FUNCTIONS = (
+    functional.cross_entropy,
+    functional.nll_loss,
+    functional.multi_margin_loss,
+)
 
-_FORMS: dict[str, tuple[Any, ...]] = {
+_LOSSES_BY_OUTPUT_FORM: dict[str, tuple[Any, ...]] = {
     "logits": (
         nn.CrossEntropyLoss, nn.MultiMarginLoss, nn.BCEWithLogitsLoss, functional.cross_entropy,
         functional.multi_margin_loss, functional.binary_cross_entropy_with_logits,
@@ -46,39 +50,43 @@ _FORMS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def form_of(loss: Any) -> str | None:
+def loss_output_form(loss: Any) -> str | None:
     """Returns the form of a model's output that a loss of torch takes, see
     `farandole.spark.common.model.classes`.
 
     Args:
-        loss: of any kind; of one's own it tells nothing.
+        loss: any loss. The form of a custom loss is unknown.
     """
-    for form, losses in _FORMS.items():
+    for form, losses in _LOSSES_BY_OUTPUT_FORM.items():
         if any(loss is one or type(loss) is one for one in losses):
             return form
     return None
 
 
-def constructed(objects: Objects, **arguments: Any) -> list[Any]:
-    """Returns the given losses, or those that their constructors make.
+def construct_losses(objects: TorchUserObjects, **arguments: Any) -> list[Any]:
+    """Returns the given losses, or the results of their constructors.
 
     Args:
-        objects: the user's.
-        **arguments: what a constructor may ask for by name: `model`, `optimizer`, `rank`, `size`.
+        objects: the user's objects.
+        **arguments: arguments that a constructor may take by name: `model`, `optimizer`, `rank`,
+            `size`.
 
     Raises:
         TypeError: a constructor returns no function.
     """
     if not objects.constructed:
         return list(objects.losses)
-    losses = [constructor(**_asked(constructor, arguments)) for constructor in objects.losses]
+    losses = [
+        constructor(**_requested_arguments(constructor, arguments))
+        for constructor in objects.losses
+    ]
     for loss in losses:
         if not callable(loss):
             raise TypeError(f"loss_constructors must return functions of (output, label): {loss!r}")
     return losses
 
 
-def _asked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _requested_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # classes written in C do not say
@@ -88,43 +96,43 @@ def _asked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str,
     return {one.name: arguments[one.name] for one in parameters if one.name in arguments}
 
 
-def takes_indices(loss: Any) -> bool:
+def takes_class_indices(loss: Any) -> bool:
     """Returns whether a torch loss takes the index of a class as label.
 
     Args:
         loss: of any kind.
     """
-    return isinstance(loss, _INDEXED) or loss in _INDEXED_FUNCTIONS
+    return isinstance(loss, _INDEX_LOSS_CLASSES) or loss in _INDEX_LOSS_FUNCTIONS
 
 
-def label_dtype(loss: Any, column: Column) -> str:
+def label_dtype(loss: Any, column: PreparedColumn) -> str:
     """Returns the dtype a label column gets for its loss, by the rule of this module.
 
     Args:
         loss: the loss of that label.
         column: the label column.
     """
-    if takes_indices(loss):
-        return "int64" if column.size == 1 else "float32"
+    if takes_class_indices(loss):
+        return "int64" if column.element_count == 1 else "float32"
     owner = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
     if (getattr(owner, "__module__", None) or "").startswith("torch.nn."):
         return "float32"
     return "int64" if column.dtype.startswith(("int", "uint")) else "float32"
 
 
-def shaped(
+def shape_label(
     label: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
     """Returns the label in the shape its loss expects.
 
     Args:
-        label: rows first.
-        output: what it will be compared with.
-        shape: as set by the user, if at all.
+        label: the label, rows first.
+        output: output that the loss compares with the label.
+        shape: shape set by the user, if any.
 
     Returns:
-        The label in that shape; without one, in the output's where it has as many elements: a loss
-        of one's own would broadcast (rows,) and (rows, 1) to a matrix, and say nothing.
+        The label in the user's shape; without one, in the output's shape if both have as many
+        elements. A custom loss would silently broadcast (rows,) and (rows, 1) to a matrix.
     """
     if shape is not None:
         return label.reshape(shape)
@@ -135,7 +143,7 @@ def shaped(
     return label
 
 
-def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def weighted_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Returns a loss that takes a weight per row: the mean of loss times weight.
 
     Args:
@@ -161,14 +169,16 @@ def weighted(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
             f"sample weights need a loss with an argument `reduction`, {name} has none"
         )
 
-    def mean(output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def weighted_mean(
+        output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         losses = single(output, label)
         return (losses.reshape(len(weights), -1).mean(dim=1) * weights).mean()
 
-    return mean
+    return weighted_mean
 
 
-def share(valid: int, size: int, everywhere: int) -> float:
+def loss_factor(valid: int, size: int, everywhere: int) -> float:
     """Returns the factor of the mean loss over this process's rows, before gradients are averaged
     over processes.
 

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.data.columns import row_shape
-from farandole.data.ragged import lengths_of
-from farandole.spark.torch.job import Input
+from farandole.data.ragged import lengths_column
+from farandole.spark.torch.job import TorchInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.data.columns import Column
+    from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData
-    from farandole.spark.common.data.source import Rows
-    from farandole.spark.torch.job import Label
+    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.torch.job import TorchLabel
 
-DTYPES = (
+INPUT_DTYPES = (
     "float32",
     "float64",
     "float16",
@@ -43,13 +43,13 @@ DTYPES = (
 """Types that an input may be cast to."""
 
 
-def inputs_of(
+def create_torch_inputs(
     groups: Sequence[Sequence[str]],
-    columns: Mapping[str, Column],
+    columns: Mapping[str, PreparedColumn],
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str] | None,
     prepared: PreparedData | None = None,
-) -> tuple[Input, ...]:
+) -> tuple[TorchInput, ...]:
     """Returns the tensor that each group of feature columns becomes.
 
     Args:
@@ -63,10 +63,10 @@ def inputs_of(
     Raises:
         ValueError: such a column is listed together with others.
     """
-    made: list[Input] = []
+    made: list[TorchInput] = []
     categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
     for index, group in enumerate(groups):
-        size = sum(columns[name].size for name in group)
+        size = sum(columns[name].element_count for name in group)
         shape = (size,) if shapes is None else row_shape(shapes[index], size)
         lists = [name for name in group if name in ragged]
         if lists and len(group) > 1:
@@ -76,21 +76,23 @@ def inputs_of(
         )
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
         nested = prepared is not None and any(prepared.ragged[name].nested for name in lists)
-        made.append(Input(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested))
+        made.append(
+            TorchInput(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested)
+        )
     return tuple(made)
 
 
-def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values of a batch as a type on a device.
+def to_device(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the values of a batch, with another type and on a device.
 
-    Where that is a GPU, they are copied to page-locked memory first: it continues with its work and
-    fetches them when it is their turn. Else it would have to be idle before each copy, and wait for
-    the next batch after it.
+    If the device is a GPU, the values are first copied to page-locked memory. The GPU then
+    continues its work and fetches the values in stream order. Otherwise the GPU would be idle
+    before each copy, and wait for the next batch after the copy.
 
     Args:
-        values: in host memory, which may be changed afterwards.
-        dtype: what they are cast to.
-        device: where they are wanted.
+        values: values in host memory, which may be changed afterwards.
+        dtype: type of the result.
+        device: device of the result.
     """
     if device.type != "cuda":
         return values.to(device, dtype)
@@ -98,7 +100,7 @@ def sent(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torc
 
 
 def input_tensor(
-    columns: Mapping[str, torch.Tensor], one: Input, rows: int, device: torch.device
+    columns: Mapping[str, torch.Tensor], one: TorchInput, rows: int, device: torch.device
 ) -> torch.Tensor:
     """Returns the tensor of one input.
 
@@ -110,15 +112,15 @@ def input_tensor(
     """
     dtype = getattr(torch, one.dtype)
     if one.nested:
-        return _nested(columns, one.columns[0], rows, dtype, device)
+        return _nested_tensor(columns, one.columns[0], rows, dtype, device)
     if len(one.columns) == 1:
-        tensor = sent(columns[one.columns[0]][:rows], dtype, device)
+        tensor = to_device(columns[one.columns[0]][:rows], dtype, device)
         return tensor if one.ragged else tensor.reshape(one.shape)
     parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
-    return sent(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
+    return to_device(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
 
 
-def _nested(
+def _nested_tensor(
     columns: Mapping[str, torch.Tensor],
     name: str,
     rows: int,
@@ -126,15 +128,15 @@ def _nested(
     device: torch.device,
 ) -> torch.Tensor:
     """Returns a nested tensor of the jagged layout, made of padded rows and their lengths."""
-    padded, lengths = columns[name][:rows], columns[lengths_of(name)][:rows]
+    padded, lengths = columns[name][:rows], columns[lengths_column(name)][:rows]
     values = padded[torch.arange(padded.shape[1]) < lengths[:, None]]
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return torch.nested.nested_tensor_from_jagged(
-        sent(values, dtype, device), sent(offsets, torch.int64, device)
+        to_device(values, dtype, device), to_device(offsets, torch.int64, device)
     )
 
 
-def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> None:
+def check_finite_inputs(columns: Mapping[str, torch.Tensor], one: TorchInput, rows: int) -> None:
     """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
 
     Args:
@@ -170,7 +172,13 @@ def check_inputs(columns: Mapping[str, torch.Tensor], one: Input, rows: int) -> 
 
 
 def label_tensor(
-    rows: Rows, one: Label, count: int, device: torch.device, *, checked: bool, allow_nan: bool
+    rows: SourceBatch,
+    one: TorchLabel,
+    count: int,
+    device: torch.device,
+    *,
+    checked: bool,
+    allow_nan: bool,
 ) -> torch.Tensor:
     """Returns the tensor of one label column.
 
@@ -199,25 +207,26 @@ def label_tensor(
             raise ValueError(
                 f"label column {name!r} contains fractions, but its loss takes indices of classes"
             )
-    return sent(values, getattr(torch, one.dtype), device)
+    return to_device(values, getattr(torch, one.dtype), device)
 
 
-def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
+def flat_outputs(value: Any, labels: int) -> list[torch.Tensor]:
     """Returns a model's outputs as a list, one per label.
 
     Args:
-        value: what the model returned: a tensor, or a tuple or list of them.
-        labels: how many there must be.
+        value: output of the model: a tensor, or a tuple or list of tensors.
+        labels: expected number of outputs.
 
     Raises:
-        ValueError: the model returns something else, or another number.
+        ValueError: the output has another type, or another number of tensors.
     """
     outputs = [value] if isinstance(value, torch.Tensor) else value
     if not isinstance(outputs, list | tuple) or not all(
         isinstance(output, torch.Tensor) for output in outputs
     ):
         raise ValueError(
-            f"the model must return a tensor or a tuple of tensors, it returned {_kind(value)}"
+            f"the model must return a tensor or a tuple of tensors, it returned "
+            f"{_describe_type(value)}"
         )
     if len(outputs) != labels:
         raise ValueError(
@@ -226,13 +235,13 @@ def outputs_of(value: Any, labels: int) -> list[torch.Tensor]:
     return list(outputs)
 
 
-def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
+def describe_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exception) -> str:
     """Returns the message about a model that does not accept its inputs.
 
     Args:
-        names: of the inputs.
-        inputs: their tensors.
-        error: what the model raised.
+        names: names of the inputs.
+        inputs: tensors of the inputs.
+        error: exception of the model.
     """
     shapes = ", ".join(
         f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, inputs, strict=True)
@@ -240,9 +249,9 @@ def told_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error: Exc
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
 
 
-def told_mapping(
-    inputs: Sequence[Input],
-    labels: Sequence[Label],
+def describe_mapping(
+    inputs: Sequence[TorchInput],
+    labels: Sequence[TorchLabel],
     outputs: Sequence[torch.Tensor],
     losses: Sequence[Callable[..., Any]],
 ) -> str:
@@ -251,29 +260,30 @@ def told_mapping(
     Args:
         inputs: the arguments of the model.
         labels: the label columns.
-        outputs: what the model made of some rows.
+        outputs: outputs of the model for some rows.
         losses: one per label.
     """
     parts = [
-        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_shown(one.shape)}"
+        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_format_shape(one.shape)}"
         for one in inputs
     ]
     ends = [
-        f"{_shown((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by {_name(loss)}"
+        f"{_format_shape((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by "
+        f"{_function_name(loss)}"
         for label, output, loss in zip(labels, outputs, losses, strict=True)
     ]
     return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
 
 
-def _shown(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
 
 
-def _name(function: Any) -> str:
+def _function_name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"{type(value).__name__} of {', '.join(type(one).__name__ for one in value)}"
     return type(value).__name__

@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.model.onnx import batch_of, check, names_of, placed, reason
-from farandole.spark.torch.columns.tensors import outputs_of
+from farandole.spark.common.model.onnx import (
+    check_onnx_predictions,
+    root_cause_text,
+    signature_input_names,
+    synthetic_input,
+    write_atomically,
+)
+from farandole.spark.torch.columns.tensors import flat_outputs
 
 if TYPE_CHECKING:
     import os
@@ -25,13 +31,13 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-_ROWS = 3
+_TRACED_ROWS = 3
 """Rows of the batch that is traced; the check takes more."""
-_MOST = 1 << 30
+_MAX_INLINE_WEIGHT_BYTES = 1 << 30
 """Bytes of weights in one file, which holds 2 GiB."""
 
 
-def export(
+def export_onnx(
     model: torch.nn.Module,
     signature: Sequence[Mapping[str, Any]],
     outputs: Sequence[str],
@@ -57,24 +63,24 @@ def export(
     Raises:
         ValueError: the model cannot be exported, or the exported one predicts something else.
     """
-    traced = _Model(deepcopy(model).cpu(), function, len(outputs)).eval()
+    traced = _TracedTorchModel(deepcopy(model).cpu(), function, len(outputs)).eval()
 
-    def predict(batch: Sequence[Array]) -> list[Array]:
+    def predict_arrays(batch: Sequence[Array]) -> list[Array]:
         with torch.inference_mode():
             return [one.numpy() for one in traced(*map(torch.from_numpy, batch))]
 
-    with placed(path) as made:
-        write(traced, signature, outputs, made, opset, name=type(model).__name__)
-        check(
+    with write_atomically(path) as made:
+        write_onnx(traced, signature, outputs, made, opset, name=type(model).__name__)
+        check_onnx_predictions(
             made,
             signature,
             None if rows is None else [one.numpy() for one in rows],
-            predict,
+            predict_arrays,
             tolerance,
         )
 
 
-class _Model(torch.nn.Module):
+class _TracedTorchModel(torch.nn.Module):
     """The model as `transform` calls it: outputs are a tuple, floats, one row of each per row."""
 
     def __init__(
@@ -87,10 +93,10 @@ class _Model(torch.nn.Module):
         value = (
             self.model(*inputs) if self._function is None else self._function(self.model, *inputs)
         )
-        return tuple(one.float() for one in outputs_of(value, self._outputs))
+        return tuple(one.float() for one in flat_outputs(value, self._outputs))
 
 
-def write(
+def write_onnx(
     model: torch.nn.Module,
     signature: Sequence[Mapping[str, Any]],
     outputs: Sequence[str],
@@ -112,7 +118,7 @@ def write(
     Raises:
         ValueError: the model cannot be exported.
     """
-    batch = tuple(torch.from_numpy(batch_of(one, _ROWS)) for one in signature)
+    batch = tuple(torch.from_numpy(synthetic_input(one, _TRACED_ROWS)) for one in signature)
     rows = torch.export.Dim("rows")
     # Lengths of ragged inputs have no name in common: the exporter finds out which of them the
     # model needs to be equal.
@@ -134,17 +140,17 @@ def write(
                 str(path),
                 dynamo=True,
                 dynamic_shapes=(shapes,),
-                input_names=names_of(signature),
+                input_names=signature_input_names(signature),
                 output_names=list(outputs),
-                external_data=_size(model) > _MOST,
+                external_data=_weight_bytes(model) > _MAX_INLINE_WEIGHT_BYTES,
                 verbose=False,
                 **options,
             )
     except Exception as error:
-        raise ValueError(f"torch cannot export {name} to ONNX: {reason(error)}") from error
+        raise ValueError(f"torch cannot export {name} to ONNX: {root_cause_text(error)}") from error
     finally:
         quiet.setLevel(level)
 
 
-def _size(model: torch.nn.Module) -> int:
+def _weight_bytes(model: torch.nn.Module) -> int:
     return sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()])

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from farandole.common import pickling
-from farandole.runner.pickles import culprit
+from farandole.runner.pickle_errors import find_unpicklable
 
 
-def pack(value: Any) -> bytes:
+def pack_pickle(value: Any) -> bytes:
     """Pickles objects, tensors and functions of the main module included.
 
     Args:
@@ -41,15 +41,15 @@ def pack_objects(objects: Any, **names: str) -> bytes:
             it.
     """
     try:
-        return pack(objects)
+        return pack_pickle(objects)
     except Exception as error:
-        told = culprit(
+        told = find_unpicklable(
             {names.get(one.name, one.name): getattr(objects, one.name) for one in fields(objects)}
         )
         raise TypeError(f"cannot be pickled for the training processes: {told or error}") from error
 
 
-def unpack(data: bytes) -> Any:
+def unpack_pickle(data: bytes) -> Any:
     """Inverts `pack`, with every tensor on the CPU. Runs code.
 
     Args:
@@ -78,7 +78,7 @@ def unpack_state(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
+def single_process_optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
     """Returns the optimizer's state as one process would have it: learning rates are divided by the
     world's size.
 

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.common import pickling
-from farandole.spark.common.model.outputs import describe
-from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain
+from farandole.spark.common.model.outputs import outputs_as_dicts
+from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain_json
 from farandole.spark.torch.saving import payload, tensorfile
 
 if TYPE_CHECKING:
     from farandole.spark.torch.model import TorchModel
 
-_OBJECTS = ("model", "optimizer", "loss", "loss_constructors", "transformation_fn")
-_ZIP = b"PK"
+_PICKLED_PARAMS = ("model", "optimizer", "loss", "loss_constructors", "transformation_fn")
+_ZIP_MAGIC = b"PK"
 
 
-class _Pickler(pickling.Pickler):
-    """Pickles objects with references instead of the weights of one module."""
+class _WeightsPickler(pickling.Pickler):
+    """A pickler that stores references instead of the weights of one module."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
@@ -44,26 +44,28 @@ class _Pickler(pickling.Pickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
-    """Puts the weights back; the same reference gives the same tensor."""
+class _WeightsUnpickler(pickle.Unpickler):
+    """An unpickler that puts the weights back; the same reference gives the same tensor."""
 
     def __init__(self, file: io.BytesIO, weights: dict[str, torch.Tensor]) -> None:
         super().__init__(file)
         self._weights = weights
-        self._made: dict[str, torch.Tensor] = {}
+        self._loaded_tensors: dict[str, torch.Tensor] = {}
 
     def persistent_load(self, pid: tuple[str, bool, bool]) -> torch.Tensor:
         name, is_parameter, requires_grad = pid
-        if name not in self._made:
+        if name not in self._loaded_tensors:
             tensor = self._weights[name]
-            self._made[name] = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-        return self._made[name]
+            self._loaded_tensors[name] = (
+                torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+            )
+        return self._loaded_tensors[name]
 
 
 class TorchModelWriter(ParamsWriter):
-    """Writes a `TorchModel`."""
+    """A writer of a `TorchModel`."""
 
-    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
         module = values["model"]
         weights = {
@@ -72,21 +74,25 @@ class TorchModelWriter(ParamsWriter):
             if torch.is_tensor(tensor)
         }
         pickled = io.BytesIO()
-        _Pickler(pickled, weights).dump({name: values.get(name) for name in _OBJECTS})
-        plain = {name: value for name, value in values.items() if name not in _OBJECTS}
+        _WeightsPickler(pickled, weights).dump({name: values.get(name) for name in _PICKLED_PARAMS})
+        plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
         if "outputs" in plain:
-            plain["outputs"] = describe(plain["outputs"])
+            plain["outputs"] = outputs_as_dicts(plain["outputs"])
         bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
-        state = tensorfile.dump(bare) if tensorfile.can_hold(bare) else payload.pack_state(bare)
+        state = (
+            tensorfile.dump_tensors(bare)
+            if tensorfile.can_hold_tensors(bare)
+            else payload.pack_state(bare)
+        )
         return plain, {"state": state, "objects": pickled.getvalue()}
 
 
 class TorchModelReader(ParamsReader["TorchModel"]):
-    """Reads a `TorchModel`."""
+    """A reader of a `TorchModel`."""
 
     def __init__(self, kind: type[TorchModel]) -> None:
         super().__init__(kind)
-        self._module: torch.nn.Module | None = None
+        self._given_module: torch.nn.Module | None = None
 
     def model(self, module: torch.nn.Module) -> TorchModelReader:
         """Loads the saved weights into your own module. No saved code runs; optimizer and loss stay
@@ -95,38 +101,42 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         Args:
             module: with parameters of the same names and shapes.
         """
-        self._module = module
+        self._given_module = module
         return self
 
-    def restore(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
+    def restore_parts(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore`."""
         state = parts["state"]
-        weights = payload.unpack_state(state) if state.startswith(_ZIP) else tensorfile.load(state)
-        if self._module is not None:
-            self._module.load_state_dict(weights)
-            loaded.setModel(self._module)
+        weights = (
+            payload.unpack_state(state)
+            if state.startswith(_ZIP_MAGIC)
+            else tensorfile.load_tensors(state)
+        )
+        if self._given_module is not None:
+            self._given_module.load_state_dict(weights)
+            loaded.setModel(self._given_module)
             return
-        self.check_code(
+        self.check_pickled_code(
             path, f", or use {self.kind.__name__}.read().model(module), which runs none"
         )
-        objects = _Unpickler(io.BytesIO(parts["objects"]), weights).load()
+        objects = _WeightsUnpickler(io.BytesIO(parts["objects"]), weights).load()
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
 
 class TorchParamsWriter(ParamsWriter):
-    """Writes an estimator."""
+    """A writer of an estimator."""
 
-    def parts(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
-        plain = {name: value for name, value in values.items() if is_plain(value)}
+        plain = {name: value for name, value in values.items() if is_plain_json(value)}
         rest = {name: value for name, value in values.items() if name not in plain}
-        return plain, {"objects": payload.pack(rest)}
+        return plain, {"objects": payload.pack_pickle(rest)}
 
 
 class TorchParamsReader(ParamsReader[Any]):
-    """Reads an estimator."""
+    """A reader of an estimator."""
 
-    def restore(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
+    def restore_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore`."""
-        self.check_code(path)
-        loaded.setParams(**payload.unpack(parts["objects"]))
+        self.check_pickled_code(path)
+        loaded.setParams(**payload.unpack_pickle(parts["objects"]))

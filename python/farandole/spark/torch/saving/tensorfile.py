@@ -18,7 +18,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_NAMES = {
+_NAME_BY_DTYPE = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -30,29 +30,29 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
-_ALIGN = 8
-_MOST_SIDES = 64
+_DTYPE_BY_NAME = {name: dtype for dtype, name in _NAME_BY_DTYPE.items()}
+_HEADER_ALIGNMENT = 8
+_MAX_DIMENSIONS = 64
 """As many as torch knows."""
 
 
-def can_hold(tensors: Mapping[str, torch.Tensor]) -> bool:
+def can_hold_tensors(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Returns whether the format can hold all of them.
 
     Args:
         tensors: by name.
     """
     return all(
-        one.dtype in _NAMES and one.layout is torch.strided and not one.is_quantized
+        one.dtype in _NAME_BY_DTYPE and one.layout is torch.strided and not one.is_quantized
         for one in tensors.values()
     )
 
 
-def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Tensors as bytes.
+def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Returns tensors as bytes.
 
     Args:
-        tensors: by name; `can_hold` says whether that is possible.
+        tensors: tensors by name for which `can_hold_tensors` returns true.
     """
     header: dict[str, object] = {}
     parts: list[bytes] = []
@@ -65,18 +65,18 @@ def dump(tensors: Mapping[str, torch.Tensor]) -> bytes:
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         end = start + len(data)
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": _NAME_BY_DTYPE[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
         parts.append(data)
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return b"".join([struct.pack("<Q", len(text)), text, *parts])
 
 
-def load(data: bytes) -> dict[str, torch.Tensor]:
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     """Returns the bytes as tensors.
 
     Args:
@@ -89,7 +89,7 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         (length,) = struct.unpack_from("<Q", data)
         header = json.loads(data[8 : 8 + length])
         return {
-            name: _tensor(memoryview(data)[8 + length :], one)
+            name: _decode_tensor(memoryview(data)[8 + length :], one)
             for name, one in header.items()
             if name != "__metadata__"
         }
@@ -105,10 +105,14 @@ def load(data: bytes) -> dict[str, torch.Tensor]:
         raise ValueError(f"not a whole file of tensors: {error}") from error
 
 
-def _tensor(data: memoryview, one: dict[str, Any]) -> torch.Tensor:
-    dtype, shape, (start, end) = _TYPES[str(one["dtype"])], one["shape"], one["data_offsets"]
-    # Before anything is taken: a shape may claim terabytes, and need not be one.
-    if len(shape) > _MOST_SIDES or not all(
+def _decode_tensor(data: memoryview, one: dict[str, Any]) -> torch.Tensor:
+    dtype, shape, (start, end) = (
+        _DTYPE_BY_NAME[str(one["dtype"])],
+        one["shape"],
+        one["data_offsets"],
+    )
+    # Check before memory is allocated: a shape may claim terabytes, or not be a shape.
+    if len(shape) > _MAX_DIMENSIONS or not all(
         type(side) is int and 0 <= side < 1 << 63 for side in shape
     ):
         raise ValueError(f"not the shape of a tensor: {str(shape)[:100]}")

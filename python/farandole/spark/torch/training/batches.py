@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.columns.losses import shaped, share, weighted
+from farandole.spark.torch.columns.losses import loss_factor, shape_label, weighted_loss
 from farandole.spark.torch.columns.tensors import (
-    check_inputs,
+    check_finite_inputs,
+    flat_outputs,
     input_tensor,
     label_tensor,
-    outputs_of,
-    sent,
+    to_device,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from farandole.spark.common.data.source import Rows
-    from farandole.spark.torch.job import Job
-    from farandole.spark.torch.training.steps import Stepper
+    from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.torch.job import TorchTrainingJob
+    from farandole.spark.torch.training.steps import OptimizerStepper
 
-Scored = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
+ScoredBatch = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
 """Outputs and labels of the rows that count, and their mean loss."""
 
 
-class Batches:
-    """Calls a model and its losses on batches.
+class BatchEvaluator:
+    """The model and its losses, called on batches.
 
     Args:
         model: on its device.
@@ -46,7 +46,7 @@ class Batches:
         self,
         model: Callable[..., Any],
         losses: Sequence[Any],
-        job: Job,
+        job: TorchTrainingJob,
         device: torch.device,
         size: int,
     ) -> None:
@@ -57,56 +57,56 @@ class Batches:
         self.first_pass = True
         self.weight_seen = 0.0
         self._losses = list(losses)
-        self._row_losses = [weighted(loss) for loss in losses] if job.weight else []
+        self._row_losses = [weighted_loss(loss) for loss in losses] if job.weight else []
 
-    def forward(self, rows: Rows, module: torch.nn.Module) -> Scored:
+    def forward_batch(self, rows: SourceBatch, module: torch.nn.Module) -> ScoredBatch:
         """Calls the model and its losses.
 
         Args:
             rows: the batch.
             module: whose buffers padding must not change.
         """
-        # A batch norm needs two rows to train on, and every rank a backward pass: such steps go
-        # through padded.
+        # Batch normalisation needs two rows in training, and every rank needs a backward pass.
+        # Therefore a batch with fewer rows is padded.
         valid, count = rows.valid, rows.count
         running = (
             [buffer.clone() for buffer in module.buffers()]
             if module.training and count > valid
             else []
         )
-        outputs = outputs_of(self.model(*self.inputs(rows, count)), len(self.job.labels))
+        outputs = flat_outputs(self.model(*self.input_tensors(rows, count)), len(self.job.labels))
         for buffer, before in zip(module.buffers() if running else (), running, strict=True):
             buffer.data.copy_(before)  # padding must not move a batch norm's statistics
         if valid == 0:
             return outputs, outputs, torch.stack([output.sum() for output in outputs]).sum() * 0.0
         outputs = [output[:valid] for output in outputs]
-        outputs, labels = self.shaped(outputs, self.labels(rows, valid))
-        return outputs, labels, self.loss(outputs, labels, self.weights(rows, valid))
+        outputs, labels = self.shape_labels(outputs, self.label_tensors(rows, valid))
+        return outputs, labels, self.total_loss(outputs, labels, self.weight_tensor(rows, valid))
 
-    def inputs(self, rows: Rows, count: int) -> list[torch.Tensor]:
+    def input_tensors(self, rows: SourceBatch, count: int) -> list[torch.Tensor]:
         """Returns the model's arguments."""
         if self.first_pass and not self.job.data.missing.allow_nan:
             for one in self.job.inputs:
-                check_inputs(rows.columns, one, count)
+                check_finite_inputs(rows.columns, one, count)
         return [input_tensor(rows.columns, one, count, self.device) for one in self.job.inputs]
 
-    def labels(self, rows: Rows, count: int) -> list[torch.Tensor]:
+    def label_tensors(self, rows: SourceBatch, count: int) -> list[torch.Tensor]:
         """Returns the label columns."""
         how = {"checked": self.first_pass, "allow_nan": self.job.data.missing.allow_nan}
         return [label_tensor(rows, one, count, self.device, **how) for one in self.job.labels]
 
-    def weights(self, rows: Rows, count: int) -> torch.Tensor | None:
+    def weight_tensor(self, rows: SourceBatch, count: int) -> torch.Tensor | None:
         """Returns the weight of each row, where there are weights."""
         if self.job.weight is None:
             return None
-        weights = sent(rows.columns[self.job.weight][:count], torch.float32, self.device).reshape(
-            -1
-        )
+        weights = to_device(
+            rows.columns[self.job.weight][:count], torch.float32, self.device
+        ).reshape(-1)
         if self.first_pass:
             self.weight_seen += float(weights.sum())
         return weights
 
-    def shaped(
+    def shape_labels(
         self, outputs: list[torch.Tensor], labels: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs, and labels in the shapes that their losses expect.
@@ -115,11 +115,11 @@ class Batches:
             outputs: of the model; one alone may come without its list.
             labels: as the columns hold them.
         """
-        outputs = outputs_of(outputs, len(self.job.labels))
+        outputs = flat_outputs(outputs, len(self.job.labels))
         pairs = zip(self.job.labels, labels, outputs, strict=True)
-        return outputs, [shaped(label, output, one.shape) for one, label, output in pairs]
+        return outputs, [shape_label(label, output, one.shape) for one, label, output in pairs]
 
-    def loss(
+    def total_loss(
         self, outputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
     ) -> torch.Tensor:
         """Returns the weighted sum of the labels' losses, each a mean over rows.
@@ -128,7 +128,7 @@ class Batches:
             ValueError: a label is no class that its output has.
         """
         if self.first_pass:
-            self._check_classes(outputs, labels)
+            self._check_label_classes(outputs, labels)
         parts: list[torch.Tensor] = []
         for index, share_of in enumerate(self.job.loss_weights):
             if weights is None:
@@ -138,7 +138,7 @@ class Batches:
             parts.append(value * share_of)
         return torch.stack(parts).sum()
 
-    def _check_classes(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
+    def _check_label_classes(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
         for index, one in enumerate(self.job.labels):
             if not one.indexes or outputs[index].dim() < 2 or labels[index].is_floating_point():  # noqa: PLR2004 - (rows, classes)
                 continue
@@ -147,10 +147,10 @@ class Batches:
             counted = labels[index][labels[index] != ignored]
             strange = counted[(counted < 0) | (counted >= classes)]
             if strange.numel():
-                raise ValueError(told_classes(one.column.name, int(strange[0]), classes))
+                raise ValueError(describe_unknown_class(one.column.name, int(strange[0]), classes))
 
 
-def told_classes(name: str, value: float, classes: int) -> str:
+def describe_unknown_class(name: str, value: float, classes: int) -> str:
     """Returns the message about a label for which the output has no class.
 
     Args:
@@ -165,7 +165,7 @@ def told_classes(name: str, value: float, classes: int) -> str:
 
 
 class UserMinibatch:
-    """Calls a user's `train_minibatch_fn`, with Horovod's arguments: as many of them as it takes.
+    """The user's `train_minibatch_fn`, called with as many of Horovod's arguments as it takes.
 
     `loss_fn` counts every row of the step once, whichever process holds it, as the built-in loop
     does: on the last, shorter batch of an epoch it leaves out the rows that fill it up.
@@ -176,16 +176,20 @@ class UserMinibatch:
         optimizer: that it steps.
     """
 
-    def __init__(self, function: Callable[..., Any], batches: Batches, optimizer: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], batches: BatchEvaluator, optimizer: Any
+    ) -> None:
         self._function = function
-        self._takes = _positional(function)
+        self._argument_count = _count_positional(function)
         self._batches = batches
-        self._stepper: Stepper
-        self._pending = False
+        self._stepper: OptimizerStepper
+        self._has_pending_gradients = False
         self._passes = 1
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._count_step)
 
-    def __call__(self, rows: Rows, step: int, passes: int, everywhere: int | None) -> Scored:
+    def __call__(
+        self, rows: SourceBatch, step: int, passes: int, everywhere: int | None
+    ) -> ScoredBatch:
         """Trains on one batch.
 
         Args:
@@ -195,67 +199,67 @@ class UserMinibatch:
             everywhere: rows of all processes in those batches.
         """
         batches, valid, count = self._batches, rows.valid, rows.count
-        factor = share(valid, batches.size, everywhere) if everywhere else 1.0 / passes
+        factor = loss_factor(valid, batches.size, everywhere) if everywhere else 1.0 / passes
         told: list[torch.Tensor] = []
 
         def loss_fn(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-            self._pending = True
-            outputs = outputs_of(outputs, len(batches.job.labels))
+            self._has_pending_gradients = True
+            outputs = flat_outputs(outputs, len(batches.job.labels))
             if valid == 0:
                 return torch.stack([output.sum() for output in outputs]).sum() * 0.0
             few = [output[:valid] for output in outputs], [label[:valid] for label in labels]
-            value = batches.loss(*few, None if weights is None else weights[:valid])
+            value = batches.total_loss(*few, None if weights is None else weights[:valid])
             told.append(value.detach())
             return value * factor
 
         arguments = (
             batches.model,
             self._stepper.optimizer,
-            batches.shaped,
+            batches.shape_labels,
             loss_fn,
-            batches.inputs(rows, count),
-            batches.labels(rows, count),
-            batches.weights(rows, count),
+            batches.input_tensors(rows, count),
+            batches.label_tensors(rows, count),
+            batches.weight_tensor(rows, count),
             passes,
             step,
         )
-        with self._stepper.autocast():
-            returned = self._function(*arguments[: self._takes])
+        with self._stepper.autocast_context():
+            returned = self._function(*arguments[: self._argument_count])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
             raise ValueError(
                 f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}"
             )
-        outputs, labels = batches.shaped(returned[0], batches.labels(rows, count))
+        outputs, labels = batches.shape_labels(returned[0], batches.label_tensors(rows, count))
         loss = told[-1] if told else torch.as_tensor(returned[1]).detach()
         return [one[:valid] for one in outputs], [one[:valid] for one in labels], loss
 
     @property
     def is_between_steps(self) -> bool:
         """Whether no gradients wait for the optimizer's step."""
-        return not self._pending
+        return not self._has_pending_gradients
 
-    def enter(self, stepper: Stepper) -> None:
+    def enter_world(self, stepper: OptimizerStepper) -> None:
         """Begins in a world, without gradients of the one before.
 
         Args:
             stepper: that counts the optimizer's steps.
         """
-        self._stepper, self._pending = stepper, False
+        self._stepper, self._has_pending_gradients = stepper, False
 
-    def end(self) -> None:
+    def finish_epoch(self) -> None:
         """Takes the step of the epoch's last batches, where the function steps before a batch as
         Horovod's does.
         """
-        if self._pending:
+        if self._has_pending_gradients:
             self._stepper.optimizer.step()
             self._stepper.optimizer.zero_grad()
 
-    def _stepped(self, *_: Any) -> None:
+    def _count_step(self, *_: Any) -> None:
         self._stepper.taken += 1
-        self._pending = False
+        self._has_pending_gradients = False
 
 
-def _positional(function: Callable[..., Any]) -> int:
+def _count_positional(function: Callable[..., Any]) -> int:
     kinds = [one.kind for one in inspect.signature(function).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         return 9

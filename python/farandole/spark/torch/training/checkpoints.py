@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run's checkpoints: the last one, the best one, and those that are kept at an interval.
+"""A run's checkpoints: the last one, the best one, and the ones that are kept at an interval.
 
 <runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues
                                          from it
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
 from farandole.numpy.plain import broadcast_plain
-from farandole.spark.common.show.events import scalars
-from farandole.spark.torch.job import Trained
+from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
-from farandole.stores.consent import PickleNotAllowedError
+from farandole.stores.pickle_policy import PickleNotAllowedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-    from farandole.spark.torch.job import Job
+    from farandole.spark.torch.job import TorchTrainingJob
 
 
-class Checkpoints:
-    """Writes them on rank 0 and reads them back.
+class RunCheckpoints:
+    """The checkpoints of a run, which rank 0 writes and reads.
 
     Args:
         job: the run.
@@ -44,15 +44,18 @@ class Checkpoints:
         best: the best so far, where that is kept.
     """
 
-    def __init__(self, job: Job, rank: int, *, moves: bool = False) -> None:
+    def __init__(self, job: TorchTrainingJob, rank: int, *, moves: bool = False) -> None:
         self._job = job
         self._store = job.store
         self._moves = moves
         self.rank = rank
         self.best: bytes | None = None
 
-    def resume(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Takes the run's checkpoint into model and optimizer, everywhere alike; a collective call.
+    def resume_run(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Loads the run's checkpoint into model and optimizer, equal on all ranks; a collective
+        call.
 
         Args:
             model: on its device.
@@ -65,7 +68,9 @@ class Checkpoints:
             ValueError: the checkpoint is of another model or optimizer.
         """
         found = self._store.resume() if self.rank == 0 else None
-        rest = None if found is None else payload.pack_state(self._load(found, model, optimizer))
+        rest = (
+            None if found is None else payload.pack_state(self._load_state(found, model, optimizer))
+        )
         rest = broadcast_plain(rest, 0)
         # moves its tensors to where the parameters are
         optimizer.load_state_dict(optimizer.state_dict())
@@ -73,7 +78,7 @@ class Checkpoints:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         return {} if rest is None else payload.unpack_state(rest)
 
-    def _load(
+    def _load_state(
         self, found: bytes, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
         try:
@@ -94,7 +99,9 @@ class Checkpoints:
             ) from error
         return state
 
-    def publish(self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]) -> None:
+    def publish_epoch(
+        self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]
+    ) -> None:
         """Writes the files of an epoch.
 
         Args:
@@ -102,7 +109,7 @@ class Checkpoints:
             history: of all epochs so far.
         """
         best = self._job.loop.best
-        is_best = best is not None and best.best(history) == len(history) - 1
+        is_best = best is not None and best.best_index(history) == len(history) - 1
         keeps = is_best and (self._moves or self.rank == 0)
         writes = self._store.saving_runs and self.rank == 0
         if not (keeps or writes):
@@ -122,11 +129,11 @@ class Checkpoints:
         self._store.write(
             f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode()
         )
-        self._store.write(f"{logs}/events.out.tfevents.farandole", scalars(history))
+        self._store.write(f"{logs}/events.out.tfevents.farandole", encode_scalar_events(history))
 
-    def result(
+    def training_result(
         self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]
-    ) -> Trained | None:
+    ) -> TorchTrainingResult | None:
         """Returns the result of rank 0: the last state, or the best one if requested.
 
         Args:
@@ -135,11 +142,11 @@ class Checkpoints:
         """
         if self.rank != 0:
             return None
-        if self._job.loop.best is not None and self._job.loop.best.best(history) is not None:
+        if self._job.loop.best is not None and self._job.loop.best.best_index(history) is not None:
             # A resumed run whose best epoch came before has it in the store alone.
             best = self.best or self._store.read_checkpoint(
                 f"{self._store.checkpoint_filename}.best"
             )
             if best is not None:
-                return Trained(best, history)
-        return Trained(payload.pack_state(state()), history)
+                return TorchTrainingResult(best, history)
+        return TorchTrainingResult(payload.pack_state(state()), history)

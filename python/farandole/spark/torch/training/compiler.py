@@ -23,65 +23,67 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_NAME = "torch._dynamo"
+_DYNAMO_MODULE = "torch._dynamo"
 
 
-def defer() -> None:
+def defer_compiler() -> None:
     """Keeps the compiler from being imported by optimizers, unless it has been already."""
-    if _NAME in sys.modules:
+    if _DYNAMO_MODULE in sys.modules:
         return
-    spec = PathFinder.find_spec(_NAME, torch.__path__)
+    spec = PathFinder.find_spec(_DYNAMO_MODULE, torch.__path__)
     if spec is None or not spec.has_location:
         return
-    stand_in = _Deferred()
-    stand_in.__spec__, stand_in.__file__, stand_in.__package__ = spec, spec.origin, _NAME
+    stand_in = _DeferredCompiler()
+    stand_in.__spec__, stand_in.__file__, stand_in.__package__ = spec, spec.origin, _DYNAMO_MODULE
     stand_in.__path__ = list(spec.submodule_search_locations or ())
-    sys.meta_path.insert(0, _Finder())
-    sys.modules[_NAME] = stand_in
+    sys.meta_path.insert(0, _CompilerFinder())
+    sys.modules[_DYNAMO_MODULE] = stand_in
     setattr(torch, "_dynamo", stand_in)  # noqa: B010 - type checkers do not know this name of torch
 
 
 def is_deferred() -> bool:
     """Returns whether the compiler has not been needed yet."""
-    return isinstance(sys.modules.get(_NAME), _Deferred)
+    return isinstance(sys.modules.get(_DYNAMO_MODULE), _DeferredCompiler)
 
 
-class _Compiled(type):
-    """Asks the compiler, once it is there."""
+class _OptimizedModuleMeta(type):
+    """A metaclass whose `isinstance` asks the compiler, if the compiler is imported."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return not is_deferred() and isinstance(instance, sys.modules[_NAME].OptimizedModule)
+        return not is_deferred() and isinstance(
+            instance, sys.modules[_DYNAMO_MODULE].OptimizedModule
+        )
 
 
-class OptimizedModule(metaclass=_Compiled):
-    """In the place of the class of compiled modules: without the compiler there are none."""
+class OptimizedModule(metaclass=_OptimizedModuleMeta):
+    """A stand-in for the class of compiled modules, which has no instances without the compiler."""
 
 
-class _Part(ModuleType):
-    """In the place of a module below the compiler, of which eager code asks one thing."""
+class _SubmoduleStandIn(ModuleType):
+    """A stand-in for a submodule of the compiler from which eager code takes one attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(getattr(_compiler(), self.__name__.rpartition(".")[2]), name)
+        return getattr(getattr(_import_compiler(), self.__name__.rpartition(".")[2]), name)
 
 
-def _part(name: str, **known: Any) -> ModuleType:
-    part = _Part(f"{_NAME}.{name}")
+def _create_submodule(name: str, **known: Any) -> ModuleType:
+    part = _SubmoduleStandIn(f"{_DYNAMO_MODULE}.{name}")
     part.__dict__.update(known)
     return part
 
 
-class _Deferred(ModuleType):
+class _DeferredCompiler(ModuleType):
     """In the compiler's place."""
 
     def __init__(self) -> None:
-        super().__init__(_NAME)
+        super().__init__(_DYNAMO_MODULE)
         self.OptimizedModule = OptimizedModule
         # The default mode of DistributedDataParallel.
-        self.utils = _part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        self.utils = _create_submodule("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         # torch.distributed begins, and nothing has been traced.
-        self.trace_rules = _part("trace_rules", clear_lru_cache=lambda: None)
+        self.trace_rules = _create_submodule("trace_rules", clear_lru_cache=lambda: None)
 
     def graph_break(self, msg: str = "") -> None:
         """Does nothing: no function is compiled."""
@@ -101,36 +103,36 @@ class _Deferred(ModuleType):
         known: list[Callable[..., Any]] = []
 
         @wraps(fn)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_function(*args: Any, **kwargs: Any) -> Any:
             if is_deferred():
                 return fn(*args, **kwargs)
             if not known:
-                known.append(sys.modules[_NAME].disable(fn, recursive, **options))
+                known.append(sys.modules[_DYNAMO_MODULE].disable(fn, recursive, **options))
             return known[0](*args, **kwargs)
 
-        return call
+        return call_function
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
-        return getattr(_compiler(), name)
+            raise AttributeError(f"module {_DYNAMO_MODULE!r} has no attribute {name!r}")
+        return getattr(_import_compiler(), name)
 
 
-class _Finder(MetaPathFinder):
-    """Brings the compiler when a module below it is imported."""
+class _CompilerFinder(MetaPathFinder):
+    """An import finder that imports the compiler when a module below it is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         del path, target
-        if not fullname.startswith(f"{_NAME}.") or not is_deferred():
+        if not fullname.startswith(f"{_DYNAMO_MODULE}.") or not is_deferred():
             return None
-        _compiler()
+        _import_compiler()
         found = sys.modules.get(fullname)
-        return None if found is None else ModuleSpec(fullname, _Loaded(found))
+        return None if found is None else ModuleSpec(fullname, _LoadedModuleLoader(found))
 
 
-class _Loaded(Loader):
+class _LoadedModuleLoader(Loader):
     """A module that came along with the compiler."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -145,8 +147,8 @@ class _Loaded(Loader):
         module.__spec__ = self._spec
 
 
-def _compiler() -> ModuleType:
+def _import_compiler() -> ModuleType:
     if is_deferred():
-        del sys.modules[_NAME]
+        del sys.modules[_DYNAMO_MODULE]
         delattr(torch, "_dynamo")
-    return importlib.import_module(_NAME)
+    return importlib.import_module(_DYNAMO_MODULE)

@@ -14,40 +14,40 @@ from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
 from farandole.common.notices import is_elastic
-from farandole.spark.common.data.source import Place
+from farandole.spark.common.data.source import EpochPosition
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
-EVERY = 10
+COMMIT_INTERVAL_STEPS = 10
 """Steps from one commit to the next, at least; commits are also made at the ends of epochs."""
 
 
 @dataclass(frozen=True)
-class Reached:
+class TorchRunProgress:
     """The progress of a run, the same on every rank.
 
     Attributes:
-        begun: whether the run has its first state: a fresh one, or that of a checkpoint.
-        first_epoch: with which this job began.
+        begun: whether the run has its first state: a fresh state, or the state of a checkpoint.
+        first_epoch: epoch with which this job began.
         history: entries of complete epochs.
-        place: in the data of the epoch in progress.
-        totals: sums of its scores; `None` before its first step.
-        scores: those of its training, once that is over.
-        seconds: that it has taken.
+        place: position in the data of the epoch in progress.
+        totals: sums of the scores of this epoch; `None` before its first step.
+        scores: training scores of this epoch, after its last step.
+        seconds: duration of this epoch so far.
         taken: steps of the optimizer in all.
         taken_before: steps of the optimizer before this epoch.
-        stepper: state of schedule and precision, with the world's size that learning rates are
-            multiplied by.
-        best: the best checkpoint so far, where that is kept.
+        stepper: state of schedule and precision, with the world's size by which learning rates are
+            multiplied.
+        best: the best checkpoint so far, if the best checkpoint is kept.
     """
 
     begun: bool = False
     first_epoch: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
-    place: Place = field(default_factory=Place)
+    place: EpochPosition = field(default_factory=EpochPosition)
     totals: list[float] | None = None
     scores: dict[str, Any] | None = None
     seconds: float = 0.0
@@ -57,8 +57,8 @@ class Reached:
     best: bytes | None = None
 
 
-class Course:
-    """Takes a run through the worlds of its job; in a job of fixed size there is one.
+class TorchElasticRun:
+    """A run that continues through the worlds of its job; a job of fixed size has one world.
 
     Args:
         model: on its device.
@@ -66,36 +66,36 @@ class Course:
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self.reached = Reached()
+        self.reached = TorchRunProgress()
         self.moves = is_elastic()
         """Whether the world may change."""
         self._state = (
             hvd.elastic.TorchState(model, optimizer, reached=self.reached) if self.moves else None
         )
 
-    def through(self, train: Callable[[], None]) -> None:
+    def run_in_each_world(self, train: Callable[[], None]) -> None:
         """Calls a function that trains from the last commit to the end, in each world until one has
         finished.
 
         Args:
-            train: the function; it begins with a collective look at the progress so far.
+            train: the function; it begins with a collective call that reads the progress so far.
         """
         if self._state is None:
             train()
             return
 
-        def go_on(state: Any) -> None:
+        def train_in_world(state: Any) -> None:
             self.reached = state.reached
             train()
 
-        hvd.elastic.run(go_on)(self._state)
+        hvd.elastic.run(train_in_world)(self._state)
 
-    def reaches(self, **changes: Any) -> None:
-        """Notes how far the run has come, and where the world may change commits to it; a
-        collective call.
+    def commit_progress(self, **changes: Any) -> None:
+        """Updates the progress of the run, and commits it if the world may change; a collective
+        call.
 
         Args:
-            **changes: of `Reached`.
+            **changes: new values of fields of `TorchRunProgress`.
         """
         self.reached = replace(self.reached, **changes)
         if self._state is not None:

@@ -23,41 +23,43 @@ from farandole.numpy.plain import allgather_plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from farandole.spark.torch.job import Label
+    from farandole.spark.torch.job import TorchLabel
 
 
-class Scores:
+class ScoreSums:
     """Sums of one pass over data.
 
     Args:
         metrics: one group per metric: a function for every label, or one per label.
-        labels: which labels there are.
-        before: sums of all processes that the pass has come to already, as `totals` told.
+        labels: the labels.
+        before: sums of all processes from an earlier part of the pass, a result of `global_totals`.
     """
 
     def __init__(
         self,
         metrics: list[list[Any]],
-        labels: Sequence[Label],
+        labels: Sequence[TorchLabel],
         before: Sequence[float] | None = None,
     ) -> None:
         names = [one.column.name for one in labels]
         self._groups = [
             [
                 (name, index, function)
-                for index, (name, function) in enumerate(zip(*_spread(group, names), strict=True))
+                for index, (name, function) in enumerate(
+                    zip(*_metrics_per_label(group, names), strict=True)
+                )
             ]
-            for group in _distinct(metrics)
+            for group in _name_metrics(metrics)
         ]
-        self._flat = [one for group in self._groups for one in group]
-        self._before = before
+        self._metrics = [one for group in self._groups for one in group]
+        self._earlier_totals = before
         self._rows = 0
-        self._sums: list[Any] = [0.0] * (1 + len(self._flat))
-        for _, _, function in self._flat:
+        self._sums: list[Any] = [0.0] * (1 + len(self._metrics))
+        for _, _, function in self._metrics:
             if is_stateful(function):
                 function.reset()
 
-    def add(
+    def add_batch(
         self, outputs: list[torch.Tensor], labels: list[torch.Tensor], loss: torch.Tensor, rows: int
     ) -> None:
         """Counts one batch.
@@ -73,20 +75,20 @@ class Scores:
         self._rows += rows
         self._sums[0] = self._sums[0] + loss.detach().double() * rows
         with torch.no_grad():
-            for position, (name, index, function) in enumerate(self._flat, start=1):
+            for position, (name, index, function) in enumerate(self._metrics, start=1):
                 if is_stateful(function):
                     function.to(outputs[index].device).update(
                         outputs[index].detach(), labels[index]
                     )
                 else:
-                    value = _number(function(outputs[index].detach(), labels[index]), name)
+                    value = _to_scalar(function(outputs[index].detach(), labels[index]), name)
                     self._sums[position] = self._sums[position] + value * rows
 
-    def loss(self) -> float:
-        """Mean loss so far, of this process alone."""
+    def mean_loss(self) -> float:
+        """Returns the mean loss so far, of this process alone."""
         return float(self._sums[0]) / max(self._rows, 1)
 
-    def totals(self) -> list[float]:
+    def global_totals(self) -> list[float]:
         """Rows, and the sums over them, of all processes; a collective call."""
         mine = torch.tensor(
             [float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64
@@ -94,17 +96,17 @@ class Scores:
         found = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
         return (
             found
-            if self._before is None
-            else [one + more for one, more in zip(self._before, found, strict=True)]
+            if self._earlier_totals is None
+            else [one + more for one, more in zip(self._earlier_totals, found, strict=True)]
         )
 
-    def everywhere(self) -> dict[str, Any]:
+    def global_scores(self) -> dict[str, Any]:
         """Returns the means over all processes; a collective call.
 
         Returns:
             `{"loss": ..., "all_metrics": [{name: value}, ...]}`, one dict per metric.
         """
-        rows, *sums = self.totals()
+        rows, *sums = self.global_totals()
         means = iter([total / max(rows, 1.0) for total in sums])
         return {
             "loss": next(means),
@@ -112,7 +114,7 @@ class Scores:
                 {
                     key: value
                     for name, _, function in group
-                    for key, value in _told(name, function, next(means)).items()
+                    for key, value in _metric_values(name, function, next(means)).items()
                 }
                 for group in self._groups
             ],
@@ -120,30 +122,30 @@ class Scores:
 
 
 def is_stateful(function: Any) -> bool:
-    """Returns whether a metric keeps a state of its own, as those of torchmetrics do."""
+    """Returns whether a metric has state, like the metrics of torchmetrics."""
     return all(
         callable(getattr(function, name, None)) for name in ("update", "compute", "reset", "to")
     )
 
 
-def _told(name: str, function: Any, mean: float) -> dict[str, float]:
+def _metric_values(name: str, function: Any, mean: float) -> dict[str, float]:
     if not is_stateful(function):
         return {name: mean}
     parts = list(function.values()) if hasattr(function, "values") else [function]
     for part in parts:
-        part.dist_sync_fn = _gather
-        part.distributed_available_fn = _has_others
+        part.dist_sync_fn = _gather_tensor
+        part.distributed_available_fn = _has_peers
     value = function.compute()
     if isinstance(value, dict):
-        return {f"{name}_{key}": _number(one, key).item() for key, one in value.items()}
-    return {name: float(_number(value, name))}
+        return {f"{name}_{key}": _to_scalar(one, key).item() for key, one in value.items()}
+    return {name: float(_to_scalar(value, name))}
 
 
-def _has_others() -> bool:
+def _has_peers() -> bool:
     return hvd.size() > 1
 
 
-def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+def _gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Gathers a tensor of any shape from every rank, in the form that torchmetrics expects."""
     del group
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -158,7 +160,7 @@ def _gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     ]
 
 
-def _number(value: Any, name: str) -> Any:
+def _to_scalar(value: Any, name: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return torch.tensor(float(value), dtype=torch.float64)
     if value.numel() != 1:
@@ -168,7 +170,7 @@ def _number(value: Any, name: str) -> Any:
     return value.detach().double().reshape(())
 
 
-def _distinct(metrics: list[list[Any]]) -> list[list[tuple[str, Any]]]:
+def _name_metrics(metrics: list[list[Any]]) -> list[list[tuple[str, Any]]]:
     """Names every function after itself, and the second of a name with a number."""
     seen: dict[str, int] = {}
     named: list[list[tuple[str, Any]]] = []
@@ -182,7 +184,9 @@ def _distinct(metrics: list[list[Any]]) -> list[list[tuple[str, Any]]]:
     return named
 
 
-def _spread(group: list[tuple[str, Any]], labels: list[str]) -> tuple[list[str], list[Any]]:
+def _metrics_per_label(
+    group: list[tuple[str, Any]], labels: list[str]
+) -> tuple[list[str], list[Any]]:
     if len(group) == 1 and len(labels) > 1 and is_stateful(group[0][1]):
         import copy  # noqa: PLC0415 - a state for every label
 

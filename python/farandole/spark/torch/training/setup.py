@@ -14,19 +14,19 @@ import torch
 import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.torch.training import compiler
-from farandole.spark.torch.training.source import ModuleSource, TensorSource
+from farandole.spark.torch.training.source import DataModuleSource, TensorSource
 
 if TYPE_CHECKING:
-    from farandole.spark.common.data.reading import Data
-    from farandole.spark.torch.job import Job, Loop
+    from farandole.spark.common.data.reading import TrainingDataSpec
+    from farandole.spark.torch.job import TorchTrainingJob, TrainingLoopOptions
 
-Batched = TensorSource | ModuleSource
+BatchedSource = TensorSource | DataModuleSource
 
-_FOR_A_NORM = 2
+_MIN_BATCH_NORM_ROWS = 2
 """Rows that a batch norm needs to train on."""
 
 
-def prepare_process(loop: Loop, rank: int) -> None:
+def prepare_process(loop: TrainingLoopOptions, rank: int) -> None:
     """Seeds and configures this process.
 
     Args:
@@ -34,7 +34,7 @@ def prepare_process(loop: Loop, rank: int) -> None:
         rank: of this process.
     """
     if not loop.compile:
-        compiler.defer()
+        compiler.defer_compiler()
     if loop.mp_start_method is not None:
         multiprocessing.set_start_method(loop.mp_start_method, force=True)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -48,21 +48,21 @@ def prepare_process(loop: Loop, rank: int) -> None:
         torch.manual_seed(seed + rank)
 
 
-def device_of(wanted: bool) -> torch.device:
+def choose_rank_device(wanted: bool) -> torch.device:
     """Returns the device of this rank.
 
     Args:
         wanted: whether GPUs may be used.
     """
     here = wanted and torch.cuda.is_available()
-    choice = task.device(
+    choice = task.choose_own_gpu(
         torch.cuda.device_count() if here else 0, hvd.local_rank(), hvd.local_size()
     )
     return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
 
 
-def agree_on_device(device: torch.device) -> None:
-    """Sees that every rank has come to the same kind of device; a collective call.
+def check_device_agreement(device: torch.device) -> None:
+    """Checks that every rank has the same kind of device; a collective call.
 
     Args:
         device: of this rank.
@@ -79,15 +79,21 @@ def agree_on_device(device: torch.device) -> None:
         )
 
 
-def on_device(loss: Any, device: torch.device) -> Any:
+def move_loss(loss: Any, device: torch.device) -> Any:
     """Returns a loss with its own tensors where the outputs are."""
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
 
-def sources(
-    job: Job, transformation: Any, data_module: Any, rank: int, size: int, *, moves: bool = False
-) -> tuple[Batched, Batched | None, contextlib.AbstractContextManager[Any]]:
-    """Training and validation batches, and the context that they are read in.
+def create_sources(
+    job: TorchTrainingJob,
+    transformation: Any,
+    data_module: Any,
+    rank: int,
+    size: int,
+    *,
+    moves: bool = False,
+) -> tuple[BatchedSource, BatchedSource | None, contextlib.AbstractContextManager[Any]]:
+    """Returns training and validation batches, and the context in which they are read.
 
     Args:
         job: the run.
@@ -99,8 +105,8 @@ def sources(
     """
     data = job.data
     if data_module is not None:
-        steps = module_steps(data, size)
-        module = data.module(
+        steps = data_module_steps(data, size)
+        module = data.create_data_module(
             data_module,
             epochs=job.loop.epochs,
             transformation=transformation,
@@ -108,9 +114,9 @@ def sources(
             size=size,
             steps=steps,
         )
-        held = None if data.val_url is None else ModuleSource(module.val_data, steps[1])
-        return ModuleSource(module.train_data, steps[0]), held, module
-    # Labels are cast after they have been looked at; with a transformation everything is.
+        held = None if data.val_url is None else DataModuleSource(module.val_data, steps[1])
+        return DataModuleSource(module.train_data, steps[0]), held, module
+    # Labels are cast after they have been checked. With a transformation, all columns are.
     casts: dict[str, str | None] = dict.fromkeys(data.columns)
     if transformation is None:
         used = [name for one in job.inputs for name in one.columns] + [
@@ -123,11 +129,11 @@ def sources(
         floats |= {
             one.column.name
             for one in job.labels
-            if one.dtype == "float32" and _is_exact(one.column.dtype)
+            if one.dtype == "float32" and _is_exact_float32(one.column.dtype)
         }
         casts = {name: "float32" if name in floats else None for name in dict.fromkeys(used)}
 
-    def source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:
+    def create_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:
         return TensorSource(
             url,
             casts,
@@ -139,22 +145,23 @@ def sources(
             threads=threads,
             in_memory=data.in_memory,
             transformation=transformation,
-            least=_FOR_A_NORM,
+            least=_MIN_BATCH_NORM_ROWS,
             missing=data.missing,
             moves=moves,
             ragged=data.ragged,
         )
 
-    train = source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
+    train = create_source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
     val = None
     if data.val_url is not None:
-        # In whatever order: means over rows are the same, and each byte is read once.
-        val = source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+        # The order does not matter: means over rows are the same. If shuffled, each byte is read
+        # once.
+        val = create_source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
     return train, val, contextlib.nullcontext()
 
 
-def module_steps(data: Data, size: int) -> tuple[int, int]:
-    """Steps of an epoch that a data module is asked for: as in Horovod, only whole ones.
+def data_module_steps(data: TrainingDataSpec, size: int) -> tuple[int, int]:
+    """Returns the steps of an epoch of a data module: as in Horovod, only complete batches.
 
     Args:
         data: that it reads.
@@ -164,6 +171,6 @@ def module_steps(data: Data, size: int) -> tuple[int, int]:
     return train, data.val_steps or max(1, data.val_rows // (data.val_batch_size * size))
 
 
-def _is_exact(dtype: str) -> bool:
+def _is_exact_float32(dtype: str) -> bool:
     """Returns whether labels of this type can be examined as float32."""
     return dtype.startswith(("float", "int", "uint", "bool"))

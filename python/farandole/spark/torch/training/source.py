@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from farandole.spark.common.data.source import Place, Rows, Source
+from farandole.spark.common.data.source import BatchSource, EpochPosition, SourceBatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
 
-class TensorSource(Source):
+class TensorSource(BatchSource):
     """Prepared data, or Parquet of any program, through the native reader."""
 
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
 
-    def epoch(self, number: int, steps: int) -> Generator[Rows]:
-        """Like `Source.epoch`."""
+    def epoch(self, number: int, steps: int) -> Generator[SourceBatch]:
+        """Like `BatchSource.epoch`."""
         with closing(super().epoch(number, steps)) as batches:
             for rows in batches:
-                yield replace(rows, columns=tensors_of(rows.columns))
+                yield replace(rows, columns=to_tensors(rows.columns))
 
 
-class ModuleSource:
+class DataModuleSource:
     """Batches of a user's data module, whose rows all count.
 
     Args:
@@ -43,13 +43,13 @@ class ModuleSource:
     def __init__(self, loader: Callable[[], Iterable[Any]], steps: int) -> None:
         self.steps = max(steps, 1)
         self._loader = loader
-        self._left: Iterator[Any] | None = None
+        self._batch_iterator: Iterator[Any] | None = None
 
     def rows_in(self, _first: int, _last: int) -> None:
         """Rows of all processes in some steps, which are unknown."""
         return
 
-    def begin_at(self, place: Place) -> None:
+    def begin_at(self, place: EpochPosition) -> None:
         """Does nothing: epochs begin at their first row."""
         del place
 
@@ -57,40 +57,40 @@ class ModuleSource:
         """Steps of an epoch."""
         return self.steps
 
-    def place_after(self, _number: int, steps: int) -> Place:
+    def place_after(self, _number: int, steps: int) -> EpochPosition:
         """Returns the number of steps that are done. No other position is known.
 
         Args:
             steps: that are done.
         """
-        return Place(steps)
+        return EpochPosition(steps)
 
-    def epoch(self, _number: int, steps: int) -> Generator[Rows]:
-        """The batches of an epoch: an infinite loader continues where it was, a finite one starts
-        again.
+    def epoch(self, _number: int, steps: int) -> Generator[SourceBatch]:
+        """Yields the batches of an epoch. An infinite loader continues at its position, a finite
+        loader starts again.
 
         Args:
             steps: how many batches.
         """
         for _ in range(steps):
-            tensors = tensors_of(self._next())
+            tensors = to_tensors(self._next_batch())
             count = len(next(iter(tensors.values())))
-            yield Rows(tensors, count, count)
+            yield SourceBatch(tensors, count, count)
 
-    def _next(self) -> Mapping[str, Any]:
-        for left in (self._left, None):
-            self._left = iter(self._loader()) if left is None else left
-            batch = next(self._left, None)
+    def _next_batch(self) -> Mapping[str, Any]:
+        for left in (self._batch_iterator, None):
+            self._batch_iterator = iter(self._loader()) if left is None else left
+            batch = next(self._batch_iterator, None)
             if batch is not None:
                 return batch if isinstance(batch, dict) else batch._asdict()
         raise ValueError("the data module has no batches")
 
 
-def tensors_of(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the columns of NumPy or torch as tensors, without those of no numeric type.
+def to_tensors(columns: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the columns of NumPy or torch as tensors, except columns of a type that is no number.
 
     Args:
-        columns: by name, rows first.
+        columns: columns by name, rows first.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, values in columns.items():

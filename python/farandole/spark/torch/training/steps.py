@@ -12,56 +12,62 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.show.meter import Meter
+from farandole.spark.common.show.meter import StepMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from farandole.spark.torch.job import Loop
+    from farandole.spark.torch.job import TrainingLoopOptions
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `precision`, with the type for autocast."""
 
 
-class Stepper:
-    """Takes the optimizer's steps.
+class OptimizerStepper:
+    """The steps of the optimizer, with gradient scaling and the schedule of learning rates.
 
     Attributes:
-        meter: Of where their time goes.
+        meter: Meter of the time of a step.
 
     Args:
-        optimizer: distributed.
-        scheduler: of learning rates, or a function that makes one of an optimizer; or `None`.
-        loop: how the training loop goes.
-        device: where the model is.
-        size: by which learning rates are multiplied; schedulers see those of one process.
+        optimizer: distributed optimizer.
+        scheduler: scheduler of learning rates, or a function that makes one for an optimizer, or
+            `None`.
+        loop: options of the training loop.
+        device: device of the model.
+        size: factor of the learning rates; schedulers see the learning rates of one process.
     """
 
     def __init__(
-        self, optimizer: Any, scheduler: Any, loop: Loop, device: torch.device, size: int
+        self,
+        optimizer: Any,
+        scheduler: Any,
+        loop: TrainingLoopOptions,
+        device: torch.device,
+        size: int,
     ) -> None:
         self.optimizer = optimizer
-        self.meter = Meter()
+        self.meter = StepMeter()
         self.taken = 0
         self._size = size
         self._clip = loop.clip_norm
         self._device = device
-        self._dtype = PRECISIONS[loop.precision]
+        self._dtype = AUTOCAST_DTYPES[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
         self._scaler = torch.amp.GradScaler(device.type) if loop.precision == "fp16" else None
-        self._groups = [
+        self._group_options = [
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
         self.scheduler: Any = None
         if scheduler is not None:
-            with self._unscaled():
+            with self._single_process_rates():
                 self.scheduler = (
                     scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
                 )
-            _rebind(self.scheduler, optimizer)
+            _rebind_scheduler(self.scheduler, optimizer)
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def autocast_context(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the context that models and losses are called in."""
         if self._dtype is None:
             return contextlib.nullcontext()
@@ -73,25 +79,25 @@ class Stepper:
         Args:
             loss: one number.
         """
-        with self.meter.phase("backward"):
+        with self.meter.trace_phase("backward"):
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
-    def step(self) -> None:
+    def take_step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""
         self.taken += 1
-        if self._scaler is None and self._clip is None and not self.meter.watches:
+        if self._scaler is None and self._clip is None and not self.meter.measures_reductions:
             self.optimizer.step()
             return
-        with self.meter.reducing():
+        with self.meter.measure_reduction():
             self.optimizer.synchronize()
-        if not self.meter.knows_gradients:
+        if not self.meter.has_gradient_sizes:
             held = [
                 one
                 for group in self.optimizer.param_groups
                 for one in group["params"]
                 if one.grad is not None
             ]
-            self.meter.reduces(
+            self.meter.set_gradient_sizes(
                 len(held), sum(one.grad.numel() * one.grad.element_size() for one in held)
             )
         if self._scaler is not None:
@@ -111,18 +117,18 @@ class Stepper:
                 self._scaler.step(self.optimizer)
                 self._scaler.update()
 
-    def schedule(self, monitored: float | None) -> None:
-        """Takes the scheduler's step, if there is one.
+    def step_scheduler(self, monitored: float | None) -> None:
+        """Takes the scheduler's step, if there is a scheduler.
 
         Args:
-            monitored: for a scheduler that watches a number.
+            monitored: monitored score, for a scheduler that takes one.
         """
         if self.scheduler is None:
             return
         watches = "metrics" in inspect.signature(self.scheduler.step).parameters
-        with self._unscaled(), warnings.catch_warnings():
-            # It looks for traces that it left on the optimizer it was made with, which is on the
-            # driver.
+        with self._single_process_rates(), warnings.catch_warnings():
+            # Ignore these warnings: the scheduler marked the optimizer that it was created with,
+            # which is on the driver, and does not find its marks on this optimizer.
             warnings.filterwarnings(
                 "ignore", message=r".*(lr_scheduler\.step\(\)|optimizer\.step\(\)).*"
             )
@@ -131,7 +137,7 @@ class Stepper:
             else:
                 self.scheduler.step()
 
-    def state(self) -> dict[str, Any]:
+    def checkpoint_state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint besides the optimizer."""
         state: dict[str, Any] = {}
         if self.scheduler is not None:
@@ -140,7 +146,7 @@ class Stepper:
             state["scaler"] = self._scaler.state_dict()
         return state
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Loads the state of a checkpoint.
 
         Args:
@@ -150,18 +156,18 @@ class Stepper:
             self.scheduler.load_state_dict(state["scheduler"])
             # One that was made on the spot has set its first rate, where the checkpoint's optimizer
             # had a later one.
-            for group, kept in zip(self.optimizer.param_groups, self._groups, strict=True):
+            for group, kept in zip(self.optimizer.param_groups, self._group_options, strict=True):
                 group.update(kept)
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
-    def go_on(self, state: dict[str, Any], size: int) -> None:
-        """Goes back to a state of this run, with the optimizer's as it was then, in a world of
-        another size.
+    def restore_state(self, state: dict[str, Any], size: int) -> None:
+        """Restores a state of this run in a world of another size. The caller has restored the
+        optimizer's state.
 
         Args:
-            state: as `state` told.
-            size: by which learning rates are to be multiplied.
+            state: a result of `snapshot_state`.
+            size: new factor of the learning rates.
         """
         if self.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
@@ -172,12 +178,12 @@ class Stepper:
                 group["lr"] = group["lr"] * size / state["size"]
         self._size = size
 
-    def kept(self) -> dict[str, Any]:
-        """Returns the state to which `go_on` returns."""
-        return copy.deepcopy(self.state()) | {"size": self._size}
+    def snapshot_state(self) -> dict[str, Any]:
+        """Returns the state that `restore_state` restores."""
+        return copy.deepcopy(self.checkpoint_state()) | {"size": self._size}
 
     @contextlib.contextmanager
-    def _unscaled(self) -> Iterator[None]:
+    def _single_process_rates(self) -> Iterator[None]:
         """Sets the learning rates of one process in the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / self._size
@@ -188,10 +194,10 @@ class Stepper:
                 group["lr"] = group["lr"] * self._size
 
 
-def _rebind(scheduler: Any, optimizer: Any) -> None:
+def _rebind_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Connects a scheduler that was made with the user's optimizer, and its parts, to the
     optimizer that steps.
     """
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
-        _rebind(inner, optimizer)
+        _rebind_scheduler(inner, optimizer)

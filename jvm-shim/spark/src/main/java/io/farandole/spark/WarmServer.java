@@ -27,7 +27,7 @@ final class WarmServer {
   /** Whether executors start the server. */
   static final String ON = "spark.farandole.warmWorkers";
 
-  private static final String MODULE = "farandole.spark.job.early";
+  private static final String MODULE = "farandole.spark.job.prestart";
   private static final String PYTHON = "python";
   private static final String HASH_SEED = "PYTHONHASHSEED";
   private static final String PYTHON_PATH = "PYTHONPATH";

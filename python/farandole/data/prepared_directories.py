@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The numbered directories of a store in which prepared data lives.
+
+A directory of training data and its directory of validation data are one place. Files in the former
+describe both:
+
+    _lease-<name>.json  one process writes here
+    _use-<name>.json    a process reads here; both count while the process lives
+    _preparation.json   a preparation that has not ended; describes the data
+    _done-<n>.json      a finished partition: a repeated preparation continues with the others
+    _manifest.json      the data is complete
+    _used.json          the time of the last use
+
+Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found
+again, so its place is free when its process releases it. Data that a fit prepared (`fit`) is kept
+for a week after its last use. Data that was prepared explicitly (`data`) stays until `Store.gc`
+deletes it. Files that no preparation wrote are never deleted: a directory with such files is
+skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from farandole._native import prepare as native
+from farandole._native.store import Store as NativeStore
+from farandole.stores.lease_files import LeaseFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from farandole.stores.store import AbstractFilesystemStore
+
+MANIFEST_FILE = "_manifest.json"
+_PREPARATION_FILE = "_preparation.json"
+_LAST_USE_FILE = "_used.json"
+_FINISHED_PARTITION_PREFIX = "_done-"
+_MARK_FILE_PREFIXES = ("_lease-", "_use-")
+_RETENTION_SECONDS = 7 * 24 * 3600.0
+
+
+class PreparedDirectory(LeaseFile):
+    """A numbered pair of directories that this process writes or uses."""
+
+    def __init__(self, store: AbstractFilesystemStore, index: int, mark: str) -> None:
+        self.train_url = store.get_train_data_path(index)
+        super().__init__(self.train_url, mark)
+        self.index = index
+        self.val_url = store.get_val_data_path(index)
+        self.finished_partitions: dict[int, bytes] = {}
+        self.last_partitions: set[int] = set()
+        self.partition_sources: dict[int, str] = {}
+
+    def begin_preparation(self, key: str) -> None:
+        """Empties the directory and marks it with the key of the new preparation.
+
+        Args:
+            key: The key of the data, which identifies its source.
+        """
+        train = NativeStore(self.train_url)
+        train.delete(MANIFEST_FILE)  # first: no reader may find a manifest without its files
+        train.write(_PREPARATION_FILE, _to_json({"key": key, "time": time.time()}))
+        for name, _ in train.list():
+            if name != _PREPARATION_FILE and not name.startswith(_MARK_FILE_PREFIXES):
+                train.delete(name)
+        train.remove_partial_uploads()
+        NativeStore(self.val_url).delete_all()
+
+    def load_finished_partitions(self, spec: str, prefix: str) -> None:
+        """Finds out which partitions a killed preparation had finished; their bytes are read and
+        compared.
+
+        Args:
+            spec: The preparation, as `farandole._native.prepare` has it.
+            prefix: URL of the store.
+        """
+        train = NativeStore(self.train_url)
+        for name, _ in train.list():
+            if not name.startswith(_FINISHED_PARTITION_PREFIX):
+                continue
+            try:
+                told = json.loads(train.read(name))
+                partition, part = int(told["partition"]), json.dumps(told["part"]).encode()
+                last, source = bool(told["last"]), str(told["source"])
+                if not native.is_partition_whole(prefix, spec, part):
+                    continue
+            except (ValueError, KeyError, TypeError, FileNotFoundError):
+                continue  # half written
+            self.finished_partitions[partition] = part
+            self.partition_sources[partition] = source
+            self.last_partitions |= {partition} if last else set()
+        for url in (self.train_url, self.val_url):
+            NativeStore(url).remove_partial_uploads()
+
+    def mark_complete(self) -> None:
+        """Marks the data as complete, and downgrades the lease to a shared use."""
+        train = NativeStore(self.train_url)
+        with self._file_lock:
+            self._file_name = train.downgrade_lease(self._file_name)
+        train.delete(_PREPARATION_FILE)
+        for name, _ in train.list():
+            if name.startswith(_FINISHED_PARTITION_PREFIX):
+                train.delete(name)
+
+    def discard_data(self) -> None:
+        """Lets go of the place and deletes everything in it."""
+        with self._file_lock:
+            if self._stop_holding():
+                NativeStore(self.val_url).delete_all()
+                NativeStore(self.train_url).clear_directory(self._file_name)
+
+
+def note_finished_partition(
+    train_url: str, partition: int, part: bytes, *, last: bool = True, source: str = ""
+) -> None:
+    """Records that a partition is finished, so that a repeated preparation skips it.
+
+    Args:
+        train_url: The directory of training data.
+        partition: Its number.
+        part: What `PartitionWriter.finish` returned.
+        last: Whether no other partition of the same file follows.
+        source: The source of the partition.
+    """
+    told = {"partition": partition, "last": last, "source": source, "part": json.loads(part)}
+    NativeStore(train_url).write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(told))
+
+
+def find_prepared(
+    store: AbstractFilesystemStore, key: str, *, validates: bool
+) -> PreparedDirectory | None:
+    """Returns complete data of a key, which is not overwritten while it is in use.
+
+    Args:
+        store: The store to search.
+        key: The key of the data, which identifies its source.
+        validates: Whether there is validation data.
+
+    Returns:
+        The prepared directory, or `None`.
+    """
+    for index in _used_indices(store):
+        if _is_complete(store, index, key, validates=validates):
+            train = NativeStore(store.get_train_data_path(index))
+            mark = train.mark_in_use()
+            if mark is None:
+                continue
+            place = PreparedDirectory(store, index, mark)
+            if _is_complete(store, index, key, validates=validates):
+                train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
+                return place
+            place.delete_if_held()
+    return None
+
+
+def acquire_directory(
+    store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: bool = False
+) -> tuple[PreparedDirectory, bool]:
+    """Acquires a prepared directory for this process alone.
+
+    Args:
+        store: The store for the prepared data.
+        key: The key of the data, which identifies its source.
+        resumable: Whether to resume a killed preparation of the same key.
+        replace: Whether complete data of the same key may be emptied.
+
+    Returns:
+        The directory, and whether it has such a preparation; if not, the directory has been
+        emptied.
+    """
+    for index in _used_indices(store) if resumable else ():
+        url = store.get_train_data_path(index)
+        if _unfinished_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
+            mark = NativeStore(url).acquire_lease()
+            if mark is None:
+                continue
+            place = PreparedDirectory(store, index, mark)
+            if _unfinished_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
+                return place, True
+            place.delete_if_held()
+    for index in itertools.count():
+        own = key if replace else None
+        if not _is_free(store, index, own):
+            continue
+        mark = NativeStore(store.get_train_data_path(index)).acquire_lease()
+        if mark is None:
+            continue
+        place = PreparedDirectory(store, index, mark)
+        if _is_free(store, index, own):
+            place.begin_preparation(key)
+            return place, False
+        place.delete_if_held()
+    raise AssertionError("numbers do not end")
+
+
+def _to_json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _used_indices(store: AbstractFilesystemStore) -> Iterator[int]:
+    return itertools.takewhile(
+        lambda index: NativeStore(store.get_train_data_path(index)).exists(), itertools.count()
+    )
+
+
+def _read_manifest(url: str) -> dict[str, Any] | None:
+    try:
+        text = native.read_manifest(url)
+    except ValueError:  # no manifest of ours
+        return None
+    return None if text is None else json.loads(text)
+
+
+def _is_complete(store: AbstractFilesystemStore, index: int, key: str, *, validates: bool) -> bool:
+    """Returns whether manifests have this key, and all files that they name exist with the right
+    size.
+    """
+    urls = [
+        store.get_train_data_path(index),
+        *([store.get_val_data_path(index)] if validates else []),
+    ]
+    for url in urls:
+        manifest = _read_manifest(url)
+        if manifest is None or manifest["fingerprint"] != key:
+            return False
+        found = dict(NativeStore(url).list())
+        if any(found.get(file["path"]) != file["bytes"] for file in manifest["files"]):
+            return False
+    return True
+
+
+def _unfinished_key(url: str) -> str | None:
+    """Returns the key of a preparation that has not ended."""
+    try:
+        return str(json.loads(NativeStore(url).read(_PREPARATION_FILE))["key"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _last_used(directory: NativeStore) -> float:
+    try:
+        return float(json.loads(directory.read(_LAST_USE_FILE))["time"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass
+    for name in (MANIFEST_FILE, _PREPARATION_FILE):
+        with contextlib.suppress(FileNotFoundError):
+            return directory.stat(name)[2] or time.time()
+    return 0.0
+
+
+def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> bool:
+    """Returns whether a place may be emptied if no process uses it."""
+    url = store.get_train_data_path(index)
+    directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
+    theirs = [name for name, _ in directory.list() if not name.startswith(_MARK_FILE_PREFIXES)]
+    manifest = _read_manifest(url)
+    key = manifest["fingerprint"] if manifest is not None else _unfinished_key(url)
+    if key is None:
+        return not theirs and (
+            not beside.exists() or _read_manifest(store.get_val_data_path(index)) is not None
+        )
+    if key.startswith("once") or key == own:
+        return True
+    asked_for = manifest is not None and key.startswith("data")
+    return not asked_for and time.time() - _last_used(directory) > _RETENTION_SECONDS

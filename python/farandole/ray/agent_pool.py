@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Workers of an elastic job on Ray: an actor holds the agent of each worker, and a new actor
+replaces one that died.
+
+The smallest number of workers has a placement group, so Ray reserves resources for all of them or
+for none. If two jobs do not fit at once, one waits. Further workers are placed one by one.
+
+If Ray has no resources for an actor, the actor waits in Ray's queue, which makes an autoscaler add
+nodes. The worker joins when its actor runs. The registrar decides which workers are in the world,
+and when the job is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from farandole.ray.discovery import count_workers_as_free
+from farandole.ray.results import death_summary
+from farandole.ray.strategy import current_placement_group, hold_placement_group
+from farandole.ray.utils import import_ray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from farandole._native.registrar import Registrar
+    from farandole.runner.agent import WorkerSpec
+    from farandole.runner.gang import JobOutput
+    from farandole.runner.outcome import TaskOutcome
+
+DRIVER_ONLY_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "RAY_ADDRESS")
+"""Variables of the driver that are not valid for workers: Ray sets the variables of each worker in
+the actor's environment.
+"""
+
+_SlotKey = tuple[str | None, int]
+"""A node's address, or `None` for anywhere, and the number of a slot there."""
+
+ACTOR_RESTART_DELAYS: Final = (1.0, 30.0)
+"""Seconds before another actor replaces a failed one, at first and at most."""
+
+_SLOT_CHECK_INTERVAL = 1.0
+_SHUTDOWN_TIMEOUT = 10.0
+
+
+class AgentActor:
+    """The actor that holds a worker's agent. The worker is a separate process, which ends with the
+    actor.
+    """
+
+    def run_worker(self, work: WorkerSpec, task: int) -> TaskOutcome:
+        """Runs the worker of one task to its end."""
+        from farandole.runner.agent import run_worker  # noqa: PLC0415 - in the actor
+        from farandole.runner.worker import EXECUTOR_VARIABLE  # noqa: PLC0415 - as above
+
+        if work.elastic:  # the worker leaves when Ray drains the node
+            work = replace(
+                work,
+                env={
+                    **work.env,
+                    EXECUTOR_VARIABLE: import_ray().get_runtime_context().get_node_id(),
+                },
+            )
+        # Ray's daemon of the node started this process, and outlives it. So the fork server of the
+        # daemon is available to the next job.
+        return run_worker(work, task, owner=os.getppid())
+
+
+@dataclass
+class ActorResources:
+    """The resources of each actor.
+
+    Attributes:
+        cpus: CPUs.
+        gpus: GPUs; Ray chooses them and sets `CUDA_VISIBLE_DEVICES`.
+        pauses: Seconds before another actor replaces a failed one, at first and at most.
+        group: A placement group with bundles for the first workers.
+        grouped: Number of the bundles.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+    pauses: tuple[float, float] = ACTOR_RESTART_DELAYS
+    group: Any = None
+    num_bundles: int = 0
+
+    def actor_options(self, node: str | None, number: int) -> dict[str, Any]:
+        """Returns the options of an actor.
+
+        Args:
+            node: The required node of the actor; `None` leaves the choice to Ray.
+            number: Number of the actor's slot on the node.
+        """
+        options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": 0}
+        if node is not None:
+            options["resources"] = {f"node:{node}": 0.001}
+        elif number < self.num_bundles:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - Ray may be absent
+
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self.group, placement_group_capture_child_tasks=False
+            )
+        return options
+
+    def restart_delay(self, before: float | None, healthy: float) -> float:
+        """Returns the seconds before the next actor of a slot: more after each failure, and few
+        after a healthy actor.
+
+        Args:
+            before: The last delay of the slot; `None` before the first one.
+            healthy: Seconds that the last actor of the slot has lived.
+        """
+        first, longest = self.pauses
+        return first if before is None or healthy > longest else min(2 * before, longest)
+
+
+@contextlib.contextmanager
+def hold_minimum_resources(
+    needs: ActorResources, least: int, limit: float, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Reserves resources for the smallest number of workers of a job at once, and releases them
+    afterwards.
+
+    Inside another placement group, such as the group of a trial of Ray Tune, nothing is reserved:
+    that group already holds the resources.
+
+    Args:
+        needs: Resources of each worker; receives the placement group.
+        least: Smallest number of workers; 0 reserves nothing.
+        limit: Seconds that Ray may take.
+        say: Receives the reason for the wait.
+
+    Raises:
+        TimeoutError: Ray did not reserve the resources in time.
+    """
+    if not least or not (needs.cpus or needs.gpus) or current_placement_group() is not None:
+        yield
+        return
+    with hold_placement_group(needs.cpus, needs.gpus, least, limit, say) as group:
+        needs.group, needs.num_bundles = group, least
+        yield
+
+
+@dataclass
+class _ActorSlot:
+    """A slot for one worker: on a given node, or on any node that Ray chooses."""
+
+    node: str | None
+    number: int = 0
+    given_up: threading.Event = field(default_factory=threading.Event)
+    task: int | None = None
+    actor: Any = None
+    thread: threading.Thread | None = None
+
+
+class RayAgentPool:
+    """Keeps an actor for each worker that the job may have.
+
+    Args:
+        registrar: The job's meeting point, which dismisses workers of nodes that are taken away.
+        work: The work of the workers.
+        most: Largest number of workers.
+        needs: Resources of each worker.
+        output: Receives messages about workers.
+        hosts: Finds nodes and their slots; `None` leaves the choice to Ray.
+    """
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        work: WorkerSpec,
+        most: int,
+        needs: ActorResources,
+        output: JobOutput,
+        hosts: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
+        self._registrar = registrar
+        self._work = work
+        self._most = most
+        self._needs = needs
+        self._output = output
+        self._hosts = hosts
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._slots: dict[_SlotKey, _ActorSlot] = {}
+        self._found: list[_SlotKey] = []
+        self._watch: threading.Thread | None = None
+        self.endings: dict[int, TaskOutcome] = {}
+        self.refusals: list[str] = []
+        self.dismissed: set[int] = set()
+
+    def start_workers(self) -> None:
+        """Asks Ray for the first actors."""
+        self._update_slots()
+        self._watch = threading.Thread(
+            target=self._watch_slots, name="farandole-ray-nodes", daemon=True
+        )
+        self._watch.start()
+
+    def end_workers(self) -> None:
+        """Requests no more actors, and ends all actors."""
+        self._stopped.set()
+        with self._lock:
+            seats = list(self._slots.values())
+        deadline = time.monotonic() + _SHUTDOWN_TIMEOUT
+        for seat in seats:
+            seat.given_up.set()
+        for seat in seats:
+            self._kill_actor(seat)
+        for thread in (self._watch, *(seat.thread for seat in seats)):
+            if thread is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _watch_slots(self) -> None:
+        while not self._stopped.wait(_SLOT_CHECK_INTERVAL):
+            self._update_slots()
+
+    def _update_slots(self) -> None:
+        """Adds the new slots, and gives up the slots on lost nodes."""
+        wanted = self._find_slots()
+        with self._lock:
+            new = [place for place in wanted if place not in self._slots]
+            gone = [place for place in self._slots if place not in wanted]
+            left = [self._slots.pop(place) for place in gone]
+            for place in new:
+                seat = self._slots[place] = _ActorSlot(*place)
+                seat.thread = threading.Thread(
+                    target=self._run_slot, args=(seat,), name="farandole-ray", daemon=True
+                )
+        for seat in left:
+            seat.given_up.set()
+            if seat.task is not None:
+                self.dismissed.add(seat.task)
+                self._registrar.dismiss_task(seat.task, f"its node {seat.node} was removed")
+        for place in new:
+            thread = self._slots[place].thread
+            if thread is not None and not self._stopped.is_set():
+                thread.start()
+
+    def _find_slots(self) -> list[_SlotKey]:
+        if self._hosts is None:
+            return [(None, number) for number in range(self._most)]
+        with self._lock:
+            own = Counter(seat.node for seat in self._slots.values() if seat.node is not None)
+        try:
+            with count_workers_as_free(own):
+                hosts = self._hosts()
+        except Exception as error:
+            if not self._found:
+                raise
+            self._output.print_message(
+                f"discovery failed, so the hosts that were found last are kept: {error}"
+            )
+            return self._found
+        found: list[_SlotKey] = [
+            (host, slot) for host, slots in hosts.items() for slot in range(slots)
+        ]
+        self._found = found[: self._most]
+        return self._found
+
+    def _run_slot(self, seat: _ActorSlot) -> None:
+        pause: float | None = None
+        while not seat.given_up.is_set():
+            task, began = next(self._numbers), time.monotonic()
+            ending = self._run_actor(seat, task)
+            if ending is not None and ending.has_succeeded and task not in self.dismissed:
+                return  # its function has returned
+            if task in self.dismissed:
+                # its bundle in the group may be on a node that Ray drains
+                seat.number = self._needs.num_bundles
+            pause = self._needs.restart_delay(pause, time.monotonic() - began)
+            seat.given_up.wait(pause)
+
+    def _run_actor(self, seat: _ActorSlot, task: int) -> TaskOutcome | None:
+        """Runs one actor from its start to its end; returns the outcome of its worker, or `None` if
+        it had none or died with it.
+        """
+        ray = import_ray()
+        remote = ray.remote(AgentActor)
+        seat.task = task
+        seat.actor = remote.options(**self._needs.actor_options(seat.node, seat.number)).remote()
+        try:
+            if seat.given_up.is_set():
+                return None
+            ending: TaskOutcome = ray.get(seat.actor.run_worker.remote(self._work, task))
+        except Exception as error:  # noqa: BLE001 - the actor or its node died: the next one is another worker
+            if not seat.given_up.is_set():
+                self._output.print_message(
+                    f"the actor of worker {task} died: {death_summary(error)}"
+                )
+            return None
+        finally:
+            self._kill_actor(seat)
+        if ending.refused is not None:
+            self.refusals.append(f"{ending.host}: {ending.refused}")
+            return None
+        self.endings[ending.task] = ending
+        return ending
+
+    def _kill_actor(self, seat: _ActorSlot) -> None:
+        actor, ray = seat.actor, import_ray()
+        if actor is not None and ray.is_initialized():
+            ray.kill(actor)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Starts the workers of an elastic job, one thread for each that it may have."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole.runner.outcome import TaskOutcome
+
+_RESTART_DELAY = 1.0
+_MAX_RESTART_DELAY = 30.0
+_SHUTDOWN_TIMEOUT = 20.0
+
+
+class ThreadedAgentPool(ABC):
+    """One thread for each worker that the job may have; each runs one worker after the other.
+
+    Args:
+        most: Largest number of workers.
+        thread: Makes a thread of a function and a name.
+    """
+
+    def __init__(
+        self, most: int, thread: Callable[[Callable[[], None], str], threading.Thread]
+    ) -> None:
+        self._numbers = itertools.count()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            thread(self._run_workers, f"farandole-worker-{number}") for number in range(most)
+        ]
+        self.endings: dict[int, TaskOutcome] = {}
+        self.refusals: list[str] = []
+        self.dismissed: set[int] = set()
+
+    @abstractmethod
+    def _run_worker(self, task: int) -> str | None:
+        """Runs one worker to its end, and notes its outcome if known. If no worker could start,
+        returns the reason.
+        """
+
+    def _prepare_thread(self) -> None:
+        """Prepares a thread; called in each thread before its first worker."""
+        return
+
+    def _cancel_workers(self) -> None:
+        """Ends workers that wait or run; called repeatedly until the threads have ended."""
+        return
+
+    def start_workers(self) -> None:
+        """Starts the first workers."""
+        for thread in self._threads:
+            thread.start()
+
+    def end_workers(self) -> None:
+        """Starts no more workers, and ends all that wait or run."""
+        self._stopped.set()
+        deadline = time.monotonic() + _SHUTDOWN_TIMEOUT
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+            self._cancel_workers()
+            for thread in self._threads:
+                thread.join(0.1)
+
+    def _run_workers(self) -> None:
+        self._prepare_thread()
+        pause = _RESTART_DELAY
+        while not self._stopped.is_set():
+            with self._lock:
+                task = next(self._numbers)
+            refused = self._run_worker(task)
+            if refused is not None:
+                self.refusals.append(refused)
+            self._stopped.wait(pause)
+            ending = self.endings.get(task)
+            if ending is not None and ending.has_succeeded:
+                if task not in self.dismissed:
+                    return  # its function has returned
+                pause = _RESTART_DELAY
+            elif refused is None and ending is None:
+                pause = _RESTART_DELAY  # its host was lost
+            else:
+                pause = min(2 * pause, _MAX_RESTART_DELAY)

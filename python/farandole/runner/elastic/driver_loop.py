@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The driver's side of an elastic job on any launcher.
+
+The registrar decides which workers are in the world, and when the job is done. This module starts
+workers and receives their records.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from farandole.common.exceptions import FarandoleInternalError
+from farandole.runner.errors import FarandoleJobError
+from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.job_observer import NULL_OBSERVER
+from farandole.runner.outcome import TaskOutcome, results_by_rank, task_failure
+from farandole.runner.worker import EXECUTOR_VARIABLE as WHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from farandole._native.registrar import Event, Registrar
+    from farandole.runner.gang import JobOutput
+    from farandole.runner.job_observer import JobObserver
+
+_EVENT_WAIT_SECONDS = 0.25
+_MAX_REFUSALS = 3
+"""Number of consecutive tasks without a worker, before the first world, after which the job
+fails.
+"""
+_RESULT_TIMEOUT = 15.0
+_NETWORK_EXCEPTIONS = (
+    f"{FarandoleInternalError.__module__}.{FarandoleInternalError.__qualname__}",
+)
+"""Exceptions that say that peers or the registrar were lost."""
+
+
+class ElasticAgentPool(Protocol):
+    """Starts the workers of an elastic job.
+
+    Attributes:
+        endings: Outcomes of workers, by task.
+        refusals: Reasons why workers could not be started, in order.
+        dismissed: Tasks that were asked to leave.
+    """
+
+    endings: dict[int, TaskOutcome]
+    refusals: list[str]
+    dismissed: set[int]
+
+    def start_workers(self) -> None:
+        """Starts the first workers, and returns at once."""
+
+    def end_workers(self) -> None:
+        """Starts no more workers, and ends all that wait or run."""
+
+
+class PlannedDepartures(Protocol):
+    """The workers that are about to lose their hosts."""
+
+    def record_location(self, task: int, where: str) -> None:
+        """Takes note of the executor or node that a worker reported."""
+
+    def poll_departures(self) -> list[tuple[int, str]]:
+        """Returns the workers that have to leave since the last call, with the reason of each."""
+        ...
+
+
+def run_elastic_job(
+    registrar: Registrar,
+    crew: ElasticAgentPool,
+    output: JobOutput,
+    on_progress: Callable[[int, dict[str, Any]], None] | None,
+    departures: PlannedDepartures | None = None,
+    watcher: JobObserver = NULL_OBSERVER,
+    *,
+    ends_on_error: bool = False,
+) -> list[Any]:
+    """Runs an elastic job to its end.
+
+    Args:
+        registrar: The job's meeting point; closed when this returns or raises.
+        crew: The agent pool, which starts workers.
+        output: Where lines go.
+        on_progress: Called with (rank, record) on this thread for every record of a worker.
+        departures: Reports workers whose hosts are about to leave, if the cluster announces that.
+        watcher: Receives the events of the job.
+        ends_on_error: Whether the job ends when the function raises an exception on one rank, and
+            not only on all ranks of a world. An error of the network, such as a lost peer, does not
+            count.
+
+    Returns:
+        The result of the function on each rank of the last world, rank 0 first.
+
+    Raises:
+        FarandoleJobError: The job failed, or could not continue.
+    """
+    job = _ElasticJobRun(
+        registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+    )
+    try:
+        return job.run()
+    finally:
+        registrar.close()
+        crew.end_workers()
+        if output.files is not None:
+            output.files.close()
+
+
+class _ElasticJobRun(EventHandler):
+    def __init__(
+        self,
+        registrar: Registrar,
+        crew: ElasticAgentPool,
+        output: JobOutput,
+        on_progress: Callable[[int, dict[str, Any]], None] | None,
+        departures: PlannedDepartures | None,
+        watcher: JobObserver,
+        *,
+        ends_on_error: bool,
+    ) -> None:
+        super().__init__(registrar, output, on_progress, watcher)
+        self.pool = crew
+        self.departures = departures
+        self.ends_on_error = ends_on_error
+        self.worlds = 0
+        self.exits: dict[int, Event] = {}
+        self.results: dict[int, bytes] = {}
+        self.failed: Event | None = None
+        self.finished = False
+        self.last_lost_task: int | None = None
+
+    def run(self) -> list[Any]:
+        self.pool.start_workers()
+        while not self.finished:
+            self.pump_events(_EVENT_WAIT_SECONDS)
+            self.watcher.poll_updates()
+            if self.failed is not None:
+                self.pump_events(_EVENT_WAIT_SECONDS)  # a result may come with the exit
+                error, origin = self.job_failure(self.failed)
+                raise error from origin
+            if self.ends_on_error:
+                self.raise_function_error()
+            if not self.worlds and len(self.pool.refusals) >= _MAX_REFUSALS:
+                raise FarandoleJobError(f"no worker could be started: {self.pool.refusals[-1]}")
+            for task, reason in (
+                self.departures.poll_departures() if self.departures is not None else ()
+            ):
+                self.output.print_message(f"worker {task} is asked to leave: {reason}")
+                self.registrar.dismiss_task(task, reason)
+        return self.collect_results()
+
+    def raise_function_error(self) -> None:
+        """Raises the exception that the function has raised on some rank, if it has."""
+        for task, event in list(self.exits.items()):
+            if not event.exit_code or task not in self.results:
+                continue  # it has returned, was ended by a signal, or was ended without a word
+            error, origin = task_failure(self.task_outcome(task))
+            if error.exception_type not in _NETWORK_EXCEPTIONS:
+                raise error from origin
+            del self.exits[task], self.results[task]
+
+    def collect_results(self) -> list[Any]:
+        seats = sorted(self.registrar.rank_assignment() or [], key=lambda seat: seat["rank"])
+        deadline = time.monotonic() + _RESULT_TIMEOUT
+        missing = [seat for seat in seats if self.task_outcome(seat["task"]).result is None]
+        while missing and time.monotonic() < deadline:
+            # Results that are too large for the registrar come with the exits of the workers.
+            self.pump_events(_EVENT_WAIT_SECONDS)
+            missing = [seat for seat in seats if self.task_outcome(seat["task"]).result is None]
+        endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]
+        return results_by_rank(endings, len(seats))
+
+    def task_outcome(self, task: int, rank: int | None = None, host: str = "") -> TaskOutcome:
+        by_rows, event = self.pool.endings.get(task), self.exits.get(task)
+        result = self.results.get(task)
+        if result is None and by_rows is not None:
+            result = by_rows.result
+        return TaskOutcome(
+            task,
+            host or (by_rows.host if by_rows is not None else ""),
+            rank=rank if rank is not None or event is None else event.rank,
+            exit_code=event.exit_code
+            if event is not None
+            else (by_rows.exit_code if by_rows is not None else None),
+            stderr_tail=(event.stderr_tail or "") if event is not None else "",
+            result=result,
+        )
+
+    def job_failure(self, event: Event) -> tuple[FarandoleJobError, BaseException | None]:
+        task = event.task
+        if (
+            task is None
+            and self.last_lost_task is not None
+            and (event.text or "").startswith(f"worker {self.last_lost_task} ")
+        ):
+            task = self.last_lost_task  # whose error says more than its exit code
+        if task is not None and task in self.exits:
+            return task_failure(self.task_outcome(task))
+        return FarandoleJobError(event.text or "the job failed"), None
+
+    def handle_event(self, event: Event) -> None:
+        match event.kind:
+            case "log":
+                self.handle_log(event)
+            case "metric":
+                self.handle_metric(event)
+            case "assigned":
+                self.handle_assigned()
+            case "exit":
+                if event.task is not None:
+                    self.exits[event.task] = event
+                    self.watcher.mark_worker_gone(event.task, exit_state(event))
+                self.forward_stderr_tail(event)
+            case "result":
+                self.results[event.task or 0] = event.data or b""
+            case "lost" | "dismissed":
+                self.handle_lost(event)
+            case "aborted":
+                self.failed = self.failed or (None if self.finished else event)
+            case "finished":
+                self.finished = True
+
+    def handle_lost(self, event: Event) -> None:
+        self.last_lost_task = event.task
+        who = f"worker {event.task}" if event.rank is None else f"rank {event.rank}"
+        if event.kind == "dismissed":
+            self.pool.dismissed.add(event.task or 0)
+            who += " leaves:"
+        self.output.print_message(f"{who} {event.text}")
+        self.watcher.add_event(f"{who} is gone", event.text)
+        if event.task is not None:
+            self.watcher.mark_worker_gone(event.task, "lost" if event.kind == "lost" else "ended")
+
+    def handle_metric(self, event: Event) -> None:
+        if event.text == WHERE and event.task is not None and event.data is not None:
+            self.watcher.record_location(event.task, event.data.decode())
+            if self.departures is not None:
+                self.departures.record_location(event.task, event.data.decode())
+        else:
+            super().handle_metric(event)
+
+    def handle_assigned(self) -> None:
+        self.worlds += 1
+        seats = self.registrar.rank_assignment() or []
+        self.output.print_message(f"world {self.worlds} has {len(seats)} ranks")
+        self.watcher.set_placements(seats)
+        if self.worlds > 1:
+            self.watcher.record_restart(f"world {self.worlds} has {len(seats)} ranks")
+        for seat in seats:
+            self.output.print_message(
+                f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2
+            )
+
+    def handle_log(self, event: Event) -> None:
+        if self.output.is_streaming:
+            super().handle_log(event)

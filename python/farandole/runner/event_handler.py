@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Handles the registrar's events in the driver of any job: writes lines of output, and passes
+records on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from farandole.runner import reports, timelines
+from farandole.runner.job_observer import EVENT_KIND, RANK_KIND
+from farandole.stores import run_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from farandole._native.registrar import Event, Registrar
+    from farandole.runner.gang import JobOutput
+    from farandole.runner.job_observer import JobObserver
+
+PROGRESS_KIND = "progress"
+"""Kind of the records that `farandole.spark.task.report` sends."""
+LINES_IN_TASK_LOG_NOTE = "(farandole: the lines of this rank are in the log of its task)"
+LAST_LINES_NOTE = "(farandole: the last lines of stderr follow)"
+
+
+class EventHandler(ABC):
+    """Takes the events of a job.
+
+    Args:
+        registrar: The job's meeting point.
+        output: Where lines go.
+        on_progress: Called with (rank, record) for every record of a worker.
+        watcher: Receives the events of the job.
+    """
+
+    def __init__(
+        self,
+        registrar: Registrar,
+        output: JobOutput,
+        on_progress: Callable[[int, dict[str, Any]], None] | None,
+        watcher: JobObserver,
+    ) -> None:
+        self.registrar = registrar
+        self.output = output
+        self.on_progress = on_progress
+        self.watcher = watcher
+
+    @abstractmethod
+    def handle_event(self, event: Event) -> None:
+        """Takes one event."""
+
+    def out_of_band_events(self) -> Iterable[Any]:
+        """Returns events that did not come by the registrar."""
+        return ()
+
+    def pump_events(self, timeout: float) -> None:
+        """Handles the events that are waiting, or that come within `timeout` seconds."""
+        try:
+            for event in (*self.registrar.events(timeout), *self.out_of_band_events()):
+                self.handle_event(event)
+        finally:
+            self.output.flush()
+
+    def handle_metric(self, event: Event) -> None:
+        """Passes on the report of a worker, or answers a request for the key of a run."""
+        if event.text == run_keys.KEY_REQUEST_KIND:
+            run_keys.publish_run_key(self.registrar, event.data or b"")
+            return
+        if event.data is not None and event.text is not None:
+            dispatch_record(
+                (event.task or 0, event.rank),
+                event.text,
+                event.data,
+                self.watcher,
+                self.on_progress,
+            )
+
+    def handle_log(self, event: Event) -> None:
+        """Writes a line of a worker."""
+        if event.dropped:
+            self.output.print_message(
+                f"{event.dropped} lines of workers were dropped: the driver could not keep up"
+            )
+        self.output.write_line(event.rank, event.stream, event.text or "")
+        if event.rank is not None:
+            self.watcher.write_line(event.rank, event.stream or "stderr", event.text or "")
+
+    def forward_stderr_tail(self, event: Event) -> None:
+        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its
+        task.
+
+        Args:
+            event: Event of the worker's exit.
+        """
+        if self.output.is_streaming or event.rank is None:
+            return
+        self.watcher.write_line(event.rank, "stdout", LINES_IN_TASK_LOG_NOTE)
+        for line in (
+            LINES_IN_TASK_LOG_NOTE,
+            LAST_LINES_NOTE,
+            *(event.stderr_tail or "").splitlines(),
+        ):
+            self.watcher.write_line(event.rank, "stderr", line)
+
+
+def exit_state(event: Event) -> str:
+    """Returns one word for the end of a worker that ended by itself.
+
+    Args:
+        event: Event of the exit.
+    """
+    return "ended" if event.exit_code == 0 and event.signal is None else "failed"
+
+
+def dispatch_record(
+    who: tuple[int, int | None],
+    kind: str,
+    data: bytes,
+    watcher: JobObserver,
+    on_progress: Callable[[int, dict[str, Any]], None] | None = None,
+) -> None:
+    """Passes on a record of a worker or of its agent. A malformed record is dropped with a warning.
+
+    Args:
+        who: Task of the worker, and its rank if it has one.
+        kind: Kind of the record.
+        data: Content of the record.
+        watcher: Receives the worker's events and progress.
+        on_progress: Called with (rank, record) for progress.
+    """
+    task, rank = who
+    if kind == timelines.TIMELINE_KIND:
+        timelines.collect_piece(task, data)
+    if kind not in (RANK_KIND, EVENT_KIND, PROGRESS_KIND):
+        return
+    try:
+        told = reports.parse_report(data)
+    except reports.MalformedReportError as error:
+        reports.warn_malformed(f"task {task}" if rank is None else f"rank {rank}", error)
+        return
+    if kind == RANK_KIND:
+        watcher.update_rank_facts(task, told)
+        return
+    if kind == EVENT_KIND:
+        what, reason = (str(told.get(name) or "") for name in ("what", "reason"))
+        watcher.add_event(what or "an event", reason)
+        return
+    watcher.record_progress(told)
+    if on_progress is not None:
+        on_progress(rank or 0, told)

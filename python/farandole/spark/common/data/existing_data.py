@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Finds the rows of `fit_on_parquet`: in the store, or at paths that the user gives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from farandole._native import prepare as native
+from farandole._native.store import Store as NativeStore
+from farandole.data.datasets import is_directory_path
+from farandole.stores.lease_files import LeaseFile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from farandole.stores.store import AbstractFilesystemStore
+
+    Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class ExistingDataPaths:
+    """Rows that exist before a fit, by path, pattern or directory, or by a list of these."""
+
+    train: str | list[str]
+    val: str | list[str] | None
+    given: bool
+    """Whether the user gave the paths."""
+
+    @classmethod
+    def from_store(cls, store: AbstractFilesystemStore, idx: int | None) -> Self:
+        """Returns a numbered data set of a store.
+
+        Args:
+            store: the store.
+            idx: number of the data set; `None` for the data set without a number.
+        """
+        return cls(store.get_train_data_path(idx), store.get_val_data_path(idx), given=False)
+
+    @classmethod
+    def from_paths(cls, path: Paths | None, val_path: Paths | None, idx: int | None) -> Self | None:
+        """Returns the rows at the user's paths; `None` without paths.
+
+        Args:
+            path: path of the training rows.
+            val_path: path of the validation rows.
+            idx: number of a data set in the store, which cannot be used together with paths.
+
+        Raises:
+            ValueError: arguments that contradict each other, or no path in a list.
+        """
+        if path is None:
+            if val_path is not None:
+                raise ValueError(
+                    "val_path needs path: without it, training and validation rows are those of "
+                    "the store"
+                )
+            return None
+        if idx is not None:
+            raise ValueError("at most one of path and dataset_idx may be specified")
+        return cls(
+            _path_texts("path", path),
+            None if val_path is None else _path_texts("val_path", val_path),
+            given=True,
+        )
+
+
+def _path_texts(name: str, paths: Paths) -> str | list[str]:
+    if isinstance(paths, str | os.PathLike):
+        return os.fspath(paths)
+    if not paths:
+        raise ValueError(f"{name} is an empty list")
+    texts = [os.fspath(one) for one in paths]
+    # a directory alone may be prepared data, or a table
+    return texts[0] if len(texts) == 1 else texts
+
+
+@contextlib.contextmanager
+def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
+    """Marks prepared data as used by this process: inside the context, no process deletes or
+    replaces the data.
+
+    If this process cannot write to the directory of the data, the data is not marked.
+
+    Args:
+        where: paths of the rows. Rows that were not prepared are not marked.
+
+    Raises:
+        OSError: another process deletes the data, or prepares other data in the directory.
+    """
+    with contextlib.ExitStack() as held:
+        for paths in (where.train, where.val):
+            if isinstance(paths, str) and is_prepared(paths):
+                try:
+                    mark = NativeStore(paths).mark_in_use()
+                except OSError:  # the data is read-only
+                    continue
+                if mark is None:
+                    raise OSError(
+                        f"another process deletes the prepared data at {paths}, or prepares other "
+                        "data there"
+                    )
+                held.callback(LeaseFile(paths, mark).delete_if_held)
+        yield
+
+
+def is_prepared(paths: str | list[str]) -> bool:
+    """Returns whether Farandole prepared the rows.
+
+    Args:
+        paths: of the rows.
+    """
+    return (
+        isinstance(paths, str)
+        and is_directory_path(paths)
+        and native.read_manifest(paths) is not None
+    )
+
+
+def file_format(paths: str | list[str]) -> str | None:
+    """Returns the format of files that are not prepared data; `None` if the place states it.
+
+    Args:
+        paths: of the files.
+    """
+    is_delta = (
+        isinstance(paths, str)
+        and is_directory_path(paths)
+        and NativeStore(paths).exists("_delta_log")
+    )
+    return None if is_delta else "parquet"

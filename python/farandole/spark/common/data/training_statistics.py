@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The statistics of training data that a fitted model carries, to compare other rows with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.datasets import is_directory_path
+from farandole.data.encoding import source_columns
+from farandole.data.inputs.sources import open_source
+from farandole.data.statistics import load_or_compute_statistics, read_statistics, statistics_of
+from farandole.spark.common.data.existing_data import file_format, is_prepared
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from farandole.data.columns import ColumnRoles
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.data.statistics import Statistics
+
+_STATISTICS_THREADS = 2
+
+
+def with_statistics(
+    prepared: Prepared, rows: Any, present: Sequence[str], roles: ColumnRoles, *, wanted: bool
+) -> Prepared:
+    """Returns data that a fit has prepared, with the statistics of its rows if they are wanted or
+    were computed before.
+
+    Args:
+        prepared: the data.
+        rows: rows that were prepared: a Spark DataFrame or an opened source.
+        present: columns of these rows.
+        roles: roles of the columns.
+        wanted: whether to compute them, in one more pass over the rows.
+    """
+    names = source_columns([*roles.features, *roles.labels], present)
+    return _attach_statistics(
+        prepared,
+        prepared.train_url,
+        roles,
+        (lambda: load_or_compute_statistics(prepared.train_url, rows, names, _STATISTICS_THREADS))
+        if wanted
+        else None,
+    )
+
+
+def with_stored_statistics(
+    prepared: Prepared, paths: str | list[str], roles: ColumnRoles, *, wanted: bool
+) -> Prepared:
+    """Returns data that existed before a fit, with the statistics of its rows, like
+    `with_statistics`.
+
+    Args:
+        prepared: the data, or its encoded copy.
+        paths: of the data.
+        roles: of the columns.
+        wanted: whether to compute them, in one more pass over the rows.
+
+    Raises:
+        ValueError: they are wanted, and only `prepare_data` had the rows that they describe.
+    """
+
+    def compute_statistics() -> Statistics:
+        if is_prepared(paths):
+            raise ValueError(
+                f"the data at {paths} was prepared without statistics: pass statistics=True to "
+                "prepare_data, too"
+            )
+        source = open_source(paths, format=file_format(paths))
+        return statistics_of(
+            source, source_columns([*roles.features, *roles.labels], source.schema.names)
+        )
+
+    return _attach_statistics(prepared, paths, roles, compute_statistics if wanted else None)
+
+
+def _attach_statistics(
+    prepared: Prepared,
+    paths: str | list[str],
+    roles: ColumnRoles,
+    compute: Callable[[], Statistics] | None,
+) -> Prepared:
+    kept = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
+    if kept is None or not set(
+        source_columns([*roles.features, *roles.labels], kept.columns)
+    ) <= set(kept.columns):
+        kept = None if compute is None else compute()
+    return prepared if kept is None else replace(prepared, statistics=kept)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Checks of the values of estimators' parameters, besides the general ones of
+`farandole.common.check`.
+"""
+
+# ruff: noqa: PLC0415 - as the store loads the native library
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from farandole.common.check import byte_count, column_names, nonempty_text, positive_number
+
+if TYPE_CHECKING:
+    from farandole.stores.store import Store
+
+
+def check_backend(name: str, value: Any) -> Any:
+    """Checks that a value can run functions in several processes."""
+    if not callable(getattr(value, "run", None)) or not callable(
+        getattr(value, "num_processes", None)
+    ):
+        raise TypeError(
+            f"{name} must be a Backend, such as SparkBackend(2) or LocalBackend(2): {value!r}"
+        )
+    return value
+
+
+def check_compression(name: str, value: Any) -> Any:
+    """Returns one of `Compression`, or a compressor with a residual."""
+    wanted = ("compress", "decompress"), ("rounds", "reduce")
+    if not any(
+        all(callable(getattr(value, method, None)) for method in methods) for methods in wanted
+    ):
+        raise TypeError(
+            f"{name} must be a member of Compression, such as fp16, or a compressor: {value!r}"
+        )
+    return value
+
+
+def check_fill(name: str, value: Any) -> Any:
+    """Returns one value for all columns, or values by column; `None` for none."""
+    plain = (bool, Real, str)
+    if isinstance(value, Mapping):
+        wrong = [
+            column
+            for column, one in value.items()
+            if not isinstance(column, str) or not isinstance(one, plain)
+        ]
+        if wrong:
+            raise TypeError(f"{name} needs numbers, texts or booleans by column: {value!r}")
+        return dict(value)
+    if value is not None and not isinstance(value, plain):
+        raise TypeError(f"{name} must be a value, or values by column: {value!r}")
+    return value
+
+
+def check_categories(name: str, value: Any) -> dict[str, Any]:
+    """Returns names of columns, or by name their categories or the greatest number of these;
+    `None` for all.
+    """
+    if isinstance(value, str):
+        raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
+    by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
+    for column, one in by_name.items():
+        is_count = isinstance(one, Integral) and not isinstance(one, bool)
+        if not isinstance(column, str) or not (
+            one is None or is_count or isinstance(one, list | tuple)
+        ):
+            raise TypeError(
+                f"{name} of a column must be a list of values, a number of values, or None: "
+                f"{column!r}: {one!r}"
+            )
+    return {column: list(one) if isinstance(one, tuple) else one for column, one in by_name.items()}
+
+
+def check_ragged(name: str, value: Any) -> dict[str, Any]:
+    """Returns a `Pad` or `Nested` by column."""
+    from farandole.data.ragged import Nested, Pad, Ragged
+
+    kinds = (Pad, Nested, Ragged, Mapping)
+    if not isinstance(value, Mapping) or not all(isinstance(one, kinds) for one in value.values()):
+        raise TypeError(f"{name} must be a dict of Pad or Nested by column: {value!r}")
+    return dict(value)
+
+
+def check_statistics(name: str, value: Any) -> dict[str, Any] | None:
+    """Returns `Statistics` as plain values by column, which can be saved."""
+    from farandole.data.statistics import Statistics
+
+    if value is None:
+        return None
+    if not isinstance(value, Statistics | Mapping):
+        raise TypeError(f"{name} must be of farandole.data.statistics_of: {value!r}")
+    return value.to_values() if isinstance(value, Statistics) else dict(value)
+
+
+def check_run_id(name: str, value: Any) -> str:
+    """Returns a string that is a path below the directory of runs."""
+    if any(part in ("", ".", "..") for part in nonempty_text(name, value).split("/")):
+        raise ValueError(f"{name} must name a directory below the store's runs: {value!r}")
+    return value
+
+
+_AGE_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+
+def parse_age(name: str, value: Any) -> float:
+    """Returns an age, such as "30d", as seconds.
+
+    Args:
+        name: of the parameter.
+        value: a number with a unit, a `timedelta`, or seconds.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, str):
+        number, unit = value[:-1].strip(), _AGE_UNIT_SECONDS.get(value[-1:])
+        if unit is None or not (number.isascii() and number.isdigit()):
+            raise ValueError(
+                f"{name} must be an age with a unit, such as 90s, 30m, 12h, 7d or 4w: {value!r}"
+            )
+        value = int(number) * unit
+    return positive_number(name, value)
+
+
+_BYTES_PER_UNIT = {"B": 1}
+_BYTES_PER_UNIT |= {f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)}
+_BYTES_PER_UNIT |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+
+
+def parse_size(name: str, value: Any) -> int:
+    """Returns a size, such as "20GiB", as bytes.
+
+    Args:
+        name: of the parameter.
+        value: a number with a unit, or bytes.
+    """
+    if isinstance(value, str):
+        given = value.strip()
+        digits = given.rstrip("BiKMGT")
+        unit, number = _BYTES_PER_UNIT.get(given[len(digits) :]), digits.strip()
+        if unit is None or not (number.isascii() and number.isdigit()):
+            raise ValueError(
+                f"{name} must be a size with a unit, such as 500MB, 20GiB or 1TB: {value!r}"
+            )
+        value = int(number) * unit
+    return byte_count(name, value)
+
+
+def check_feature_cols(name: str, value: Any) -> list[str | list[str]]:
+    """Returns a list whose items are column names, or lists of names whose columns become one
+    input.
+    """
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise TypeError(f"{name} must be a list of column names, or of lists of them: {value!r}")
+    found = [item if isinstance(item, str) else column_names(name, item) for item in items]
+    column_names(
+        name, [column for item in found for column in ([item] if isinstance(item, str) else item)]
+    )
+    return found
+
+
+def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, ...], bool]]:
+    """Returns a list of (name, NumPy type, shape, whether nulls are allowed), as Petastorm's
+    edit fields.
+    """
+    import numpy as np
+
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(one, list | tuple) and len(one) == 4  # noqa: PLR2004 - four parts
+        for one in value
+    ):
+        raise TypeError(f"{name} must be a list of (name, numpy type, shape, nullable): {value!r}")
+    return [
+        (str(column), np.dtype(kind).name, tuple(int(size) for size in shape or ()), bool(nullable))
+        for column, kind, shape, nullable in value
+    ]
+
+
+def check_validation_value(name: str, value: Any) -> float | str:
+    """Returns a share of rows, or the name of a column."""
+    if isinstance(value, str):
+        return nonempty_text(name, value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a share of rows or a column name: {value!r}")
+    if not 0 <= float(value) < 1:
+        raise ValueError(f"{name} must be at least 0 and less than 1: {value}")
+    return float(value)
+
+
+def check_store(name: str, value: Any) -> Store:
+    """Returns a store, or the path or URL of one."""
+    from farandole.stores.store import Store
+
+    if isinstance(value, Store):
+        return value
+    if isinstance(value, str):
+        return Store.create(value)
+    raise TypeError(f"{name} must be a Store or a path: {value!r}")

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The rendezvous of a gang whose tasks cannot reach the driver, such as a Spark Connect client
+behind a firewall.
+
+Every task tries the driver's addresses and sends the result to the other tasks by Spark's
+`allGather`. The first task starts a registrar, and also sends a ticket for it. Unless all tasks
+have reached the driver, the gang uses this registrar. If there is a store, the first task then
+writes events to numbered files in the job's directory, and the driver reads the files. Without a
+store, the driver gets progress and output when the job is over, or not at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from farandole._native.registrar import Event, Registrar
+    from farandole.runner.agent import WorkerSpec
+    from farandole.spark.job.spill import TaskSpill
+
+_DIAL_TIMEOUT: Final = 3.0
+_EVENT_INTERVAL: Final = 0.5
+_GRACE_AFTER_ABORT: Final = 5.0
+_EVENT_FIELDS: Final = (
+    "kind",
+    "task",
+    "rank",
+    "stream",
+    "text",
+    "exit_code",
+    "signal",
+    "stderr_tail",
+    "dropped",
+)
+
+
+@dataclass(frozen=True)
+class TaskRendezvous:
+    """The data with which tasks find each other, sent in Spark's closure.
+
+    Attributes:
+        addresses: Where the driver listens.
+        size: Number of tasks.
+        spill: The job's directory in a store, if it was given one.
+    """
+
+    addresses: tuple[str, ...]
+    size: int
+    spill: TaskSpill | None = None
+
+
+class RendezvousHost:
+    """The first task's part while the gang meets there: keeps the registrar, and writes its
+    events to the store.
+    """
+
+    def __init__(self, registrar: Registrar, meeting: TaskRendezvous) -> None:
+        self._registrar = registrar
+        self._rendezvous = meeting
+        self._ended_tasks: set[int] = set()
+        self._record_until = float("inf")
+        self._thread = threading.Thread(
+            target=self._record_events, name="farandole-host", daemon=True
+        )
+        self._thread.start()
+
+    def wait_and_close(self) -> None:
+        """Waits until every worker has ended, or until the grace period after an abort is over;
+        then closes the registrar.
+        """
+        self._thread.join()
+        self._registrar.close()
+
+    def _record_events(self) -> None:
+        # Spark may start the gang again, with another first task. Its files have a later name, so
+        # that the driver reads them as new events.
+        self._name = f"{time.time_ns():020d}"
+        number, waiting, written = 0, [], time.monotonic()
+        while (
+            len(self._ended_tasks) < self._rendezvous.size and time.monotonic() < self._record_until
+        ):
+            waiting += [
+                self._event_line(event) for event in self._registrar.events(_EVENT_INTERVAL)
+            ]
+            if waiting and time.monotonic() - written >= _EVENT_INTERVAL:
+                number, waiting, written = number + 1, [], self._write_lines(number, waiting)
+        waiting += [self._event_line(event) for event in self._registrar.events(0.0)]
+        self._write_lines(number, waiting)
+
+    def _event_line(self, event: Event) -> str:
+        if event.kind == "exit" and event.task is not None:
+            self._ended_tasks.add(event.task)
+        if event.kind == "aborted":
+            self._record_until = min(self._record_until, time.monotonic() + _GRACE_AFTER_ABORT)
+        told: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
+        # Results are not written: Spark's rows contain them.
+        if event.kind == "metric":
+            told["data"] = base64.b64encode(event.data or b"").decode()
+        if event.kind == "assigned":
+            told["seats"] = self._registrar.rank_assignment()
+        return json.dumps(told)
+
+    def _write_lines(self, number: int, lines: list[str]) -> float:
+        if lines and self._rendezvous.spill is not None:
+            # If the store is briefly unreachable, some events are lost; the job continues.
+            with contextlib.suppress(OSError):
+                self._rendezvous.spill.write_file(
+                    f"events/{self._name}-{number:08d}.jsonl", "\n".join(lines).encode()
+                )
+        return time.monotonic()
+
+
+class StoredEventReader:
+    """The driver's reader of the events that a `RendezvousHost` has written."""
+
+    def __init__(self, spill: TaskSpill) -> None:
+        self._spill = spill
+        self._read_names: set[str] = set()
+        self._next_read = 0.0
+
+    def new_events(self) -> Iterator[Any]:
+        """Yields events like a registrar; an assignment event contains the rank placements."""
+        if time.monotonic() < self._next_read:
+            return
+        self._next_read = time.monotonic() + _EVENT_INTERVAL
+        try:
+            names = self._spill.list_files("events")
+        except OSError:
+            return
+        for name in names:
+            if name not in self._read_names:
+                try:
+                    told = self._spill.read_file(name).decode()
+                except OSError:
+                    return  # the store is briefly unreachable
+                self._read_names.add(name)
+                for line in told.splitlines():
+                    yield _parse_event(json.loads(line))
+
+
+def agree_on_registrar(
+    work: WorkerSpec, meeting: TaskRendezvous, task: int, context: Any
+) -> tuple[WorkerSpec, RendezvousHost | None]:
+    """Decides with the other tasks which registrar the gang uses.
+
+    Args:
+        work: Work of the task.
+        meeting: Rendezvous of the gang.
+        task: Number of this task.
+        context: Spark's barrier context.
+
+    Returns:
+        The work, with a ticket for the registrar; in the first task also the host, if the gang uses
+        the registrar of this task.
+    """
+    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+    own = Registrar(meeting.size, start_timeout=work.start_timeout) if task == 0 else None
+    told = [
+        json.loads(message)
+        for message in context.allGather(
+            json.dumps(
+                {
+                    "reaches": _can_dial_any(meeting.addresses),
+                    "ticket": own.ticket if own is not None else None,
+                }
+            )
+        )
+    ]
+    if all(one["reaches"] for one in told):
+        if own is not None:
+            own.close()
+        return work, None
+    ticket = next(one["ticket"] for one in told if one["ticket"] is not None)
+    there = replace(work, ticket=ticket, keys=None if work.keys else False)
+    return there, RendezvousHost(own, meeting) if own is not None else None
+
+
+def _can_dial_any(addresses: Sequence[str]) -> bool:
+    """Returns whether one of the addresses can be dialled from here."""
+
+    def can_dial(address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_DIAL_TIMEOUT).close()
+        except OSError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        return any(pool.map(can_dial, addresses))
+
+
+def _parse_event(told: dict[str, Any]) -> Any:
+    data = told.pop("data", None)
+    told.setdefault("seats", None)
+    return SimpleNamespace(data=base64.b64decode(data) if data is not None else None, **told)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parts of a Keras model, its optimizer and its loss that decide the result of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import numpy as np
+
+from farandole.spark.common.runs.digests import arrays_digest, class_name, short_text, value_digest
+from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
+from farandole.spark.keras.model_compilation import compile_arguments
+from farandole.spark.keras.saving.objects import training_objects
+
+_IGNORED_CONFIG_KEYS = frozenset(
+    {
+        "build_config",
+        "compile_config",
+        "keras_version",
+        "module",
+        "registered_name",
+        "shared_object_id",
+    }
+)
+
+
+def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
+    """Returns the parts of a fingerprint: architecture, initial weights, optimizer, loss.
+
+    Args:
+        model: the user's, built.
+        optimizer: the estimator's; `None` takes the compiled model's.
+        loss: the estimator's; `None` takes the compiled model's.
+    """
+    known = compile_arguments(model)
+    weights = {
+        str(index): np.asarray(keras.ops.convert_to_numpy(one))
+        for index, one in enumerate(model.weights)
+    }
+    numbers = sum(value.size for value in weights.values())
+    shapes = [[list(value.shape), str(value.dtype)] for value in weights.values()]
+    words = arrays_digest(weights)
+    used: Any = keras.optimizers.get(optimizer) if optimizer is not None else model.optimizer
+    told = {name: one for name, one in used.get_config().items() if name != "name"}
+    lost = known.get("loss") if loss is None else loss
+    code = training_objects(model, known, lost)  # of which the architecture says the names alone
+    rate = told.get("learning_rate")
+    rate = f"{rate:.6g}" if isinstance(rate, int | float) else short_text(rate)
+    parts = [
+        FingerprintPart(
+            "model",
+            value_digest([_describe_architecture(model), shapes, code]),
+            f"{class_name(model)} of {numbers:,} numbers",
+        ),
+        FingerprintPart(INITIAL_WEIGHTS, words, words[:8]),
+        FingerprintPart(
+            "optimizer",
+            value_digest([type(used), told]),
+            f"{class_name(used)}(learning_rate={rate})",
+        ),
+    ]
+    return parts if lost is None else [*parts, FingerprintPart.from_value("loss", lost)]
+
+
+def _describe_architecture(model: Any) -> Any:
+    """Returns the configuration, without the names that Keras counts up in every process."""
+    try:
+        config = json.loads(model.to_json())
+    except Exception:  # noqa: BLE001 - a class of the user's that cannot tell: then its layers do
+        return [type(one).__qualname__ for one in model._flatten_layers()]  # noqa: SLF001 - no public door
+    layers = list(model._flatten_layers())  # noqa: SLF001 - as above
+    names = {one.name: f"#{index}" for index, one in reversed(list(enumerate(layers)))}
+    return _strip_names(config, names)
+
+
+def _strip_names(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, dict):
+        named = {
+            key: one
+            for key, one in value.items()
+            if key not in _IGNORED_CONFIG_KEYS and (key != "name" or one in names)
+        }
+        return {str(key): _strip_names(one, names) for key, one in named.items()}
+    if isinstance(value, list):
+        return [_strip_names(one, names) for one in value]
+    return names.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""A plain module, its optimizer and its losses as a `LightningModule`."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.spark.torch.columns.losses import shape_label, weighted_loss
+from farandole.spark.torch.columns.tensors import flat_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from farandole.spark.torch.job import TorchInput, TorchLabel
+
+
+class _PlainModuleSteps:
+    """The training steps on batches by column that a plain module needs to be a Lightning
+    module.
+    """
+
+    model: torch.nn.Module
+    log_dict: Any
+
+    def prepare_steps(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        interval: str,
+        losses: Sequence[Any],
+        loss_weights: Sequence[float],
+        metrics: Sequence[Sequence[Any]],
+        inputs: Sequence[TorchInput],
+        labels: Sequence[TorchLabel],
+        weight: str | None,
+    ) -> None:
+        """Takes the user's objects."""
+        self.model = model
+        self._optimizer_parts = (optimizer, scheduler, interval)
+        self._losses = list(losses)
+        self._row_losses = [weighted_loss(loss) for loss in losses] if weight else []
+        self._loss_weights = tuple(loss_weights)
+        self._metrics = [(list(group) * len(labels))[: len(labels)] for group in metrics]
+        self._inputs = tuple(inputs)
+        self._labels = tuple(labels)
+        self._weight = weight
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Calls the module."""
+        return self.model(*inputs)
+
+    def training_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
+        """Returns the loss of a batch."""
+        return self._batch_loss(batch, "train")
+
+    def validation_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
+        """Returns the loss of a batch."""
+        return self._batch_loss(batch, "val")
+
+    def configure_optimizers(self) -> Any:
+        """Returns the user's optimizer, and the scheduler if there is one."""
+        optimizer, scheduler, interval = self._optimizer_parts
+        if scheduler is None:
+            return optimizer
+        made = scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
+
+    def _batch_loss(self, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
+        outputs = flat_outputs(
+            self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels)
+        )
+        labels = [
+            shape_label(batch[one.column.name], output, one.shape)
+            for one, output in zip(self._labels, outputs, strict=True)
+        ]
+        weights = None if self._weight is None else batch[self._weight]
+        parts = [
+            self._losses[index](outputs[index], labels[index])
+            if weights is None
+            else self._row_losses[index](outputs[index], labels[index], weights)
+            for index in range(len(labels))
+        ]
+        loss = torch.stack(
+            [part * share for part, share in zip(parts, self._loss_weights, strict=True)]
+        ).sum()
+        told = {f"{stage}_loss": loss} | {
+            f"{stage}_{name}": value for name, value in self._metric_values(outputs, labels)
+        }
+        self.log_dict(told, on_step=False, on_epoch=True, batch_size=len(labels[0]))
+        return loss
+
+    def _metric_values(
+        self, outputs: list[torch.Tensor], labels: list[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in self._metrics:
+            for one, function, output, label in zip(
+                self._labels, group, outputs, labels, strict=True
+            ):
+                name = getattr(function, "__name__", type(function).__name__).strip("<>")
+                key = name if len(self._labels) == 1 else f"{name}_{one.column.name}"
+                yield key, torch.as_tensor(function(output.detach(), label), dtype=torch.float32)
+
+
+@cache
+def wrapper_class(package: str) -> type[Any]:
+    """Returns the class for one of Lightning's packages.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base = import_module(package).LightningModule
+    return type("WrappedModule", (_PlainModuleSteps, base), {"__module__": __name__})
+
+
+def wrap_module(package: str, **parts: Any) -> Any:
+    """Returns a Lightning module whose steps are prepared.
+
+    Args:
+        package: as in `wrapper_class`.
+        **parts: arguments of `prepare_steps`.
+    """
+    module = wrapper_class(package)()
+    module.prepare_steps(**parts)
+    return module

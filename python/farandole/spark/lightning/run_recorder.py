@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Callbacks of a Lightning run: history, progress, checkpoints in the store, early stopping.
+
+The history contains every value that the module logs, as a mean over the rows of all processes.
+Names that start with `val_` are of validation, a leading `train_` is removed, and `train` always
+has a `loss`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import farandole.torch as hvd
+from farandole.numpy.plain import allgather_plain
+from farandole.spark import task
+from farandole.spark.common.runs.finite_loss import check_finite_loss
+from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.meter import StepMeter
+from farandole.stores.pickle_policy import resolve_decision
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from farandole.spark.common.runs.stop_request import StopCheck
+    from farandole.spark.lightning.job import LightningTrainingJob
+
+_REPORT_INTERVAL_SECONDS = 0.2
+_TENSOR_STATE_KEYS = ("model", "optimizer")
+
+
+class LightningRunRecorder:
+    """One rank's view of a run.
+
+    Args:
+        job: the run.
+        scratch: local directory.
+        history: of epochs before.
+        rank: of this process.
+        size: processes.
+        halt: check whether the user has stopped the fit.
+        begun: rows of the epoch in progress that were counted in other worlds, and the sum of their
+            losses.
+        moves: whether another process may become rank 0: then all keep the best.
+    """
+
+    def __init__(
+        self,
+        job: LightningTrainingJob,
+        scratch: Path,
+        history: list[dict[str, Any]],
+        rank: int,
+        size: int,
+        halt: StopCheck,
+        begun: tuple[int, float] = (0, 0.0),
+        *,
+        moves: bool = False,
+    ) -> None:
+        self._earlier_totals = begun
+        self._moves = moves
+        self.job, self.store = job, job.base.store
+        self.scratch = scratch
+        self.history = history
+        self.rank, self.size = rank, size
+        self.best: dict[str, Any] | None = None
+        self.started = self.reported = time.monotonic()
+        self.rows = 0
+        self.val_rows = 0
+        self.total = 0.0
+        self.meter = StepMeter()
+        self.halt = halt
+        halt.begin_epoch()
+
+    def create_callback(self, base: type[Any]) -> Any:
+        """Returns a Lightning callback that calls this.
+
+        Args:
+            base: Lightning's class of callbacks.
+        """
+        return type("FarandoleWatch", (_RecorderCallback, base), {"__module__": __name__})(self)
+
+    def begin_epoch(self) -> None:
+        """Resets the counts."""
+        self.started = time.monotonic()
+        self.rows, self.val_rows, self.total = 0, 0, 0.0
+        self.meter.begin_epoch()
+        self.halt.begin_epoch()
+
+    def end_batch(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
+        """Counts a batch, and sends a report to the driver at intervals.
+
+        Raises:
+            NotFiniteError: the loss is NaN or infinite, and such a loss must end the run.
+        """
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.rows += rows
+        self.meter.end_batch(rows)
+        if isinstance(loss, torch.Tensor):
+            value = float(loss.detach())
+            if self.job.base.loop.terminate_on_nan:
+                check_finite_loss(value, trainer.current_epoch, index, self.rank)
+            self.total += value * rows
+        if self.halt.should_stop_after_step(self.rank):
+            trainer.should_stop = True
+        now = time.monotonic()
+        if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
+            return
+        self.reported = now
+        speed = self.rows * self.size / max(now - self.started, 1e-9)
+        place = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
+        steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
+        task.report(
+            {
+                "kind": "step",
+                **place,
+                **steps,
+                "rows_per_second": speed,
+                "loss": self.total / max(self.rows, 1),
+            }
+        )
+
+    def end_epoch(self, trainer: Any) -> None:
+        """Writes the history's entry and the checkpoint; a collective call."""
+        self.meter.finish_report()
+        seconds = time.monotonic() - self.started
+        logged = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if value.numel() == 1
+        }
+        told = allgather_plain((logged, self.rows, self.val_rows, self.total))
+        rows = sum(one[1] for one in told)
+        before, loss_before = self._earlier_totals
+        self._earlier_totals = (0, 0.0)
+        parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
+        for name in logged:
+            is_val = name.startswith("val_")
+            weights = [one[2] if is_val else one[1] for one in told]
+            total = sum(
+                one[0].get(name, 0.0) * weight for one, weight in zip(told, weights, strict=True)
+            )
+            parts["validation" if is_val else "train"][
+                name.removeprefix("val_").removeprefix("train_")
+            ] = total / max(sum(weights), 1)
+        rows += before
+        parts["train"].setdefault(
+            "loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1)
+        )
+        entry: dict[str, Any] = {"epoch": len(self.history)}
+        for part, numbers in parts.items():
+            if numbers:
+                loss = numbers.pop("loss", float("nan"))
+                entry[part] = {
+                    "loss": loss,
+                    "all_metrics": [{name: value} for name, value in numbers.items()],
+                }
+        entry |= {"seconds": seconds, "rows": rows}
+        self.history.append(entry)
+        self._publish_epoch(trainer)
+        if self.rank == 0:
+            told_steps = {
+                "epochs": self.job.base.loop.epochs,
+                "steps": int(trainer.num_training_batches),
+            }
+            task.report(
+                {
+                    "kind": "epoch",
+                    "entry": entry,
+                    **told_steps,
+                    "rows_per_second": rows / max(seconds, 1e-9),
+                }
+            )
+        stopping = self.job.base.loop.early_stopping
+        if (
+            stopping is not None and stopping.is_over(self.history)
+        ) or self.halt.should_stop_after_epoch(self.rank):
+            trainer.should_stop = True
+
+    def global_loss_total(self) -> float:
+        """Returns the sum of the losses of the epoch so far, over the rows of all processes; a
+        collective call.
+        """
+        total = hvd.allreduce(
+            torch.tensor([self.total], dtype=torch.float64), op=hvd.Sum, name="farandole.total"
+        )
+        return self._earlier_totals[1] + float(total)
+
+    def _publish_epoch(self, trainer: Any) -> None:
+        best, every = self.job.base.loop.best, self.job.base.loop.checkpoint_every
+        is_best = best is not None and best.best_index(self.history) == len(self.history) - 1
+        if is_best and (self._moves or self.rank == 0):
+            self.best = {
+                name: value.detach().cpu().clone()
+                for name, value in trainer.lightning_module.state_dict().items()
+            }
+        if not self.store.saving_runs:
+            return
+        path = self.scratch / "checkpoint"
+        trainer.save_checkpoint(str(path))  # all ranks take part
+        if self.rank != 0:
+            return
+        data, name = path.read_bytes(), self.store.checkpoint_filename
+        if is_best:
+            self.store.write_checkpoint(f"{name}.best", data)
+        if every is not None and len(self.history) % every == 0:
+            self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
+        self.store.write_checkpoint(name, data)
+        logs = self.store.logs_subdir
+        self.store.write(
+            f"{logs}/history.jsonl",
+            "".join(json.dumps(one) + "\n" for one in self.history).encode(),
+        )
+        self.store.write(
+            f"{logs}/events.out.tfevents.farandole", encode_scalar_events(self.history)
+        )
+        self.publish_files()
+
+    def publish_files(self) -> None:
+        """Copies the files of loggers and checkpoint callbacks to the store."""
+        if self.rank != 0 or not self.store.saving_runs:
+            return
+        run = self.scratch / "run"
+        for file in sorted(run.rglob("*")):
+            if file.is_file():
+                self.store.write(file.relative_to(run).as_posix(), file.read_bytes())
+
+    def result_weights(self, trainer: Any, module: Any) -> dict[str, torch.Tensor]:
+        """Returns the resulting weights of the run: the best weights if they were requested, else
+        the last ones.
+
+        Args:
+            trainer: the trainer, after the fit.
+            module: the trained module.
+        """
+        if self.best is not None:
+            return self.best
+        found = (
+            self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
+            if self.job.base.loop.best
+            else None
+        )
+        chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if found is None and chosen:
+            with open(chosen, "rb") as file:  # noqa: PTH123 - Lightning's own path
+                found = file.read()
+        if found is not None:
+            trusted = resolve_decision(self.job.allow_pickle)
+            return torch.load(io.BytesIO(found), map_location="cpu", weights_only=not trusted)[
+                "state_dict"
+            ]
+        return {name: value.detach().cpu() for name, value in module.state_dict().items()}
+
+
+class _RecorderCallback:
+    """Lightning's callback, which passes all calls to the recorder."""
+
+    def __init__(self, watch: LightningRunRecorder) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.watch.begin_epoch()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.watch.meter.begin_batch()
+
+    def on_train_batch_end(
+        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        self.watch.end_batch(trainer, outputs, _batch_rows(batch), index)
+
+    def on_validation_batch_end(
+        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.watch.val_rows += _batch_rows(batch)
+
+    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
+        self.watch.end_epoch(trainer)
+
+    def on_fit_end(self, *_: Any) -> None:
+        self.watch.publish_files()  # Lightning's own checkpoint of the last epoch comes after ours
+
+    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["farandole_history"] = self.watch.history
+
+
+def _batch_rows(batch: Any) -> int:
+    values = (
+        list(batch.values())
+        if isinstance(batch, dict)
+        else list(batch)
+        if isinstance(batch, list | tuple)
+        else [batch]
+    )
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    return 1 if first is None or first.dim() == 0 else len(first)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Consent to unpickle files of a store, which runs their code.
+
+The variable `FARANDOLE_ALLOW_PICKLE` applies to a process: `1` allows, `0` refuses. `allow_pickle`,
+a method of readers and a parameter of `LightningEstimator`, has priority. Without either, the two
+kinds of reads differ:
+
+- when a run is resumed, the user has not named the checkpoint: only tensors and plain values are
+  unpickled;
+- in `load(path)`, the user has named the path: it is unpickled, with a warning. Spark ML's own
+  `PipelineModel.load` takes no such parameter, and users expect that a saved pipeline can be
+  loaded.
+"""
+
+from __future__ import annotations
+
+import os
+
+ALLOW_PICKLE_VARIABLE = "FARANDOLE_ALLOW_PICKLE"
+ALLOW_PICKLE_PARAMETER = "allow_pickle"
+_BOOLEAN_WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+class PickleNotAllowedError(ValueError):
+    """An object in a store contains code, and the user has not allowed to run it."""
+
+
+def decision_from_env() -> bool | None:
+    """Returns the value of the variable; `None` if it is not set.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    text = os.environ.get(ALLOW_PICKLE_VARIABLE, "").strip().lower()
+    if not text:
+        return None
+    if text not in _BOOLEAN_WORDS:
+        raise ValueError(f"{ALLOW_PICKLE_VARIABLE} is 1 or 0: {text!r}")
+    return _BOOLEAN_WORDS[text]
+
+
+def resolve_decision(allowed: bool | None) -> bool | None:
+    """Returns the caller's decision, else the environment variable's, or `None` without either.
+
+    Args:
+        allowed: the caller's decision.
+
+    Raises:
+        ValueError: the variable is neither 1 nor 0.
+    """
+    return decision_from_env() if allowed is None else allowed
+
+
+def check_load_allowed(path: str, allowed: bool | None, instead: str = "") -> None:
+    """Refuses to unpickle a loaded file if the user has forbidden it.
+
+    Args:
+        path: of the object to load.
+        allowed: by the reader; `None` asks the variable.
+        instead: how to do without, in a clause.
+
+    Raises:
+        PickleNotAllowedError: it is not allowed.
+    """
+    if resolve_decision(allowed) is False:
+        raise PickleNotAllowedError(
+            f"the object saved at {path} holds pickled code, which is not allowed to run: allow "
+            f"it with read().allow_pickle(True) or {ALLOW_PICKLE_VARIABLE}=1{instead}"
+        )
