@@ -71,7 +71,7 @@ def prepared(tables: list[pa.Table], url: str, compression: str) -> None:
         for batch in table.to_batches(max_chunksize=10_000):
             writer.write(batch)
         parts.append(writer.finish())
-    prepare.commit(url, spec, parts)
+    prepare.commit_partitions(url, spec, parts)
 
 
 def scan(path: Path) -> int:

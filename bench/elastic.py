@@ -139,17 +139,17 @@ TRANSFER = """
 import json, statistics, sys, time
 import torch
 import farandole.torch as hvd
-from farandole.torch._state_transfer import Roles, move
+from farandole.torch._state_transfer import TransferRoles, transfer_tensors
 torch.set_num_threads(1)
 hvd.init()
 tensors = [torch.full((24 << 20,), float(hvd.rank())) for _ in range(4)]
-ways = {"by three": Roles([0, 1, 2], [3]), "by one": Roles([0], [1, 2, 3])}
+ways = {"by three": TransferRoles([0, 1, 2], [3]), "by one": TransferRoles([0], [1, 2, 3])}
 times = {way: [] for way in ways}
 for number in range(int(sys.argv[1]) + 1):
     for way, roles in ways.items():
         hvd.barrier()
         began = time.perf_counter()
-        move(f"{way}.{number}", tensors, roles)
+        transfer_tensors(f"{way}.{number}", tensors, roles)
         took = hvd.allreduce(torch.tensor([time.perf_counter() - began], dtype=torch.float64),
             op=hvd.Max)
         if number:

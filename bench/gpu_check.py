@@ -113,11 +113,11 @@ def kernels(page: Page, timed: bool = True) -> None:
     import torch
 
     from farandole._native import cuda
-    from farandole.torch._handles import DTYPES
+    from farandole.torch._handles import ENGINE_DTYPES
 
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     began = time.monotonic()
-    ours = cuda.Kernels(0, "", packages(), f"{cache}/farandole/kernels")
+    ours = cuda.GpuKernels(0, "", packages(), f"{cache}/farandole/kernels")
     page.check(True, "kernels compiled or found", f"{time.monotonic() - began:.2f} s")
     stream = torch.cuda.current_stream().cuda_stream
     torch.manual_seed(SEED)
@@ -126,9 +126,9 @@ def kernels(page: Page, timed: bool = True) -> None:
     listed = [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
     source, target = (torch.empty(total, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy = 2 * total / microseconds(lambda: target.copy_(source)) if timed else 0.0
-    f32 = DTYPES[torch.float32]
+    f32 = ENGINE_DTYPES[torch.float32]
     for dtype, least in [(torch.float32, 0.85), (torch.bfloat16, 0.80), (torch.float16, 0.80)]:
-        number = DTYPES[dtype]
+        number = ENGINE_DTYPES[dtype]
         packed = torch.empty(
             cuda.packed_bytes([count for _, count in listed], number),
             dtype=torch.uint8,
@@ -137,7 +137,7 @@ def kernels(page: Page, timed: bool = True) -> None:
         before = [tensor.clone() for tensor in tensors]
 
         def move(pack: bool, number: int = number, packed: torch.Tensor = packed) -> None:
-            ours.transfer(pack, listed, f32, number, packed.data_ptr(), 1.0, stream)
+            ours.pack_tensors(pack, listed, f32, number, packed.data_ptr(), 1.0, stream)
 
         move(True)
         for tensor in tensors:
@@ -157,7 +157,7 @@ def kernels(page: Page, timed: bool = True) -> None:
             )
         for tensor, old in zip(tensors, before, strict=True):
             tensor.copy_(old)
-    wrong = [case for case, good in reductions(ours, DTYPES, stream) if not good]
+    wrong = [case for case, good in reductions(ours, ENGINE_DTYPES, stream) if not good]
     page.check(
         not wrong, "reductions of 4 buffers, every type", ", ".join(wrong) or "the host's results"
     )
@@ -166,7 +166,7 @@ def kernels(page: Page, timed: bool = True) -> None:
         torch.empty_like(a),
         torch.empty(ours.adasum_scratch(a.numel()), dtype=torch.uint8, device="cuda"),
     )
-    ours.adasum(
+    ours.adasum_vectors(
         f32, a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel(), scratch.data_ptr(), stream
     )
     x, y = a.double(), b.double()
@@ -215,9 +215,9 @@ def nccl(page: Page) -> None:
     import torch.distributed as dist
 
     from farandole._native import cuda
-    from farandole.torch._handles import DTYPES
+    from farandole.torch._handles import ENGINE_DTYPES
 
-    ring = cuda.Ring(0, "", packages())
+    ring = cuda.SingleMemberNccl(0, "", packages())
     tensor = torch.ones(1 << 18, device="cuda")
     torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +235,7 @@ def nccl(page: Page) -> None:
                 times.append((time.perf_counter() - began) * 1e6)
             return statistics.median(times)
 
-        number = DTYPES[torch.float32]
+        number = ENGINE_DTYPES[torch.float32]
         mine = timed(lambda: ring.allreduce(tensor.data_ptr(), tensor.nbytes, number))
         other = timed(theirs)
         dist.destroy_process_group()

@@ -125,7 +125,7 @@ def measure(rounds: int) -> None:
     burst = {"farandole": our_burst, "gloo": gloo_burst}
     report({"100 asynchronous allreduces of 64 KiB": burst}, rounds, STEPS * 2)
     # The memory of bucket views, in which the ranks of a host reduce each other's numbers.
-    shared = torch.frombuffer(engine.mapped(LARGE), dtype=torch.float32)
+    shared = torch.frombuffer(engine.allocate_shared_memory(LARGE), dtype=torch.float32)
     private, other = torch.ones(LARGE // 4), torch.ones(LARGE // 4)
     large = {
         "farandole": lambda: hvd.allreduce_(private, name="private", op=hvd.Average),

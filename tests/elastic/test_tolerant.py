@@ -195,16 +195,16 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
 
     hvd.init()
     try:
-        tolerance = _tolerant.Tolerance(
+        tolerance = _tolerant.FaultTolerance(
             torch.optim.SGD(model().parameters(), lr=0.1), is_elastic=True
         )
-        tolerance.enter()
+        tolerance.enter_new_world()
         monkeypatch.setattr(_tolerant, "leave_and_join", lambda: None)
         monkeypatch.setattr(_tolerant, "allgather", statuses)
         monkeypatch.setattr(_tolerant, "allgather_object", exchange)
         monkeypatch.setattr(_tolerant, "require_same_model", lambda *_: None)
-        monkeypatch.setattr(tolerance, "_transfer", lambda roles: worlds.append([*roles]))
-        assert tolerance.change()
+        monkeypatch.setattr(tolerance, "_transfer_state", lambda roles: worlds.append([*roles]))
+        assert tolerance.change_world()
         assert worlds == [[[0, 1, 0]], [[1], [0]], [[1, 1, 0]]]
         assert tolerance.steps == 1
     finally:

@@ -219,7 +219,7 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from farandole.common.exceptions import FarandoleInternalError
-    from farandole.data.turns import Place, Turns
+    from farandole.data.row_assignment import RowAssignment, UnassignedRows
     from farandole.torch import _tolerant
     from farandole.torch.distributed import _fault_tolerant
 
@@ -246,14 +246,16 @@ def test_a_step_with_the_results_of_another_rank_counts_when_the_agreement_has_e
     monkeypatch.setattr(_tolerant, "allgather", statuses)
     monkeypatch.setattr(_tolerant, "allgather_object", exchange)
     monkeypatch.setattr(_tolerant, "require_same_model", lambda *_: None)
-    monkeypatch.setattr(_fault_tolerant, "move", lambda *_: None)
+    monkeypatch.setattr(_fault_tolerant, "transfer_tensors", lambda *_: None)
     monkeypatch.setattr(alone.tolerance, "_is_elastic", True)
-    turns = alone.tolerance._turns["rows"] = Turns(20, 5, False, 0, 1, Place(0, 0))
-    piece = turns.next(0)
-    assert not alone.tolerance.change()
-    assert (alone.tolerance.steps, turns.hand) == (0, [piece])
-    assert alone.tolerance.change()
-    assert (alone.tolerance.steps, turns.hand) == (1, [])
+    turns = alone.tolerance._row_assignments["rows"] = RowAssignment(
+        20, 5, False, 0, 1, UnassignedRows(0, 0)
+    )
+    piece = turns.next_piece(0)
+    assert not alone.tolerance.change_world()
+    assert (alone.tolerance.steps, turns.taken_pieces) == (0, [piece])
+    assert alone.tolerance.change_world()
+    assert (alone.tolerance.steps, turns.taken_pieces) == (1, [])
     assert told == [[0, 1, 0]] * 3
     assert [record["hand"] for record in records] == [[], [piece], []]
 
@@ -262,17 +264,17 @@ def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from farandole.torch import _tolerant
-    from farandole.torch._state_transfer import Roles
+    from farandole.torch._state_transfer import TransferRoles
 
     sent: dict[str, list[int]] = {}
 
-    def move(name: str, tensors: list[torch.Tensor], _: Roles) -> None:
+    def move(name: str, tensors: list[torch.Tensor], _: TransferRoles) -> None:
         sent[name] = [tensor.data_ptr() for tensor in tensors]
 
-    monkeypatch.setattr(_tolerant, "move", move)
+    monkeypatch.setattr(_tolerant, "transfer_tensors", move)
     monkeypatch.setattr(_tolerant, "allgather", lambda own, **_: torch.cat([own, own]))
     alone.backward()
-    alone.tolerance._transfer(Roles([0], [1]))
+    alone.tolerance._transfer_state(TransferRoles([0], [1]))
     assert sent["tolerant.other"] == [alone.network.average.data_ptr()]
     assert sent["tolerant.state"] == [
         parameter.data_ptr() for parameter in alone.network.parameters()
@@ -298,7 +300,7 @@ def test_the_default_group_keeps_its_timeout_and_is_created_after_a_failed_attem
     with monkeypatch.context() as patched:
         patched.setattr(dist, "init_process_group", fail)
         with pytest.raises(OSError, match="a rank was lost"):
-            alone.tolerance._prepare()
-    alone.tolerance._prepare()
+            alone.tolerance._prepare_world()
+    alone.tolerance._prepare_world()
     assert dist.is_initialized()
     assert dist.distributed_c10d._get_default_store().timeout == LIMIT

@@ -26,7 +26,7 @@ import farandole.torch as hvd
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.torch import _state_transfer, _tolerant
-from farandole.torch._tolerant import TolerantReducer
+from farandole.torch._tolerant import FaultTolerantReducer
 
 STEPS_FROM = 3
 """The schedule of learning rates halves them that often."""
@@ -81,53 +81,53 @@ def fail_once(folder: Path, step: int, others: int) -> None:
     """Makes the next reduction of an optimizer fail on this rank, after so many other ranks have
     finished it.
     """
-    reduce = TolerantReducer._reduce
+    reduce = FaultTolerantReducer._reduce_buckets
 
-    def fail(reducer: TolerantReducer) -> None:
+    def fail(reducer: FaultTolerantReducer) -> None:
         reduce(reducer)
         wait_for_finished(folder, step, others)
-        TolerantReducer._reduce = reduce
+        FaultTolerantReducer._reduce_buckets = reduce
         raise FarandoleInternalError("a link broke")
 
-    TolerantReducer._reduce = fail
+    FaultTolerantReducer._reduce_buckets = fail
 
 
 def fail_once_in_ddp(folder: Path, step: int, others: int) -> None:
     """Like `fail_once`, in DDP."""
     from farandole.torch.distributed import _fault_tolerant
 
-    reduce, take = _fault_tolerant._reduce, _fault_tolerant._Piece.take
+    reduce, take = _fault_tolerant._run_reductions, _fault_tolerant._BucketReduction.copy_results
 
     def fail(pieces: list) -> None:
         reduce(pieces)
         wait_for_finished(folder, step, others)
-        _fault_tolerant._reduce = reduce
+        _fault_tolerant._run_reductions = reduce
         raise FarandoleInternalError("a link broke")
 
     def note(piece: object, results: dict) -> None:
         taken.append(piece)
         take(piece, results)
 
-    _fault_tolerant._reduce, _fault_tolerant._Piece.take = fail, note
+    _fault_tolerant._run_reductions, _fault_tolerant._BucketReduction.copy_results = fail, note
 
 
 def end_while_sending() -> None:
     """Ends this process when it has sent a part of a state."""
-    start = _state_transfer._Mover.start
+    start = _state_transfer._StateTransfer.start_piece
 
     def end_before_the_third(mover: Any, piece: Any) -> int:
         if mover._count == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return start(mover, piece)
 
-    _state_transfer._Mover.start = end_before_the_third
+    _state_transfer._StateTransfer.start_piece = end_before_the_third
 
 
 def watch_transfers(plan: dict[str, Any]) -> None:
     """Notes the transfers to this rank that fail."""
     if "piece" in plan:
-        _state_transfer._PIECE = _state_transfer._LARGE = plan["piece"]
-    move = _tolerant.move
+        _state_transfer._MAX_PIECE_BYTES = _state_transfer._LARGE_TENSOR_BYTES = plan["piece"]
+    move = _tolerant.transfer_tensors
 
     def watched(name: str, tensors: Any, roles: Any) -> None:
         try:
@@ -137,7 +137,7 @@ def watch_transfers(plan: dict[str, Any]) -> None:
                 interrupted.append(name)
             raise
 
-    _tolerant.move = watched
+    _tolerant.transfer_tensors = watched
 
 
 def average(value: torch.Tensor, tolerant: Any) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.launcher.conftest import is_alive, until
 
 import farandole
-from farandole._native.launcher import report, run_agent
+from farandole._native.launcher import report_record, run_agent
 from farandole._native.registrar import Event, Registrar
 from farandole.common import pickling
 
@@ -32,7 +32,7 @@ WORKER = [sys.executable, "-m", "farandole.runner.worker"]
 
 def together(registrar: Registrar, size: int, fn: Callable[..., Any], *args: Any) -> list[Outcome]:
     """Runs a function on every task, each agent in a thread."""
-    payload = pickling.dumps((fn, args, {}))
+    payload = pickling.pickle_by_value((fn, args, {}))
     with ThreadPoolExecutor(size) as pool:
         agents = [
             pool.submit(run_agent, registrar.ticket, task, WORKER, payload=payload)
@@ -56,7 +56,7 @@ def events(registrar: Registrar, kind: str) -> list[Event]:
 def test_functions_run_on_every_rank_and_their_values_come_back() -> None:
     def fn(base: int) -> tuple[int, str]:
         print("hello")
-        report("progress", b"{}")
+        report_record("progress", b"{}")
         return base + int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
 
     with Registrar(2, host="127.0.0.1") as registrar:
@@ -73,7 +73,7 @@ def test_functions_run_on_every_rank_and_their_values_come_back() -> None:
         for kind in ("registered", "log", "metric", "exit", "result"):
             assert sorted(event.task or 0 for event in seen if event.kind == kind) == [0, 1], kind
         assert {event.text for event in seen if event.kind == "log"} == {"hello"}
-        assert [seat["local_rank"] for seat in registrar.assignment() or []] == [0, 1]
+        assert [seat["local_rank"] for seat in registrar.rank_assignment() or []] == [0, 1]
 
 
 def test_an_exception_comes_back_with_its_traceback_and_is_the_one_blamed() -> None:
@@ -216,4 +216,4 @@ def test_run_returns_results_by_rank() -> None:
 
 
 def test_a_report_without_a_driver_is_no_error() -> None:
-    assert report("progress", b"") is False
+    assert report_record("progress", b"") is False

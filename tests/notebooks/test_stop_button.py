@@ -28,12 +28,12 @@ DOUBLE_CLICK = 2.1
 
 WAITS = """
 import time
-from farandole.spark.common.runs.halting import Stop
-from farandole.spark.common.show.notebook import Notebook
+from farandole.spark.common.runs.stop_request import StopRequest
+from farandole.spark.common.show.notebook import NotebookDisplay
 from farandole.spark.common.store import LocalStore
 
-stop = Stop(LocalStore({root!r}).to_remote("mine"))
-with Notebook() as shown, shown.offering(stop):
+stop = StopRequest(LocalStore({root!r}).to_remote("mine"))
+with NotebookDisplay() as shown, shown.offer_stop(stop):
     deadline = time.monotonic() + 60
     while not stop.asked and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -63,15 +63,15 @@ print("epochs", len(model.getHistory()))
 """  # noqa: E501
 
 REPORTS = """
-from farandole.spark.common.runs.halting import Stop
-from farandole.spark.common.show.notebook import Notebook
+from farandole.spark.common.runs.stop_request import StopRequest
+from farandole.spark.common.show.notebook import NotebookDisplay
 from farandole.spark.common.store import LocalStore
 
-with Notebook() as shown, shown.offering(Stop(LocalStore({root!r}).to_remote("mine"))):
+with NotebookDisplay() as shown, shown.offer_stop(StopRequest(LocalStore({root!r}).to_remote("mine"))):
     for epoch in range(300):
         scores = {{"loss": 1 / (epoch + 1), "all_metrics": [{{"accuracy": 0.9}}]}}
         entry = {{"epoch": epoch, "train": scores, "seconds": 1.0, "rows": 10}}
-        shown.report({{"kind": "epoch", "entry": entry, "epochs": 300, "steps": 1, "rows_per_second": 10.0}})
+        shown.show_report({{"kind": "epoch", "entry": entry, "epochs": 300, "steps": 1, "rows_per_second": 10.0}})
 """  # noqa: E501
 
 

@@ -66,7 +66,7 @@ def serve(address, key):
                 answer = (True, function(*args))
             except BaseException:  # noqa: BLE001 - whatever it is, the test is told
                 answer = (False, traceback.format_exc())
-            connection.send_bytes(pickling.dumps(answer))
+            connection.send_bytes(pickling.pickle_by_value(answer))
 
 
 def describe(outcomes):
@@ -86,7 +86,7 @@ class World:
         self.outcomes = [None] * size
         key = b"farandole"
         listener = Listener(str(self.folder / "socket"), authkey=key)
-        payload = pickling.dumps((serve, (listener.address, key), {}))
+        payload = pickling.pickle_by_value((serve, (listener.address, key), {}))
         self.agents = [
             threading.Thread(target=self._agent, args=(task, payload, env or {}))
             for task in range(size)
@@ -134,7 +134,7 @@ class World:
         """
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
         for connection in self.connections.values():
-            connection.send_bytes(pickling.dumps((function, args)))
+            connection.send_bytes(pickling.pickle_by_value((function, args)))
         answers = {}
         end = time.monotonic() + LIMIT
         while len(answers) < self.size:

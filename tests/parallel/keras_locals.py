@@ -181,14 +181,14 @@ def a_warm_up_ends_at_its_rate():
     from farandole.common import pickling
 
     original = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=1.5)
-    travelled = cloudpickle.loads(pickling.dumps(copy.copy(original)))
+    travelled = cloudpickle.loads(pickling.pickle_by_value(copy.copy(original)))
     for warmup in (original, travelled):
         model = build(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), seed=1)
         seen = []
 
         def note(batch, model=model, seen=seen, **_):
             del batch
-            callbacks.in_step(model)
+            callbacks.sync_jax_state(model)
             seen.append(float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)))
 
         fit(model, [warmup, keras.callbacks.LambdaCallback(on_train_batch_end=note)], epochs=3)

@@ -116,16 +116,17 @@ def test_a_kernel_has_warm_workers_and_shows_progress_as_text_or_nothing(client)
     watched = client(nbformat.v4.new_notebook())
     with watched.setup_kernel():
         told = watched.cell("""
-            from farandole.spark.common.show.progress import progress
+            from farandole.spark.common.show.progress import create_progress_display
 
             import torch
-            from farandole.runner import warm
+            from farandole.runner import warm_workers
 
-            print("warm workers" if warm.wanted(None, by_default=False) else "none")
-            with progress(0) as silent:
-                silent.message("never shown")
-            with progress(1) as told:
-                told.message("preparing <data>")
+            warm = warm_workers.choose_warm_workers(None, by_default=False)
+            print("warm workers" if warm else "none")
+            with create_progress_display(0) as silent:
+                silent.show_message("never shown")
+            with create_progress_display(1) as told:
+                told.show_message("preparing <data>")
             """)
     assert printed(told) == "warm workers\n"
     assert "preparing &lt;data&gt;" in watched.pages[-1]

@@ -171,12 +171,12 @@ def wrong_arguments_are_refused_and_the_engine_goes_on():
         ("handle", lambda: hvd.synchronize(123456789)),
         ("not registered", lambda: hvd.allreduce(np.ones(1), process_set=hvd.ProcessSet([0, 1]))),
     ]
-    family, first = table.name("probe", None).rsplit(".", 1)
+    family, first = table.operation_name("probe", None).rsplit(".", 1)
     for text, call in wrong:
         with pytest.raises(ValueError, match=text):
             call()
     # A rank that alone was refused something still matches the others.
-    assert table.name("probe", None) == f"{family}.{int(first) + 1}"
+    assert table.operation_name("probe", None) == f"{family}.{int(first) + 1}"
     assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
     assert hvd.alltoall(np.arange(4), splits=[])[0].tolist() == hvd.alltoall(np.arange(4)).tolist()
 

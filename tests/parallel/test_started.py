@@ -188,7 +188,7 @@ def test_a_long_wait_names_its_reason_once(tmp_path: Path) -> None:
     lines = [
         line
         for line in ended.err.splitlines()
-        if " WARNING farandole.session.started.meet: " in line
+        if " WARNING farandole.session.foreign_launcher.rank_search: " in line
     ]
     assert len(lines) == 1, ended.err
     assert "rank 1 of 2, started by srun, waits for rank 0, most likely on node03" in lines[0]

@@ -84,7 +84,7 @@ def holds_the_dispatcher():
 
     import farandole.tensorflow as hvd
     from farandole.tensorflow.data import compute_service
-    from farandole.tensorflow.data._meeting import MeetingClient
+    from farandole.tensorflow.data._registry import DataServiceRegistryClient
 
     # Rank 1 has a meeting point, too, which is not announced.
     with compute_service.serving(
@@ -114,7 +114,7 @@ def holds_the_dispatcher():
             with pytest.raises(TimeoutError, match="no result from the data service"):
                 client.wait_for_shutdown(timeout=0.1)
             with pytest.raises(ConnectionError, match="another key"):
-                MeetingClient(config.addresses, b"another key", 1.0).shutdown()
+                DataServiceRegistryClient(config.addresses, b"another key", 1.0).shutdown()
             client.shutdown()
         hvd.allgather_object(None, name="end")
     if hvd.rank() == 0:

@@ -29,7 +29,7 @@ def compiled_functions_equal_others():
     import farandole.tensorflow as hvd
     from farandole.tensorflow import xla
 
-    assert xla.problem() is None, xla.problem()
+    assert xla.unsupported_reason() is None, xla.unsupported_reason()
     rank = hvd.rank()
 
     def everything(x):
@@ -174,7 +174,7 @@ def compiled_calls_follow_branches_loops_and_functions():
         assert shared.experimental_get_tracing_count() == 2
 
     # What was compiled for a world of another size says so.
-    kept, xla._members = xla._members, lambda _: 3
+    kept, xla._traced_set_size = xla._traced_set_size, lambda _: 3
     try:
         for operation in (hvd.allgather, hvd.reducescatter):
             with pytest.raises(
@@ -182,7 +182,7 @@ def compiled_calls_follow_branches_loops_and_functions():
             ):
                 tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
     finally:
-        xla._members = kept
+        xla._traced_set_size = kept
 
 
 def keras_compiles_the_whole_step():
@@ -217,13 +217,13 @@ def what_cannot_be_compiled_says_why():
         different(tf.ones([3 + hvd.rank()]))
     close(compiled(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.ones(3)), [2.0] * 3, "afterwards")
     # Where the custom call is not to be had, nor a function to be split.
-    kept = xla.problem, splitting.is_possible
-    xla.problem, splitting.is_possible = lambda: "some reason", lambda: False
+    kept = xla.unsupported_reason, splitting.is_split_possible
+    xla.unsupported_reason, splitting.is_split_possible = lambda: "some reason", lambda: False
     try:
         with pytest.raises(NotImplementedError, match="for some reason; reduce outside of it"):
             compiled(hvd.allreduce)(tf.ones(5))
     finally:
-        xla.problem, splitting.is_possible = kept
+        xla.unsupported_reason, splitting.is_split_possible = kept
 
 
 def test_collectives_are_compiled_by_xla(tensorflow_pair):

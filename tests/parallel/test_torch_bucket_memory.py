@@ -34,15 +34,15 @@ def regions(kind):
     return sum("farandole-region" in target for target in targets)
 
 
-def trained(as_view, past_caches=_buckets.PAST_CACHES, threads=1):
-    usual, _buckets.PAST_CACHES = _buckets.PAST_CACHES, past_caches
+def trained(as_view, past_caches=_buckets.CACHE_BYPASS_BUCKET_BYTES, threads=1):
+    usual, _buckets.CACHE_BYPASS_BUCKET_BYTES = _buckets.CACHE_BYPASS_BUCKET_BYTES, past_caches
     many = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         return _trained(as_view, past_caches, threads)
     finally:
         torch.set_num_threads(many)
-        _buckets.PAST_CACHES = usual
+        _buckets.CACHE_BYPASS_BUCKET_BYTES = usual
 
 
 class Counting:
@@ -52,9 +52,9 @@ class Counting:
         self.mapped = mapped
         self.stores = 0
 
-    def store(self, *arguments):
+    def copy_into(self, *arguments):
         self.stores += 1
-        self.mapped.store(*arguments)
+        self.mapped.copy_into(*arguments)
 
 
 def _trained(as_view, past_caches, threads):
@@ -108,17 +108,17 @@ def both_ways():
 
 
 def refused():
-    memory = engine.mapped(100)
+    memory = engine.allocate_shared_memory(100)
     source = torch.arange(64, dtype=torch.uint8)
-    memory.store(36, source.data_ptr(), 64)
-    memory.store(100, 0, 0)
+    memory.copy_into(36, source.data_ptr(), 64)
+    memory.copy_into(100, 0, 0)
     assert bytes(memory) == bytes(36) + bytes(range(64))
     for offset in (37, 101, 2**63):
         with pytest.raises(ValueError, match=f"64 bytes at {offset} of 100 do not fit"):
-            memory.store(offset, source.data_ptr(), 64)
+            memory.copy_into(offset, source.data_ptr(), 64)
     for address in (0, memory.address, memory.address + 99):
         with pytest.raises(ValueError, match="no bytes outside this memory: 1 at 0x"):
-            memory.store(36, address, 1)
+            memory.copy_into(36, address, 1)
 
 
 def test_nothing_is_stored_outside_of_the_memory(pair):
@@ -130,7 +130,7 @@ def test_training_gives_the_same_bits_in_shared_memory(world):
 
 
 def one_in_private():
-    memory = engine.mapped(4 * NUMBERS)
+    memory = engine.allocate_shared_memory(4 * NUMBERS)
     shared = torch.frombuffer(memory, dtype=torch.float32)
     private = torch.empty(NUMBERS)
     for round_ in range(4):
@@ -154,7 +154,7 @@ def until_rank_1_dies(tensor):
 
 
 def kept_after_a_death():
-    memory = engine.mapped(4 * NUMBERS)
+    memory = engine.allocate_shared_memory(4 * NUMBERS)
     tensor = torch.frombuffer(memory, dtype=torch.float32)
     tensor.fill_(1.0)
     hvd.allreduce_(tensor, op=hvd.Sum, name="sum")

@@ -61,7 +61,9 @@ def gpus(cuda, shared_world):
 def on_host():
     """From here on tensors are where they are."""
     if hasattr(_device, "real"):
-        _device.ordinal_of, _device.stream_of, HandleTable.submit = _device.real
+        _device.ordinal_of, _device.current_stream_handle, HandleTable.submit_operation = (
+            _device.real
+        )
         _handles.table.__dict__.pop("reach", None)
 
 
@@ -72,13 +74,17 @@ class Gpu:
 
     def __init__(self, ordinal):
         on_host()
-        _device.real = _device.ordinal_of, _device.stream_of, HandleTable.submit
+        _device.real = (
+            _device.ordinal_of,
+            _device.current_stream_handle,
+            HandleTable.submit_operation,
+        )
         self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
         self.library.fake_stream.restype = ctypes.c_void_p
         self.library.fake_count.restype = ctypes.c_long
         self.stream = ctypes.c_void_p(self.library.fake_stream())
         _device.ordinal_of = lambda _: ordinal
-        _device.stream_of = lambda _: self.stream.value
+        _device.current_stream_handle = lambda _: self.stream.value
         # A GPU's memory goes from hand to hand in the order of streams; that of the host must be
         # kept.
         kept = []
@@ -90,7 +96,7 @@ class Gpu:
 
             return submit_and_keep
 
-        HandleTable.submit = keeping(_device.real[2])
+        HandleTable.submit_operation = keeping(_device.real[2])
 
     def count(self, what):
         return self.library.fake_count(what.encode())
@@ -457,14 +463,14 @@ def train(on_gpu, as_view):
         # A CPU's work is not on the stream: what reads a result must wait for it as the stream
         # would.
         _device.ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
-        reach = _handles.table.reach
+        reach = _handles.table.wait_for_device
 
         def reach_and_wait(reached):
             outcome = reach(reached)
             gpu.library.fake_wait(gpu.stream)
             return outcome
 
-        _handles.table.reach = reach_and_wait
+        _handles.table.wait_for_device = reach_and_wait
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), gradient_as_bucket_view=as_view
     )

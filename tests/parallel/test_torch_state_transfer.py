@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import farandole.torch as hvd
-from farandole.torch._state_comparison import digest
-from farandole.torch._state_transfer import Piece, Span, edges_of, pieces_of
+from farandole.torch._state_comparison import tensor_digest
+from farandole.torch._state_transfer import ByteSpan, TransferPiece, part_offsets, split_into_pieces
 
 PIECE, LARGE = 256, 64
 """Bytes, instead of MiB: so small tensors are cut, too."""
@@ -32,13 +32,13 @@ DTYPES = [
 def small_pieces():
     from farandole.torch import _state_transfer
 
-    _state_transfer._PIECE, _state_transfer._LARGE = PIECE, LARGE
+    _state_transfer._MAX_PIECE_BYTES, _state_transfer._LARGE_TENSOR_BYTES = PIECE, LARGE
 
 
 def usual_pieces():
     from farandole.torch import _state_transfer
 
-    _state_transfer._PIECE, _state_transfer._LARGE = 16 << 20, 1 << 20
+    _state_transfer._MAX_PIECE_BYTES, _state_transfer._LARGE_TENSOR_BYTES = 16 << 20, 1 << 20
 
 
 def values(start):
@@ -71,7 +71,7 @@ def bits(tensors):
 
 
 def everybody_in_every_role():
-    from farandole.torch._state_transfer import Layout, Roles, move
+    from farandole.torch._state_transfer import TensorLayouts, TransferRoles, transfer_tensors
 
     small_pieces()
     rank, size = hvd.rank(), hvd.size()
@@ -85,8 +85,8 @@ def everybody_in_every_role():
         tensors = values(1 if rank in senders else 2 + rank)
         before = bits(tensors)
         if kinds[rank] == "N":
-            tensors = Layout.of(tensors).shadows()
-        move("everybody", tensors, Roles(senders, takers))
+            tensors = TensorLayouts.from_tensors(tensors).meta_tensors()
+        transfer_tensors("everybody", tensors, TransferRoles(senders, takers))
         if kinds[rank] == "N":
             assert all(tensor.is_meta for tensor in tensors)
         else:
@@ -101,37 +101,37 @@ def test_takers_get_every_kind_of_tensor_from_any_sender_and_senders_keep_theirs
 def test_large_tensors_are_cut_and_small_ones_packed(monkeypatch):
     from farandole.torch import _state_transfer
 
-    monkeypatch.setattr(_state_transfer, "_PIECE", PIECE)
-    monkeypatch.setattr(_state_transfer, "_LARGE", LARGE)
-    assert pieces_of([]) == []
-    assert pieces_of([0, 0]) == []
-    assert pieces_of([8, 600, 0, 63]) == [
-        Piece([Span(1, 0, 256)], is_packed=False),
-        Piece([Span(1, 256, 512)], is_packed=False),
-        Piece([Span(1, 512, 600)], is_packed=False),
-        Piece([Span(0, 0, 8), Span(3, 0, 63)], is_packed=True),
+    monkeypatch.setattr(_state_transfer, "_MAX_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(_state_transfer, "_LARGE_TENSOR_BYTES", LARGE)
+    assert split_into_pieces([]) == []
+    assert split_into_pieces([0, 0]) == []
+    assert split_into_pieces([8, 600, 0, 63]) == [
+        TransferPiece([ByteSpan(1, 0, 256)], is_packed=False),
+        TransferPiece([ByteSpan(1, 256, 512)], is_packed=False),
+        TransferPiece([ByteSpan(1, 512, 600)], is_packed=False),
+        TransferPiece([ByteSpan(0, 0, 8), ByteSpan(3, 0, 63)], is_packed=True),
     ]
-    assert [piece.size for piece in pieces_of([63] * 9)] == [252, 252, 63]
+    assert [piece.byte_count for piece in split_into_pieces([63] * 9)] == [252, 252, 63]
 
 
 def a_sender_is_lost():
     from farandole.common.exceptions import FarandoleInternalError
     from farandole.torch import _state_transfer
-    from farandole.torch._state_transfer import Roles, move
+    from farandole.torch._state_transfer import TransferRoles, transfer_tensors
 
     small_pieces()
     if hvd.rank() == 1:
-        start = _state_transfer._Mover.start
+        start = _state_transfer._StateTransfer.start_piece
 
         def end_before_the_tenth(mover, piece):
             if mover._count == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
             return start(mover, piece)
 
-        _state_transfer._Mover.start = end_before_the_tenth
+        _state_transfer._StateTransfer.start_piece = end_before_the_tenth
     tensor = torch.full((1000,), float(hvd.rank()))
     try:
-        move("lost", [tensor], Roles([0, 1], [2]))
+        transfer_tensors("lost", [tensor], TransferRoles([0, 1], [2]))
     except FarandoleInternalError:
         return tensor.tolist()
     return None
@@ -148,19 +148,19 @@ MEBIBYTES = 96
 
 
 def memory_of_a_rank_that_has_nothing_to_do():
-    from farandole.torch._state_transfer import Layout, Roles, move
+    from farandole.torch._state_transfer import TensorLayouts, TransferRoles, transfer_tensors
 
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
     rank = hvd.rank()
     if rank == 2:
-        tensors = Layout([((MEBIBYTES << 20,), torch.uint8)]).shadows()
+        tensors = TensorLayouts([((MEBIBYTES << 20,), torch.uint8)]).meta_tensors()
     else:
         tensors = [torch.full((MEBIBYTES << 20,), rank, dtype=torch.uint8)]
     hvd.barrier()
     before = peak()
-    move("memory", tensors, Roles([0], [1]))
+    transfer_tensors("memory", tensors, TransferRoles([0], [1]))
     return peak() - before
 
 
@@ -171,21 +171,21 @@ def test_a_rank_that_neither_sends_nor_takes_needs_no_memory(fresh_world):
 
 
 def test_parts_end_between_two_elements():
-    assert edges_of(72, 2) == [0, 32, 72]
-    assert edges_of(256, 3) == [0, 80, 160, 256]
-    assert edges_of(8, 3) == [0, 0, 0, 8]
+    assert part_offsets(72, 2) == [0, 32, 72]
+    assert part_offsets(256, 3) == [0, 80, 160, 256]
+    assert part_offsets(8, 3) == [0, 0, 0, 8]
 
 
 def test_equal_bytes_have_equal_digests_wherever_they_are(monkeypatch):
     from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
+    monkeypatch.setattr(_state_comparison, "_WORDS_PER_SUM", 4)
     for count in (0, 1, 3, 15, 16, 17, 33, 1000):
         numbers = (torch.arange(count + 1) % 251).to(torch.uint8)
         shifted = torch.cat([numbers[:1], numbers])[1:]
-        assert digest(numbers[:count]) == digest(shifted[:count])
+        assert tensor_digest(numbers[:count]) == tensor_digest(shifted[:count])
     turned = torch.arange(12.0).reshape(3, 4).t()
-    assert digest(turned) == digest(turned.contiguous())
+    assert tensor_digest(turned) == tensor_digest(turned.contiguous())
 
 
 DIFFERENCES = {
@@ -206,8 +206,8 @@ DIFFERENCES = {
 def test_different_bytes_have_different_digests(monkeypatch, one, other):
     from farandole.torch import _state_comparison
 
-    monkeypatch.setattr(_state_comparison, "_WORDS", 4)
-    assert digest(one) != digest(other)
+    monkeypatch.setattr(_state_comparison, "_WORDS_PER_SUM", 4)
+    assert tensor_digest(one) != tensor_digest(other)
 
 
 def model(dtype=torch.float32):
@@ -227,22 +227,22 @@ def states_of_a_new_rank(name, dtype, new):
     """Returns the states of all ranks after some ranks have trained alike and new ranks have
     joined.
     """
-    from farandole.torch._tolerant import Tolerance
+    from farandole.torch._tolerant import FaultTolerance
 
     small_pieces()
     torch.manual_seed(hvd.rank() if hvd.rank() in new else 100)
     network = model(getattr(torch, dtype))
     optimizer = OPTIMIZERS[name](network.parameters())
     seen = torch.zeros((), dtype=torch.int64)
-    tolerance = Tolerance(optimizer, False, lambda: [seen])
+    tolerance = FaultTolerance(optimizer, False, lambda: [seen])
     if hvd.rank() not in new:
         for _ in range(3):
             network(torch.ones(2, 6, dtype=getattr(torch, dtype))).sum().backward()
             optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.5
         seen += hvd.rank()
-        tolerance.steps, tolerance._is_whole, tolerance._is_new = 3, True, False
-    assert tolerance.enter() == (hvd.rank() in new)
+        tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 3, True, False
+    assert tolerance.enter_new_world() == (hvd.rank() in new)
     assert tolerance.steps == 3
     usual_pieces()
     states = [optimizer.state[parameter] for parameter in network.parameters()]
@@ -276,7 +276,7 @@ def a_rank_with_another_state():
     """The state of the second rank has other tensors, as with an optimizer that creates them
     when it needs them.
     """
-    from farandole.torch._tolerant import Tolerance
+    from farandole.torch._tolerant import FaultTolerance
 
     rank = hvd.rank()
     network = model()
@@ -284,12 +284,12 @@ def a_rank_with_another_state():
         for parameter in network.parameters():
             parameter.fill_(float(rank))
     optimizer = OPTIMIZERS["SGD"](network.parameters())
-    tolerance = Tolerance(optimizer, False)
+    tolerance = FaultTolerance(optimizer, False)
     if rank < 2:
         if rank == 1:
             optimizer.state[network[0].weight]["momentum_buffer"] = torch.ones(16, 6)
-        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
-    tolerance.enter()
+        tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
+    tolerance.enter_new_world()
     return [parameter.unique().tolist() for parameter in network.parameters()], len(optimizer.state)
 
 
@@ -309,23 +309,23 @@ def senders_that_differ():
     rank = hvd.rank()
     parameters = [torch.nn.Parameter(torch.full((1000,), float(start))) for start in (7, rank)]
     optimizer = OPTIMIZERS["SGD with momentum"](parameters)
-    tolerance = _tolerant.Tolerance(optimizer, False)
+    tolerance = _tolerant.FaultTolerance(optimizer, False)
     if rank < 2:
         for parameter in parameters:
             parameter.grad = parameter.detach().clone()
         optimizer.step()
-        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
-    moved, move = {}, _tolerant.move
+        tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
+    moved, move = {}, _tolerant.transfer_tensors
 
     def watched(name, tensors, roles):
         moved[name] = len(tensors), roles.senders
         move(name, tensors, roles)
 
-    _tolerant.move = watched
+    _tolerant.transfer_tensors = watched
     try:
-        tolerance.enter()
+        tolerance.enter_new_world()
     finally:
-        _tolerant.move = move
+        _tolerant.transfer_tensors = move
         usual_pieces()
     state = [
         optimizer.state[parameter]["momentum_buffer"].unique().tolist() for parameter in parameters
@@ -347,18 +347,18 @@ def a_sender_with_other_options():
 
     rank = hvd.rank()
     optimizer = OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))])
-    tolerance = _tolerant.Tolerance(optimizer, False)
+    tolerance = _tolerant.FaultTolerance(optimizer, False)
     if rank < 2:
         optimizer.param_groups[0]["lr"] = 0.5 + rank
-        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
-    senders, move = [], _tolerant.move
-    _tolerant.move = lambda name, tensors, roles: (
+        tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
+    senders, move = [], _tolerant.transfer_tensors
+    _tolerant.transfer_tensors = lambda name, tensors, roles: (
         senders.append(roles.senders) or move(name, tensors, roles)
     )
     try:
-        tolerance.enter()
+        tolerance.enter_new_world()
     finally:
-        _tolerant.move = move
+        _tolerant.transfer_tensors = move
     return senders, optimizer.param_groups[0]["lr"]
 
 
@@ -381,24 +381,24 @@ class Counter:
 
 def a_source_that_has_not_shared():
     """Rank 0 gets a state from rank 2, and sends it to rank 1 before it shares its own object."""
-    from farandole.torch._tolerant import Tolerance
+    from farandole.torch._tolerant import FaultTolerance
 
     rank = hvd.rank()
     counter = Counter(5 if rank == 2 else 0)
 
     def tolerance_of_a_new_rank():
-        return Tolerance(OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))]), False)
+        return FaultTolerance(OPTIMIZERS["SGD"]([torch.nn.Parameter(torch.ones(8))]), False)
 
     tolerance = tolerance_of_a_new_rank()
     if rank == 2:
-        tolerance.share({"counter": counter})
-        tolerance.steps, tolerance._is_whole, tolerance._is_new = 1, True, False
-    tolerance.enter()
+        tolerance.share_objects({"counter": counter})
+        tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 1, True, False
+    tolerance.enter_new_world()
     if rank == 1:
         tolerance = tolerance_of_a_new_rank()
-    tolerance.enter()
+    tolerance.enter_new_world()
     if rank != 2:
-        tolerance.share({"counter": counter})
+        tolerance.share_objects({"counter": counter})
     return counter.count
 
 
@@ -407,11 +407,11 @@ def test_a_source_sends_what_has_come_for_objects_that_it_has_not_shared(trio):
 
 
 def another_model():
-    from farandole.torch._tolerant import Tolerance
+    from farandole.torch._tolerant import FaultTolerance
 
     network = torch.nn.Linear(3, 2 + (hvd.rank() == 1))
     try:
-        Tolerance(OPTIMIZERS["SGD"](network.parameters()), False).enter()
+        FaultTolerance(OPTIMIZERS["SGD"](network.parameters()), False).enter_new_world()
     except ValueError as error:
         return str(error)
     return None
@@ -426,12 +426,12 @@ def test_all_ranks_hear_that_one_has_another_model(trio):
 
 
 def other_groups():
-    from farandole.torch._tolerant import Tolerance
+    from farandole.torch._tolerant import FaultTolerance
 
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     groups = [{"params": [one]} for one in weights] if hvd.rank() == 2 else weights
     try:
-        Tolerance(torch.optim.SGD(groups, lr=0.1), False).enter()
+        FaultTolerance(torch.optim.SGD(groups, lr=0.1), False).enter_new_world()
     except ValueError as error:
         return str(error)
     return None
@@ -451,17 +451,19 @@ def another_model_and_a_rank_behind():
     import torch.distributed as dist
 
     import farandole.torch.distributed  # noqa: F401 - registers the backend
-    from farandole.torch.distributed._fault_tolerant import _GradientTolerance
+    from farandole.torch.distributed._fault_tolerant import _GradientFaultTolerance
 
     rank = hvd.rank()
     dist.init_process_group("farandole", init_method="farandole://")
     try:
         names = {"weight" if rank < 2 else "factor": torch.nn.Parameter(torch.ones(1000))}
-        tolerance = _GradientTolerance(OPTIMIZERS["SGD"](list(names.values())), False, list, names)
+        tolerance = _GradientFaultTolerance(
+            OPTIMIZERS["SGD"](list(names.values())), False, list, names
+        )
         if rank < 2:
-            tolerance.steps, tolerance._is_whole, tolerance._is_new = 2 - rank, True, False
+            tolerance.steps, tolerance._has_whole_state, tolerance._is_new = 2 - rank, True, False
             tolerance.results = {"weight": torch.ones(1000)}
-        tolerance.enter()
+        tolerance.enter_new_world()
     except ValueError as error:
         return str(error)
     finally:

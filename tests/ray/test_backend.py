@@ -17,13 +17,13 @@ import pytest
 import torch
 from pyspark.sql import SparkSession
 
-from farandole.data.inputs.frames import is_frame
+from farandole.data.inputs.frames import holds_rows
 from farandole.ray import RayBackend, RayExecutor
 from farandole.runner.errors import FarandoleJobError
-from farandole.spark.common.saving import places
+from farandole.spark.common.saving import store_backend
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch import TorchEstimator
-from farandole.stores import seals
+from farandole.stores import checkpoint_signatures
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -58,7 +58,7 @@ def commits(folder, until):
         while state.step < until:
             state.step += 1
             state.commit()
-        return begun, seals.SECRET in os.environ
+        return begun, checkpoint_signatures.SECRET_VARIABLE in os.environ
 
     return elastic.run_fn(loop, elastic.leave_and_join)(state)
 
@@ -67,7 +67,7 @@ def commits(folder, until):
 def test_commits_on_ray_are_sealed_by_the_secret_of_the_driver(
     resources, tmp_path, monkeypatch, bounds
 ):
-    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     backend = RayBackend(2, verbose=0, **bounds)
     assert backend.run(commits, (str(tmp_path), 2)) == [(0, False)] * 2
     assert LocalStore(str(tmp_path)).to_remote("job").resume() is not None, (
@@ -85,11 +85,11 @@ def test_a_saved_estimator_gets_its_backend_back_without_its_variables():
         "verbose": 0,
     }
     backend = RayBackend(2, use_gpu=True, env={"TOKEN": "hunter2"}, pass_env=["SECRET"], **options)
-    saved = json.loads(json.dumps(places.told({"backend": backend})))
+    saved = json.loads(json.dumps(store_backend.describe_store_and_backend({"backend": backend})))
     assert "hunter2" not in str(saved)
     assert "SECRET" not in str(saved)
     made = TorchEstimator()
-    places.put(made, saved, "/saved")
+    store_backend.restore_store_and_backend(made, saved, "/saved")
     assert isinstance(made.getBackend(), RayBackend)
     assert made.getBackend().plain() == backend.plain()
     assert backend.plain().items() >= ({"num_workers": 2, "use_gpu": True} | options).items()
@@ -196,7 +196,7 @@ def test_an_estimator_fits_a_ray_data_set(resources, tmp_path):
     frame = data.from_items(
         [{"x": row, "y": float(row @ [2, -1])} for row in rows], override_num_blocks=2
     )
-    assert is_frame(frame)
+    assert holds_rows(frame)
     network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0))
     estimator = TorchEstimator(
         backend=RayBackend(2, verbose=0),

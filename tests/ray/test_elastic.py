@@ -13,8 +13,8 @@ import pytest
 
 import ray
 from farandole.ray import ElasticRayExecutor, RayExecutor, ray_logger
-from farandole.ray.crew import Needs
-from farandole.ray.discovery import asked_by
+from farandole.ray.agent_pool import ActorResources
+from farandole.ray.discovery import count_workers_as_free
 from farandole.ray.elastic import TestDiscovery
 from farandole.ray.elastic_v2 import RayHostDiscovery
 
@@ -211,7 +211,7 @@ def test_slots_are_counted_by_what_is_free(resources):
     busy = Busy.remote()
     assert ray.get(busy.ready.remote())
     assert discovery.find_available_hosts_and_slots() == {address: 1}
-    with asked_by({address: 1}):
+    with count_workers_as_free({address: 1}):
         assert discovery.find_available_hosts_and_slots() == {address: 2}, (
             "the room of the job's own worker"
         )
@@ -230,9 +230,13 @@ def test_the_discovery_for_tests_takes_nodes_away_and_gives_them_back(resources)
 
 
 def test_the_pause_before_the_next_actor_grows_with_failures_and_shrinks_after_a_healthy_time():
-    needs = Needs(pauses=(1.0, 3.0))
-    assert [needs.pause(None, 0), needs.pause(1.0, 0), needs.pause(2.0, 0)] == [1.0, 2.0, 3.0]
-    assert needs.pause(3.0, healthy=3.1) == 1.0
+    needs = ActorResources(pauses=(1.0, 3.0))
+    assert [
+        needs.restart_delay(None, 0),
+        needs.restart_delay(1.0, 0),
+        needs.restart_delay(2.0, 0),
+    ] == [1.0, 2.0, 3.0]
+    assert needs.restart_delay(3.0, healthy=3.1) == 1.0
 
 
 def test_features_that_need_fixed_ranks_are_refused_in_an_elastic_job(resources):

@@ -37,14 +37,14 @@ def test_the_registrar_of_a_backend_listens_where_it_is_told_to(resources, monke
 
     if bind is not None:
         monkeypatch.setenv("FARANDOLE_BIND_ADDRESS", bind)
-    driver, conduct = set(), backend.conduct
+    driver, conduct = set(), backend.run_gang
     before = sockets.listening()
 
     def watching(*given):
         driver.update(sockets.listening() - before)
         return conduct(*given)
 
-    monkeypatch.setattr(backend, "conduct", watching)
+    monkeypatch.setattr(backend, "run_gang", watching)
     ranks = RayBackend(2, verbose=0).run(opened)
     assert len(driver) == 1, "the registrar"
     ((address, _),) = driver

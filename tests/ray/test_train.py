@@ -14,7 +14,7 @@ import ray.train
 
 import ray
 from farandole.ray import train
-from farandole.ray.elastic_train import Roll
+from farandole.ray.elastic_train import WorkerRoster
 
 # Workers import no test: what they run comes with its module.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -289,25 +289,25 @@ def test_only_the_worker_that_failed_is_replaced_and_the_others_lose_a_step(
 
 
 def test_a_worker_leaves_a_draining_node_only_while_enough_others_train():
-    roll = Roll(2)
+    roll = WorkerRoster(2)
     for task in range(3):
-        roll.joined(task, rank=task)
-    roll.placed({0, 1, 2})
-    roll.has_to_leave(0, "drained")
-    roll.has_to_leave(1, "drained, too")
-    assert roll.dismissals() == [(0, "drained")]
-    assert [task for task in range(3) if roll.stays(task)] == [1]
-    assert roll.dismissals() == []
-    roll.ended(0)
+        roll.add_worker(task, rank=task)
+    roll.mark_placed({0, 1, 2})
+    roll.mark_leaving(0, "drained")
+    roll.mark_leaving(1, "drained, too")
+    assert roll.take_dismissals() == [(0, "drained")]
+    assert [task for task in range(3) if roll.must_stay(task)] == [1]
+    assert roll.take_dismissals() == []
+    roll.remove_worker(0)
     assert roll.blocks_reports(), "no worker has rank 0"
-    roll.joined(3, rank=0)
-    roll.placed({1, 2, 3})
+    roll.add_worker(3, rank=0)
+    roll.mark_placed({1, 2, 3})
     assert not roll.blocks_reports()
-    assert roll.dismissals() == [(1, "drained, too")]
-    assert not roll.stays(1)
-    roll.joined(4, rank=1)
-    roll.placed({2, 3, 4})
-    roll.ended(1)
+    assert roll.take_dismissals() == [(1, "drained, too")]
+    assert not roll.must_stay(1)
+    roll.add_worker(4, rank=1)
+    roll.mark_placed({2, 3, 4})
+    roll.remove_worker(1)
     assert not roll.blocks_reports(), "its successor was there before it was gone"
 
 

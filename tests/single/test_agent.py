@@ -10,8 +10,8 @@ import pytest
 
 from farandole._native import launcher
 from farandole.runner import agent
-from farandole.runner.agent import Work, serve
-from farandole.spark.job.agents import LEFT_ALONE
+from farandole.runner.agent import WorkerSpec, run_worker
+from farandole.spark.job.agents import BARRIER_REJOIN_SECONDS
 
 
 def outcome(**told: object) -> SimpleNamespace:
@@ -38,7 +38,7 @@ GOOD = outcome(
 def played(monkeypatch):
     """Plays outcomes; gives the attempts, whether agents wait for each other, and the pauses."""
 
-    def play(work: Work, *outcomes: SimpleNamespace):
+    def play(work: WorkerSpec, *outcomes: SimpleNamespace):
         script, attempts, pauses = list(outcomes), [], []
 
         def run_agent(*_args: object, **options: object) -> SimpleNamespace:
@@ -47,23 +47,25 @@ def played(monkeypatch):
 
         monkeypatch.setattr(launcher, "run_agent", run_agent)
         monkeypatch.setattr(agent.time, "sleep", pauses.append)
-        return serve(work, 0, 7), attempts, pauses
+        return run_worker(work, 0, 7), attempts, pauses
 
     return play
 
 
 def test_an_agent_of_a_barrier_stage_that_is_left_alone_registers_again_as_a_later_start(played):
-    ending, attempts, pauses = played(Work("ticket", b"", rejoin_after=LEFT_ALONE), outcome(), GOOD)
-    assert ending.succeeded
+    ending, attempts, pauses = played(
+        WorkerSpec("ticket", b"", rejoin_after=BARRIER_REJOIN_SECONDS), outcome(), GOOD
+    )
+    assert ending.has_succeeded
     assert attempts == [(7 << 16, True), ((7 << 16) + 1, True)]
-    assert pauses == [LEFT_ALONE]
+    assert pauses == [BARRIER_REJOIN_SECONDS]
 
 
 def test_an_agent_of_independent_tasks_registers_again_at_once(played):
     ending, attempts, pauses = played(
-        Work("ticket", b"", rejoin_after=0.0), outcome(), outcome(), GOOD
+        WorkerSpec("ticket", b"", rejoin_after=0.0), outcome(), outcome(), GOOD
     )
-    assert ending.succeeded
+    assert ending.has_succeeded
     assert len(attempts) == 3
     assert pauses == [0.0, 0.0]
 
@@ -76,7 +78,9 @@ def test_a_failure_and_an_end_without_spark_run_nothing_again(played):
         retry=False,
         reason="rank 0 exited with code 1",
     )
-    ending, attempts, _ = played(Work("ticket", b"", rejoin_after=LEFT_ALONE), failed)
+    ending, attempts, _ = played(
+        WorkerSpec("ticket", b"", rejoin_after=BARRIER_REJOIN_SECONDS), failed
+    )
     assert (ending.exit_code, len(attempts)) == (1, 1)
-    ending, attempts, _ = played(Work("ticket", b""), outcome())
+    ending, attempts, _ = played(WorkerSpec("ticket", b""), outcome())
     assert (ending.aborted, attempts) == (True, [(7 << 16, False)])

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs import board
-from farandole.spark.common.runs.board import FILE, TensorboardTracker
+from farandole.spark.common.runs import tensorboard
+from farandole.spark.common.runs.tensorboard import EVENTS_FILE, TensorboardTracker
 
 PARAMETERS = {"batch_size": 8, "shuffle": True, "loss_weights": [0.5, 0.5], "run_id": "mine"}
 
@@ -65,11 +65,11 @@ class Run:
 
     @property
     def details(self):
-        return (self.logs / FILE).read_bytes()
+        return (self.logs / EVENTS_FILE).read_bytes()
 
     @property
     def steps(self):
-        return (self.logs / "steps" / FILE).read_bytes()
+        return (self.logs / "steps" / EVENTS_FILE).read_bytes()
 
 
 @pytest.fixture
@@ -114,19 +114,24 @@ def test_it_has_parameters_steps_and_the_model(run):
     with run.tracker() as tracker:
         for number in (1, 2, 3):
             run.now += 1
-            tracker.report(step(1, number, loss=1 / number))
-        tracker.report(step(1, 4))  # too soon
-        tracker.report({"kind": "epoch", "entry": {}})
+            tracker.log_report(step(1, number, loss=1 / number))
+        tracker.log_report(step(1, 4))  # too soon
+        tracker.log_report({"kind": "epoch", "entry": {}})
         deadline = time.monotonic() + 10
         while (
-            len(points(run.steps, "step/loss") if (run.logs / "steps" / FILE).exists() else ()) < 3
+            len(
+                points(run.steps, "step/loss")
+                if (run.logs / "steps" / EVENTS_FILE).exists()
+                else ()
+            )
+            < 3
         ):
             assert time.monotonic() < deadline, (
                 "an epoch's points are not written while the fit runs"
             )
             time.sleep(0.01)
         assert points(run.steps, "step/loss") == [(11, 1.0), (12, 0.5), (13, pytest.approx(1 / 3))]
-        tracker.model(torch.nn.Linear(2, 1), "pytorch")
+        tracker.log_model(torch.nn.Linear(2, 1), "pytorch")
     assert points(run.steps, "step/rows_per_second")[0] == (11, 100.0)
     ((_, begin),) = values(run.details, metadata.SESSION_START_INFO_TAG)
     told = metadata.parse_session_start_info_plugin_data(begin.metadata.plugin_data.content).hparams
@@ -142,10 +147,10 @@ def test_files_grow_from_fit_to_fit_and_a_failure_is_marked(run):
     from tensorboard.plugins.hparams import api_pb2
 
     with run.tracker() as tracker:
-        tracker.report(step(0, 1))
+        tracker.log_report(step(0, 1))
     details, steps = run.details, run.steps
     with pytest.raises(RuntimeError), run.tracker() as tracker:  # noqa: PT012 - the report comes before
-        tracker.report(step(1, 1))
+        tracker.log_report(step(1, 1))
         raise RuntimeError
     assert run.details.startswith(details)
     assert run.steps.startswith(steps)
@@ -159,8 +164,8 @@ def test_a_slow_store_does_not_delay_reports_and_the_end_writes_everything(run):
         assert run.store.asked.wait(10)
         for epoch in range(3):
             run.now += 20
-            tracker.report(step(epoch, 1))
-            tracker.report({"kind": "epoch", "entry": {}})
+            tracker.log_report(step(epoch, 1))
+            tracker.log_report({"kind": "epoch", "entry": {}})
         assert run.store.written == []
         run.store.open.set()
     assert [place for place, _ in points(run.steps, "step/loss")] == [1, 11, 21]
@@ -178,13 +183,13 @@ def test_no_thread_is_left_after_a_fit(run):
 
 def fitted_twice(run, monkeypatch, failures):
     """The files after a first fit; a second one follows, at whose begin so many reads fail."""
-    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(tensorboard, "_RETRY_DELAY_SECONDS", 0.0)
     with run.tracker() as tracker:
-        tracker.report(step(0, 1))
+        tracker.log_report(step(0, 1))
     before = run.details, run.steps
     run.store.failures = failures
     with run.tracker() as tracker:
-        tracker.report(step(1, 1))
+        tracker.log_report(step(1, 1))
     return before
 
 
@@ -200,7 +205,7 @@ def test_a_file_that_can_never_be_read_is_left_as_it_is(run, caplog, monkeypatch
     details, steps = fitted_twice(run, monkeypatch, failures=1000)
     assert (run.details, run.steps) == (details, steps)
     told = [one.getMessage() for one in caplog.records]
-    for name in (f"logs/{FILE}", f"logs/steps/{FILE}"):
+    for name in (f"logs/{EVENTS_FILE}", f"logs/steps/{EVENTS_FILE}"):
         lost = (
             f"{name} for TensorBoard cannot be read: the store is not there; it lacks events of "
             "this fit"
@@ -212,11 +217,11 @@ def test_it_does_not_load_tensorflow(tmp_path):
     code = f"""
 import sys
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.board import TensorboardTracker
+from farandole.spark.common.runs.tensorboard import TensorboardTracker
 
 with TensorboardTracker(LocalStore({str(tmp_path)!r}).to_remote("mine"), {{"rate": 0.1}}) as tracker:
-    tracker.report({step(0, 1)!r})
-    tracker.model("a model", "pytorch")
+    tracker.log_report({step(0, 1)!r})
+    tracker.log_model("a model", "pytorch")
 assert "tensorboard" in sys.modules
 assert "tensorflow" not in sys.modules
 """  # noqa: E501
@@ -227,17 +232,17 @@ def test_a_long_run_has_a_few_thousand_points(run):
     with run.tracker() as tracker:
         for number in range(5000):
             run.now += 0.5
-            tracker.report(step(0, number))
+            tracker.log_report(step(0, number))
     # 2,000 in the first 1,000 seconds, then one a second.
     assert len(points(run.steps, "step/loss")) == pytest.approx(3500, abs=2)
 
 
 def test_a_store_that_cannot_be_written_fails_no_fit(run, caplog, monkeypatch):
-    monkeypatch.setattr(board, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(tensorboard, "_RETRY_DELAY_SECONDS", 0.0)
     run.logs.parent.mkdir(parents=True)
     run.logs.write_text("a file in the place of the directory")
     with run.tracker() as tracker:
-        tracker.report(step(0, 1))
+        tracker.log_report(step(0, 1))
     assert "for TensorBoard cannot be written" in caplog.text
 
 

@@ -15,7 +15,7 @@ import torch
 from tests.single.training import Here
 
 from farandole.data import ParquetLoader, prepare_data
-from farandole.data.tallies import Mean, Quantile, Values
+from farandole.data.column_accumulators import ExactMean, QuantileSketch, ValueCounts
 from farandole.spark.common import LocalStore
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -54,7 +54,7 @@ def test_statistics_are_exact_however_rows_are_cut(cut):
         -1e-300,
     ]
     parts = [[], []]
-    for kind, found in ((Mean, parts[0]), (Quantile, parts[1])):
+    for kind, found in ((ExactMean, parts[0]), (QuantileSketch, parts[1])):
         for begin in range(0, len(values), cut):
             tally = kind()
             tally.add(pa.array([*values[begin : begin + cut], None, math.nan, math.inf]))
@@ -62,30 +62,30 @@ def test_statistics_are_exact_however_rows_are_cut(cut):
         for other in found[1:]:
             found[0].merge(other)
     assert parts[0][0].value == statistics.fmean(values)
-    assert parts[1][0].at(0.5) == statistics.median(values)
+    assert parts[1][0].value_at(0.5) == statistics.median(values)
 
 
 def test_a_median_of_many_numbers_becomes_coarser_the_same_way_in_any_order():
     values = np.random.default_rng(1).normal(size=5000)
-    whole, other, rest = Quantile(most=64), Quantile(most=64), Quantile(most=64)
+    whole, other, rest = QuantileSketch(most=64), QuantileSketch(most=64), QuantileSketch(most=64)
     whole.add(pa.array(values))
     other.add(pa.array(values[:10]))
     rest.add(pa.array(values[10:]))
     other.merge(rest)
     assert (other.cells, other.dropped) == (whole.cells, whole.dropped)
     assert len(whole.cells) <= 64
-    assert abs(whole.at(0.5) - np.median(values)) < 0.1
+    assert abs(whole.value_at(0.5) - np.median(values)) < 0.1
 
 
 def test_columns_with_too_many_values_are_no_categories(monkeypatch):
-    monkeypatch.setattr("farandole.data.tallies.MOST_VALUES", 3)
+    monkeypatch.setattr("farandole.data.column_accumulators.MAX_CATEGORY_VALUES", 3)
     with pytest.raises(ValueError, match=r"column 'port' has more than 3 different values"):
         prepare_data(
             pa.table({"port": list("abcd"), "y": [1, 2, 3, 4]}),
             "memory://many",
             categories=["port"],
         )
-    assert Values({"a": 1, "b": 1}).value == "a"
+    assert ValueCounts({"a": 1, "b": 1}).value == "a"
 
 
 def test_prepared_rows_hold_indices_and_learned_values(tmp_path):

@@ -41,7 +41,7 @@ def text_of(data):
 # A disk that loses power. An operation on names is `(removed, added, file)`.
 
 
-class Recorder(durable.Disk):
+class Recorder(durable.DurableFiles):
     """A file system that also records what it is asked."""
 
     def __init__(self, root, links=True):
@@ -51,24 +51,24 @@ class Recorder(durable.Disk):
     def make_directory(self, path):
         super().make_directory(path)
 
-    def write(self, path, data):
-        super().write(path, data)
+    def write_new_file(self, path, data):
+        super().write_new_file(path, data)
         self.files[len(self.files)] = data
         self._note("name", None, path, len(self.files) - 1)
 
-    def sync(self, path):
-        super().sync(path)
+    def sync_path(self, path):
+        super().sync_path(path)
         kind = "sync names" if path.is_dir() else "sync file"
         self.operations.append((kind, None if path.is_dir() else self.names[path.name]))
 
-    def link(self, path, name):
+    def link_file(self, path, name):
         if not self.links:
             raise OSError(errno.EPERM, "this file system has no links", str(path))
-        super().link(path, name)
+        super().link_file(path, name)
         self._note("name", None, name, self.names[path.name])
 
-    def rename(self, path, name):
-        super().rename(path, name)
+    def rename_file(self, path, name):
+        super().rename_file(path, name)
         self._note("name", path, name, self.names[path.name])
 
     def _note(self, kind, gone, name, file):
@@ -120,7 +120,7 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
     disk = Recorder(tmp_path / "run", links)
     store = native.Store(str(disk.root))
     for epoch in range(1, 4):
-        durable.write(store, "checkpoint", archive(str(epoch)), keeps=True, disk=disk)
+        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True, disk=disk)
         disk.done(epoch)
     seen = set()
     for index, (done, files) in enumerate(disk.losses()):
@@ -128,7 +128,7 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
         after.mkdir()
         for name, data in files.items():
             (after / name).write_bytes(data)
-        found = durable.resume(native.Store(str(after)), "checkpoint")
+        found = durable.read_last_intact(native.Store(str(after)), "checkpoint")
         epoch = 0 if found is None else int(text_of(found))
         assert epoch in (done, done + 1), (done, epoch, sorted(files))
         seen.add((done, epoch))
@@ -138,8 +138,8 @@ def test_a_loss_of_power_at_any_moment_costs_at_most_the_checkpoint_that_is_writ
 def test_the_recorder_sees_what_a_write_without_syncs_loses(tmp_path):
     """The test above fails where nothing is synchronized: its disk does lose things."""
     disk = Recorder(tmp_path)
-    disk.write(tmp_path / "new", archive("1"))
-    disk.rename(tmp_path / "new", tmp_path / "checkpoint")
+    disk.write_new_file(tmp_path / "new", archive("1"))
+    disk.rename_file(tmp_path / "new", tmp_path / "checkpoint")
     disk.done(1)
     outcomes = {frozenset(files.items()) for done, files in disk.losses() if done == 1}
     assert frozenset() in outcomes
@@ -150,21 +150,21 @@ def test_the_recorder_sees_what_a_write_without_syncs_loses(tmp_path):
 def test_two_are_kept_on_every_store(tmp_path, url):
     store = native.Store(url.format(tmp_path))
     for epoch in (1, 2, 3):
-        durable.write(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     assert [name for name, _ in store.list()] == ["checkpoint", "checkpoint.previous"]
     assert [text_of(store.read(name)) for name, _ in store.list()] == ["3", "2"]
 
 
 def test_a_write_that_fails_leaves_both_checkpoints_and_nothing_else(tmp_path):
-    class Full(durable.Disk):
-        def sync(self, path):
+    class Full(durable.DurableFiles):
+        def sync_path(self, path):
             raise OSError(errno.ENOSPC, "no space left on device", str(path))
 
     store = native.Store(str(tmp_path))
     for epoch in (1, 2):
-        durable.write(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     with pytest.raises(OSError, match="no space left"):
-        durable.write(store, "checkpoint", archive("3"), keeps=True, disk=Full())
+        durable.write_durably(store, "checkpoint", archive("3"), keeps=True, disk=Full())
     assert [name for name, _ in store.list()] == ["checkpoint", "checkpoint.previous"]
     assert text_of(store.read("checkpoint")) == "2"
 
@@ -180,14 +180,14 @@ def flipped(data):
 def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, caplog, spoil):
     store = native.Store(str(tmp_path))
     for epoch in (1, 2):
-        durable.write(store, "checkpoint", archive(str(epoch)), keeps=True)
+        durable.write_durably(store, "checkpoint", archive(str(epoch)), keeps=True)
     path = tmp_path / "checkpoint"
     if spoil is None:
         path.unlink()
     else:
         path.write_bytes(spoil(path.read_bytes()))
     with caplog.at_level(logging.WARNING, "farandole"):
-        found = durable.resume(store, "checkpoint")
+        found = durable.read_last_intact(store, "checkpoint")
     assert text_of(found) == "1"
     assert f"{path} {'is missing' if spoil is None else 'cannot be used'}" in caplog.text
     assert path.read_bytes() == found
@@ -195,10 +195,10 @@ def test_the_one_before_takes_the_place_of_a_damaged_or_missing_one(tmp_path, ca
 
 def test_damaged_checkpoints_alone_are_an_error_and_none_at_all_a_fresh_run(tmp_path):
     store = native.Store(str(tmp_path))
-    assert durable.resume(store, "checkpoint") is None
+    assert durable.read_last_intact(store, "checkpoint") is None
     store.write("checkpoint", archive("1")[:-5])
     with pytest.raises(ValueError, match="the run has no usable checkpoint"):
-        durable.resume(store, "checkpoint")
+        durable.read_last_intact(store, "checkpoint")
 
 
 # Estimators.

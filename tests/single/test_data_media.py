@@ -170,7 +170,7 @@ def test_common_png_and_jpeg_are_decoded_without_pillow_and_look_the_same(monkey
     kinds = common_kinds()
     how = Image(37, 52, mode=mode, fit=fit, dtype="uint8", channels_last=True)
     wanted = {
-        name: np.asarray(how._resized(blob, 52)).reshape(37, 52, -1).astype(int)
+        name: np.asarray(how._resize_with_pillow(blob, 52)).reshape(37, 52, -1).astype(int)
         for name, blob in kinds.items()
     }
     monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
@@ -191,7 +191,7 @@ def test_every_exif_orientation_is_turned_upright_without_pillow(monkeypatch, ki
         exif = PIL.Image.Exif()
         exif[0x0112] = orientation
         blobs.append(stored(pixels, kind, exif=exif, **({"quality": 95} if kind == "jpeg" else {})))
-    wanted = [np.asarray(how._resized(blob, 48)).astype(int) for blob in blobs]
+    wanted = [np.asarray(how._resize_with_pillow(blob, 48)).astype(int) for blob in blobs]
     assert not np.array_equal(wanted[0], wanted[5])
     monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
     for orientation, (one, other) in enumerate(
@@ -217,13 +217,13 @@ def test_rare_kinds_are_pillows_and_give_what_it_gives():
         "an animation": animation.getvalue(),
         "neither a PNG nor a JPEG": stored(pixels, "bmp"),
     }
-    _, left = how._native(list(rare.values()))
+    _, left = how._decode_natively(list(rare.values()))
     for (row, reason), (number, told) in zip(left, enumerate(rare), strict=True):
         assert row == number
         assert told in reason
     found = how.decode(list(rare.values()), "x")
     for name, blob, image in zip(rare, rare.values(), found, strict=True):
-        assert image.tolist() == np.asarray(how._resized(blob, 50)).tolist(), name
+        assert image.tolist() == np.asarray(how._resize_with_pillow(blob, 50)).tolist(), name
     assert np.abs(found[0].astype(int) - found[3]).mean() < 8.0
     clear = how.decode([stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)]))], "x")[0]
     assert np.abs(clear.astype(int) - found[3]).max() <= 2, "alpha is left out, not blended"

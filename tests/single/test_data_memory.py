@@ -46,7 +46,7 @@ def written(directory, tables):
         for batch in table.to_batches(max_chunksize=5000):
             writer.write(batch)
         parts.append(writer.finish())
-    prepare.commit(str(directory), spec, parts)
+    prepare.commit_partitions(str(directory), spec, parts)
     return directory / "train"
 
 
@@ -115,7 +115,7 @@ def shared(tmp_path, monkeypatch):
     """Prepared data, and the directory where decoded data is kept."""
     directory = tmp_path / "memory"
     directory.mkdir()
-    monkeypatch.setattr(memory, "_MEMORY", directory)
+    monkeypatch.setattr(memory, "_SHARED_MEMORY_PATH", directory)
     path = written(tmp_path / "data", [wide(256 * 8, 10)])
     return path, directory
 
@@ -146,7 +146,7 @@ def test_processes_of_a_host_share_what_one_of_them_decoded(shared):
     program = f"""
 from pathlib import Path
 from farandole.data import ParquetLoader, memory
-memory._MEMORY = Path({str(directory)!r})
+memory._SHARED_MEMORY_PATH = Path({str(directory)!r})
 loader = ParquetLoader({str(path)!r}, 100, inmemory_cache_all=True)
 print(sum(row for batch in loader for row in batch["id"].tolist()))
 """
@@ -164,7 +164,7 @@ def test_files_of_a_killed_process_are_deleted(shared):
 import os, signal
 from pathlib import Path
 from farandole.data import ParquetLoader, memory
-memory._MEMORY = Path({str(directory)!r})
+memory._SHARED_MEMORY_PATH = Path({str(directory)!r})
 loader = ParquetLoader({str(path)!r}, 100, inmemory_cache_all=True)
 next(iter(loader))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -24,15 +24,15 @@ def write(url, tables, **spec):
         for batch in table.to_batches(max_chunksize=97):
             writer.write(batch)
         parts.append(writer.finish())
-    return json.loads(prepare.commit(str(url), text, parts))
+    return json.loads(prepare.commit_partitions(str(url), text, parts))
 
 
 def arrays(path, **options):
     """Everything in file order, as NumPy arrays by name."""
     read = reader.Reader(
-        reader.Dataset.open(str(path)), batch_size=1 << 20, shuffle=False, **options
+        reader.Dataset.open_url(str(path)), batch_size=1 << 20, shuffle=False, **options
     )
-    (batch,) = read.epoch(0)
+    (batch,) = read.read_epoch(0)
     columns = {name: batch.column(name) for name in batch.names}
     return {
         name: np.frombuffer(column, column.dtype).reshape(column.shape)
@@ -224,14 +224,14 @@ def test_an_attempt_that_failed_or_ran_twice_leaves_nothing_behind(tmp_path):
     with pytest.raises(
         ValueError, match="two attempts of one partition cannot both be committed: 0"
     ):
-        prepare.commit(str(tmp_path), spec, [first, second])
-    prepare.commit(str(tmp_path), spec, [second])
+        prepare.commit_partitions(str(tmp_path), spec, [first, second])
+    prepare.commit_partitions(str(tmp_path), spec, [second])
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == [
         "_manifest.json",
         "part-00000-second.parquet",
     ]
     with pytest.raises(OSError, match="has 0 bytes where its writer left"):
-        prepare.commit(str(tmp_path), spec, [first])
+        prepare.commit_partitions(str(tmp_path), spec, [first])
     ended = attempt("third")
     ended.abort()
     with pytest.raises(RuntimeError, match="already ended"):

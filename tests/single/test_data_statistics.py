@@ -13,7 +13,7 @@ import pytest
 from tests.single.training import estimator, linear
 
 from farandole.data import Statistics, command, prepare_data, statistics_of
-from farandole.data.statistics import statistics_at
+from farandole.data.statistics import read_statistics
 
 ROWS = 20_000
 
@@ -42,7 +42,7 @@ def test_the_command_computes_statistics_on_request(tmp_path, asked, capsys):
     ]
     words += ["features=n", *(["statistics="] if asked else []), "json="]
     assert command.main(words) == 0
-    kept = statistics_at(json.loads(capsys.readouterr().out)["train_url"])
+    kept = read_statistics(json.loads(capsys.readouterr().out)["train_url"])
     assert (kept is not None) == asked
     if asked:
         assert kept["n"].rows == ROWS
@@ -130,7 +130,7 @@ def test_a_frequent_number_is_in_the_same_bin_of_small_and_large_data(rows):
 def test_columns_that_cannot_be_compared_have_no_index(monkeypatch):
     many = pa.table({"word": [str(row) for row in range(400)], "x": [1.0, 2.0] * 200})
     few = pa.table({"word": ["1", "2", "3", "4"] * 100, "x": [1.0, 2.0] * 200})
-    monkeypatch.setattr("farandole.data.statistics._MOST_VALUES", 200)
+    monkeypatch.setattr("farandole.data.statistics._MAX_DISTINCT_VALUES", 200)
     # Only the new data has too many strings: all but 4 of its 400 are new.
     found = statistics_of(few).drift(many)
     assert list(found) == ["word", "x"]
@@ -157,7 +157,7 @@ def test_they_are_kept_with_prepared_data(tmp_path, monkeypatch):
     made = prepare_data(rows, tmp_path, **wish).statistics
     assert made is not None
     assert made == statistics_of(rows)
-    monkeypatch.setattr("farandole.data.statistics._counted", None)
+    monkeypatch.setattr("farandole.data.statistics._collect_locally", None)
     again = prepare_data(rows, tmp_path, **wish)
     assert again.reused
     assert again.statistics == made

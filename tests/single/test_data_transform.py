@@ -243,7 +243,7 @@ def test_batches_are_made_ahead_up_to_the_size_of_the_queue():
     loader = AsyncNumbers(4, False, 100)
     epoch = iter(loader)
     next(epoch)
-    (run,) = loader._async_runs
+    (run,) = loader._prefetch_threads
     assert run._queue.maxsize == 4
     loader.close_async_loader()
     assert list(epoch) == []

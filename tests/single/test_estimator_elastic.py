@@ -25,7 +25,7 @@ from tests.single.training import write
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore, SparkBackend
 from farandole.spark.common import estimator as estimators
-from farandole.spark.common.show.progress import Progress
+from farandole.spark.common.show.progress import ProgressDisplay
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchEstimator
 from farandole.spark.torch.callbacks import Callback
@@ -189,10 +189,10 @@ class Sum(lightning.LightningModule):
         }
 
 
-class Offering(Progress):
+class Offering(ProgressDisplay):
     """Shows nothing, and offers to stop the fit."""
 
-    def offering(self, stop):
+    def offer_stop(self, stop):
         return contextlib.nullcontext(stop)
 
 
@@ -230,7 +230,7 @@ class Disturbs(lightning.Callback):
 def test_a_killed_worker_of_lightning_is_replaced_and_each_row_of_each_epoch_counts_once(
     rows, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(estimators, "progress", lambda _verbose: Offering())
+    monkeypatch.setattr(estimators, "create_progress_display", lambda _verbose: Offering())
     fitted = LightningEstimator(
         model=Sum(),
         feature_cols=["x"],

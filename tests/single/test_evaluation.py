@@ -26,16 +26,18 @@ def counted(score, label, parts=1):
 def test_only_equal_scores_are_ties():
     label = np.array([0, 1, 0, 1])
     close = np.array([0.5, np.nextafter(0.5, 1), -1e-300, -2e-300])
-    assert counted(close, label).area() == roc_auc_score(label, close) == 0.5
-    assert counted(np.array([0.5, 0.5, -0.0, 0.0]), label).area() == 0.5
+    assert counted(close, label).area_under_roc() == roc_auc_score(label, close) == 0.5
+    assert counted(np.array([0.5, 0.5, -0.0, 0.0]), label).area_under_roc() == 0.5
     random = np.random.default_rng(0)
     score, label = random.normal(size=3000).round(2), random.integers(0, 2, 3000)
-    assert counted(score, label, 7).area() == pytest.approx(roc_auc_score(label, score), abs=1e-12)
-    assert np.isnan(counted(score, np.zeros(3000, np.int64)).area())
+    assert counted(score, label, 7).area_under_roc() == pytest.approx(
+        roc_auc_score(label, score), abs=1e-12
+    )
+    assert np.isnan(counted(score, np.zeros(3000, np.int64)).area_under_roc())
 
 
 def test_many_scores_are_counted_in_bounded_memory_whatever_the_order_of_tasks(monkeypatch):
-    monkeypatch.setattr(evaluation, "MOST_SCORES", 500)
+    monkeypatch.setattr(evaluation, "MAX_DISTINCT_SCORES", 500)
     random = np.random.default_rng(1)
     label = random.integers(0, 2, 20_000)
     score = random.normal(size=20_000) + label
@@ -48,4 +50,4 @@ def test_many_scores_are_counted_in_bounded_memory_whatever_the_order_of_tasks(m
         other.counts.tolist(),
     )
     assert one.counts.sum() == 20_000
-    assert one.area() == pytest.approx(roc_auc_score(label, score), abs=2e-3)
+    assert one.area_under_roc() == pytest.approx(roc_auc_score(label, score), abs=2e-3)

@@ -16,7 +16,7 @@ from tests.single.training import Here, estimator, linear
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepare_data
 from farandole.spark.common import LocalStore
-from farandole.spark.common.data.tidying import tidy
+from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.torch import TorchEstimator
 
 DAY = 24 * 3600
@@ -94,7 +94,7 @@ def test_data_that_another_process_deletes_is_not_trained_on(tmp_path):
     data = prepare_data(rows(0), tmp_path, feature_cols=["a", "b"], label_cols=["y"])
     data.release()
     taken = NativeStore(data.train_url)
-    assert taken.take() is not None
+    assert taken.acquire_lease() is not None
     with pytest.raises(
         OSError,
         match=r"another process deletes the prepared data at .*, or prepares other data there",
@@ -109,12 +109,12 @@ def test_data_that_is_read_only_is_trained_on(tmp_path, monkeypatch):
         def __init__(self, url):
             self.url = url
 
-        def share(self):
+        def mark_in_use(self):
             raise PermissionError(self.url)
 
     data = prepare_data(rows(0), tmp_path / "other", feature_cols=["a", "b"], label_cols=["y"])
     data.release()
-    monkeypatch.setattr("farandole.spark.common.data.existing.NativeStore", ReadOnly)
+    monkeypatch.setattr("farandole.spark.common.data.existing_data.NativeStore", ReadOnly)
     made = estimator(tmp_path / "store", linear(), feature_cols=[["a", "b"]], epochs=1)
     assert made.fit_on_parquet(path=data.train_url).getHistory()[-1]["rows"] == 64
 
@@ -210,6 +210,6 @@ def test_a_store_that_cannot_be_tidied_does_not_end_the_fit():
             raise PermissionError(f"no: {older_than}")
 
     told = []
-    tidy(Store(), 3.0, 7, told.append)
+    delete_old_data(Store(), 3.0, 7, told.append)
     assert told == ["old prepared data cannot be deleted: no: 3.0"]
-    tidy(Store(), None, None, pytest.fail)
+    delete_old_data(Store(), None, None, pytest.fail)

@@ -19,8 +19,8 @@ import pytest
 
 from farandole._native import reader
 from farandole.data import Pad, ParquetLoader, prepare_data
-from farandole.data.columns import Roles
-from farandole.data.datasets import linked, open_dataset
+from farandole.data.columns import ColumnRoles
+from farandole.data.datasets import linked_dataset_url, open_dataset
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import find_data
 from farandole.spark.common.util import get_simple_meta_from_parquet
@@ -28,7 +28,7 @@ from farandole.spark.common.util import get_simple_meta_from_parquet
 
 def arrays(dataset, *columns):
     opened = reader.Reader(dataset, columns=list(columns), batch_size=1 << 20, shuffle=False)
-    (batch,) = opened.epoch(0)
+    (batch,) = opened.read_epoch(0)
     held = {name: batch.column(name) for name in columns}
     return [np.frombuffer(one, one.dtype).reshape(one.shape).tolist() for one in held.values()]
 
@@ -184,9 +184,9 @@ def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_pat
     assert opened.rows == 20_000
     assert min(took) < 1
     store = LocalStore(str(tmp_path / "store"))
-    url = linked(store, opened)
+    url = linked_dataset_url(store, opened)
     started = time.perf_counter()
-    again = reader.Dataset.open(url)
+    again = reader.Dataset.open_url(url)
     assert time.perf_counter() - started < min(took) / 2 + 0.05
     assert (again.rows, again.fingerprint) == (opened.rows, opened.fingerprint)
     assert arrays(again, "c3") == arrays(opened, "c3")
@@ -199,17 +199,17 @@ def test_a_delta_table_is_read_by_its_log(tmp_path):
     deltalake.write_deltalake(path, pa.table({"x": [5], "day": ["c"], "n": [3]}), mode="append")
     deltalake.DeltaTable(path).delete("x = 2")
     with pytest.raises(ValueError, match="a table of Delta"):
-        reader.Dataset.open(path)
+        reader.Dataset.open_url(path)
     opened = open_dataset(path)
     assert sorted(zip(*arrays(opened, "x", "n"), strict=True)) == [(1, 1), (3, 2), (4, 2), (5, 3)]
 
     store = LocalStore(str(tmp_path))
-    found = find_data(store, Roles(("x",), ("n",)))
+    found = find_data(store, ColumnRoles(("x",), ("n",)))
     deltalake.DeltaTable(path).delete("x > 3")
-    assert sorted(arrays(reader.Dataset.open(found.train_url), "x")[0]) == [1, 3, 4, 5], (
+    assert sorted(arrays(reader.Dataset.open_url(found.train_url), "x")[0]) == [1, 3, 4, 5], (
         "a run sees one version"
     )
-    assert find_data(store, Roles(("x",), ("n",))).train_rows == 2
+    assert find_data(store, ColumnRoles(("x",), ("n",))).train_rows == 2
     rows, held_out, columns, _ = get_simple_meta_from_parquet(store, ["n"])
     assert (rows, held_out, sorted(columns)) == (2, 0, ["day", "n", "x"])
 
@@ -253,7 +253,7 @@ def test_an_iceberg_table_is_refused_with_a_word(tmp_path):
     (tmp_path / "metadata" / "v1.metadata.json").write_text("{}")
     pq.write_table(pa.table({"x": [1]}), tmp_path / "x.parquet")
     with pytest.raises(ValueError, match="a table of Iceberg, whose log"):
-        reader.Dataset.open(str(tmp_path))
+        reader.Dataset.open_url(str(tmp_path))
 
 
 def test_a_loader_takes_a_file_a_pattern_and_a_list_of_them(tmp_path, monkeypatch):

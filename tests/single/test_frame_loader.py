@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from farandole.data import Nested, Pad, ParquetLoader, frame_loader, prepare_data
 from farandole.data.inputs.sources import open_source
 from farandole.data.loaders import frames
-from farandole.data.loaders.frames import _expect, _remove
+from farandole.data.loaders.frames import _check_row_count, _remove_directory
 
 ROWS = 500
 
@@ -59,7 +59,7 @@ def test_a_frame_becomes_batches_and_leaves_no_files(tmp_path, make):
     gc.collect()
     assert list(tmp_path.iterdir()), "a copy does not own the files"
     # as in a process that was forked from this one
-    _remove(next(tmp_path.iterdir()), os.getpid() + 1)
+    _remove_directory(next(tmp_path.iterdir()), os.getpid() + 1)
     assert sorted(ids(loader)) == list(range(ROWS))
     del loader
     gc.collect()
@@ -142,8 +142,8 @@ def test_rows_that_executors_of_other_hosts_keep_for_themselves_are_an_error(tmp
     with pytest.raises(
         ValueError, match=r"Spark wrote 9 rows to .*, and 4 of them are here: .* give cache= a dir"
     ):
-        _expect(9, 4, tmp_path)
-    _expect(9, 9, tmp_path)
+        _check_row_count(9, 4, tmp_path)
+    _check_row_count(9, 9, tmp_path)
 
 
 def mixed():
@@ -385,7 +385,7 @@ def test_ragged_columns_without_what_becomes_of_them_are_refused(tmp_path, ragge
 def test_a_record_batch_with_more_values_than_binary_holds_is_written_in_parts(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(frames, "_BINARY_BYTES", 100)
+    monkeypatch.setattr(frames, "_MAX_BINARY_BYTES", 100)
     rows = [list(range(row % 7)) for row in range(50)]
     frame = pa.table({"x": rows, "id": range(50)})
     loader = frame_loader(frame, 50, cache=tmp_path, ragged={"x": Pad(-1)}, shuffle=False)

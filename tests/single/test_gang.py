@@ -14,11 +14,11 @@ import pytest
 
 from farandole.runner import gang
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import Agents, Output, conduct
-from farandole.runner.hearing import LAST, STAYS
-from farandole.runner.outcome import Ending, results
-from farandole.runner.watcher import Watcher
-from farandole.spark.job import meeting
+from farandole.runner.event_handler import LAST_LINES_NOTE, LINES_IN_TASK_LOG_NOTE
+from farandole.runner.gang import GangAgents, JobOutput, run_gang
+from farandole.runner.job_observer import JobObserver
+from farandole.runner.outcome import TaskOutcome, results_by_rank
+from farandole.spark.job import task_rendezvous
 
 FIELDS = ("task", "rank", "stream", "text", "data", "exit_code", "signal", "stderr_tail")
 
@@ -27,13 +27,13 @@ def event(kind: str, **told: object) -> SimpleNamespace:
     return SimpleNamespace(kind=kind, dropped=0, **{name: told.get(name) for name in FIELDS})
 
 
-class Script(Agents):
+class Script(GangAgents):
     """Plays both sides: each call of `events` hands out the next batch; the agents are done when
     told.
     """
 
     def __init__(
-        self, *batches: list[SimpleNamespace], endings: list[Ending] | None = None
+        self, *batches: list[SimpleNamespace], endings: list[TaskOutcome] | None = None
     ) -> None:
         self.batches = list(batches)
         self.given = endings
@@ -44,7 +44,7 @@ class Script(Agents):
     def events(self, _timeout: float) -> list[SimpleNamespace]:
         return self.batches.pop(0) if self.batches else []
 
-    def assignment(self) -> list[dict]:
+    def rank_assignment(self) -> list[dict]:
         return [{"rank": rank, "task": rank, "host": f"host-{rank}"} for rank in range(2)]
 
     def abort(self, reason: str) -> None:
@@ -53,23 +53,23 @@ class Script(Agents):
     def close(self) -> None:
         self.closed = True
 
-    def start(self) -> None:
+    def start_agents(self) -> None:
         pass
 
-    def done(self) -> bool:
+    def all_ended(self) -> bool:
         return self.cancelled > 0 or (self.given is not None and not self.batches)
 
-    def cancel(self) -> None:
+    def cancel_agents(self) -> None:
         self.cancelled += 1
 
-    def endings(self) -> list[Ending]:
+    def task_outcomes(self) -> list[TaskOutcome]:
         assert self.given is not None
         return self.given
 
 
-def play(script: Script, on_progress=None, start_timeout=60.0, **output) -> list[Ending]:
-    return conduct(
-        script, script, 2, Output(**output), on_progress, start_timeout, "Spark tasks to start"
+def play(script: Script, on_progress=None, start_timeout=60.0, **output) -> list[TaskOutcome]:
+    return run_gang(
+        script, script, 2, JobOutput(**output), on_progress, start_timeout, "Spark tasks to start"
     )
 
 
@@ -111,13 +111,13 @@ def test_without_streams_the_exit_of_a_rank_has_its_last_lines_of_stderr():
     assert caught.value.stderr_tail == "last\nwords"
 
 
-class Lines(Watcher):
+class Lines(JobObserver):
     """Keeps the lines that it is told."""
 
     def __init__(self) -> None:
         self.lines: dict[tuple[int, str], list[str]] = {}
 
-    def line(self, rank: int, stream: str, text: str) -> None:
+    def write_line(self, rank: int, stream: str, text: str) -> None:
         self.lines.setdefault((rank, stream), []).append(text)
 
 
@@ -132,12 +132,17 @@ def test_a_watcher_gets_the_last_lines_of_stderr_once_and_a_note_that_the_rest_i
             [*STARTED, event("log", task=1, rank=1, stream="stdout", text="here")], ends, endings=[]
         )
         with contextlib.suppress(FarandoleJobError):
-            conduct(script, script, 2, Output(**streams), None, 60.0, "tasks", watcher)
+            run_gang(script, script, 2, JobOutput(**streams), None, 60.0, "tasks", watcher)
         if streams:
             assert watcher.lines == {(1, "stdout"): ["here"]}
         else:
-            assert watcher.lines[0, "stderr"] == [STAYS, LAST, "a warning", "another"]
-            assert watcher.lines[0, "stdout"] == [STAYS]
+            assert watcher.lines[0, "stderr"] == [
+                LINES_IN_TASK_LOG_NOTE,
+                LAST_LINES_NOTE,
+                "a warning",
+                "another",
+            ]
+            assert watcher.lines[0, "stdout"] == [LINES_IN_TASK_LOG_NOTE]
 
 
 def test_a_lost_agent_is_left_to_spark_which_starts_the_gang_again(capsys):
@@ -236,12 +241,12 @@ def test_results_of_the_old_gang_are_none_of_the_new_one(monkeypatch):
         [answer(0, "new"), *well(0)],
         [],
         endings=[
-            Ending(0, "host-0", refused="the job is done"),
-            Ending(1, "host-1", refused="the job is done"),
+            TaskOutcome(0, "host-0", refused="the job is done"),
+            TaskOutcome(1, "host-1", refused="the job is done"),
         ],
     )
     Clock(monkeypatch).passes(script, *([1] * 40))
-    assert results(play(script), 2) == ["new", "new"]
+    assert results_by_rank(play(script), 2) == ["new", "new"]
 
 
 def test_results_that_only_rows_would_bring_are_given_up_when_no_rows_come(monkeypatch):
@@ -261,24 +266,24 @@ class Spilled:
         self.files: dict[str, str] = {}
         self.away = False
 
-    def names(self, _folder: str) -> list[str]:
+    def list_files(self, _folder: str) -> list[str]:
         return sorted(self.files)
 
-    def read(self, name: str) -> bytes:
+    def read_file(self, name: str) -> bytes:
         if self.away:
             raise OSError("the store is away")
         return json.dumps({"kind": self.files[name]}).encode()
 
 
 def test_records_are_read_when_the_store_is_back(monkeypatch):
-    monkeypatch.setattr(meeting, "_EVERY", 0.0)
+    monkeypatch.setattr(task_rendezvous, "_EVENT_INTERVAL", 0.0)
     spilled = Spilled()
-    tail = meeting.Tail(spilled)
+    tail = task_rendezvous.StoredEventReader(spilled)
     spilled.files["events/1-1.jsonl"], spilled.away = "registered", True
-    assert list(tail.events()) == []
+    assert list(tail.new_events()) == []
     spilled.away = False
-    assert [event.kind for event in tail.events()] == ["registered"]
-    assert list(tail.events()) == []
+    assert [event.kind for event in tail.new_events()] == ["registered"]
+    assert list(tail.new_events()) == []
 
 
 def test_a_job_older_than_its_start_timeout_is_given_that_time_again_when_an_executor_is_lost(
@@ -331,7 +336,7 @@ def test_an_error_of_spark_that_follows_a_loss_names_the_lost_rank_and_its_host(
     def endings():
         raise told
 
-    monkeypatch.setattr(script, "endings", endings)
+    monkeypatch.setattr(script, "task_outcomes", endings)
     with pytest.raises(
         FarandoleJobError,
         match=(
@@ -356,11 +361,11 @@ def test_published_results_answer_for_rows_that_spark_lost(capsys):
         [event("result", task=task, rank=task, data=pickle.dumps(("ok", task))) for task in (0, 1)],
         [event("exit", task=task, rank=task, exit_code=0) for task in (0, 1)],
         endings=[
-            Ending(0, "host-0", refused="the job is done"),
-            Ending(1, "host-1", refused="the job is done"),
+            TaskOutcome(0, "host-0", refused="the job is done"),
+            TaskOutcome(1, "host-1", refused="the job is done"),
         ],
     )
-    assert results(play(script), 2) == [0, 1]
+    assert results_by_rank(play(script), 2) == [0, 1]
     assert "the driver has their results" in capsys.readouterr().err
 
 
@@ -374,7 +379,7 @@ def test_published_results_answer_for_rows_that_never_come(monkeypatch, capsys):
         endings=[],
     )
     Clock(monkeypatch).passes(script, 1, 7200, *([1] * 61))
-    assert results(play(script), 2) == [0, 1]
+    assert results_by_rank(play(script), 2) == [0, 1]
     assert script.cancelled
     assert len(script.batches) > 40
     assert "the driver has their results" in capsys.readouterr().err

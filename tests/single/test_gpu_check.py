@@ -44,7 +44,7 @@ def test_the_estimators_row_is_rehearsed_on_the_cpu():
 
 
 def test_every_library_is_named_with_its_version_or_why_it_was_refused():
-    findings = {name: (works, detail) for name, works, detail in cuda.inventory("", PACKAGES)}
+    findings = {name: (works, detail) for name, works, detail in cuda.cuda_inventory("", PACKAGES)}
     assert list(findings)[:4] == ["libcuda", "libcudart", "libnvrtc", "libnccl"]
     if PACKAGES:
         works, detail = findings["libnccl"]
@@ -55,7 +55,7 @@ def test_every_library_is_named_with_its_version_or_why_it_was_refused():
 
 
 def test_a_named_folder_without_libraries_changes_nothing(tmp_path):
-    assert cuda.inventory(str(tmp_path), PACKAGES) == cuda.inventory("", PACKAGES)
+    assert cuda.cuda_inventory(str(tmp_path), PACKAGES) == cuda.cuda_inventory("", PACKAGES)
 
 
 def test_tensors_are_packed_at_multiples_of_16_bytes():
@@ -64,11 +64,11 @@ def test_tensors_are_packed_at_multiples_of_16_bytes():
     assert cuda.packed_bytes([1, 8, 9], bfloat16) == 16 + 16 + 32
 
 
-@pytest.mark.skipif(cuda.inventory("", [])[0][1], reason="this host has a driver")
+@pytest.mark.skipif(cuda.cuda_inventory("", [])[0][1], reason="this host has a driver")
 def test_kernels_without_a_driver_are_an_error_that_says_what_is_missing(tmp_path):
     with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
-        cuda.Kernels(0, "", PACKAGES, str(tmp_path))
+        cuda.GpuKernels(0, "", PACKAGES, str(tmp_path))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FarandoleEnvironmentError, match="libcuda was not found"):
-        cuda.Ring(0, "", PACKAGES)
+        cuda.SingleMemberNccl(0, "", PACKAGES)
     assert os.listdir("/proc/self/fd") == before, "NCCL has opened a port"

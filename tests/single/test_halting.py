@@ -21,10 +21,10 @@ from tests.single.training import estimator, fit, line, linear, write
 import farandole.torch as hvd
 from farandole.spark.common import LocalBackend
 from farandole.spark.common import estimator as estimators
-from farandole.spark.common.runs import halting
-from farandole.spark.common.runs.halting import Halt, Stop
+from farandole.spark.common.runs import stop_request
+from farandole.spark.common.runs.stop_request import StopCheck, StopRequest
 from farandole.spark.common.show import stop_button
-from farandole.spark.common.show.progress import Progress
+from farandole.spark.common.show.progress import ProgressDisplay
 from farandole.spark.common.store import LocalStore
 from farandole.spark.torch.callbacks import Callback
 
@@ -37,22 +37,22 @@ def remote(tmp_path):
     return LocalStore(str(tmp_path)).to_remote("mine")
 
 
-class Pressed(Progress):
+class Pressed(ProgressDisplay):
     """Presses the button at the first report of a kind."""
 
     def __init__(self, kind):
         self.kind = kind
         self.messages = []
 
-    def offering(self, stop):
+    def offer_stop(self, stop):
         self.stop = stop
         return contextlib.nullcontext(stop)
 
-    def report(self, report):
+    def show_report(self, report):
         if report["kind"] == self.kind:
-            self.stop.ask()
+            self.stop.request_stop()
 
-    def message(self, text):
+    def show_message(self, text):
         self.messages.append(text)
 
 
@@ -77,7 +77,7 @@ def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path,
     x, y = line(2000)
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     shown = Pressed("step")
-    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    monkeypatch.setattr(estimators, "create_progress_display", lambda _verbose: shown)
     slow = tmp_path / "slow"
     slow.touch()
     given = {
@@ -95,8 +95,8 @@ def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path,
     record = json.loads((run / "_record.json").read_text())
     assert record["state"] == "ended"
     assert [one["what"] for one in record["events"]] == ["stop"]
-    assert not (run / halting.NAME).exists()
-    monkeypatch.setattr(estimators, "progress", lambda _verbose: Progress())
+    assert not (run / stop_request.STOP_FILE).exists()
+    monkeypatch.setattr(estimators, "create_progress_display", lambda _verbose: ProgressDisplay())
     slow.unlink()
     more = fit(tmp_path, linear(), epochs=2, **given)
     assert [one["epoch"] for one in more.getHistory()] == [0, 1]
@@ -131,7 +131,7 @@ def test_a_fit_of_lightning_ends_within_an_epoch_and_validates(tmp_path, monkeyp
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     write(tmp_path / "intermediate_val_data", x=x[:16], y=y[:16])
     shown = Pressed("step")
-    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    monkeypatch.setattr(estimators, "create_progress_display", lambda _verbose: shown)
     fitted = TorchEstimator(
         model=Module(), feature_cols=["x"], label_cols=["y"], batch_size=1, epochs=3, verbose=0,
         store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
@@ -154,7 +154,7 @@ def test_a_fit_of_keras_ends_after_the_epoch_under_way(tmp_path, monkeypatch):
     x, y = line(64)
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     shown = Pressed("epoch")
-    monkeypatch.setattr(estimators, "progress", lambda _verbose: shown)
+    monkeypatch.setattr(estimators, "create_progress_display", lambda _verbose: shown)
     fitted = KerasEstimator(
         model=keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
         optimizer=keras.optimizers.SGD(0.05),
@@ -169,7 +169,7 @@ def test_a_fit_of_keras_ends_after_the_epoch_under_way(tmp_path, monkeypatch):
 def test_without_a_button_workers_are_not_asked_to_look(tmp_path, monkeypatch):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
-    monkeypatch.setattr(halting.arrays, "broadcast", None)  # a call would fail
+    monkeypatch.setattr(stop_request.arrays, "broadcast", None)  # a call would fail
     told = []
     made = estimator(tmp_path, linear(), epochs=2)
     run = made.getBackend().run
@@ -184,44 +184,48 @@ def test_without_a_button_workers_are_not_asked_to_look(tmp_path, monkeypatch):
 
 def test_ranks_agree_about_once_a_second_however_long_a_step_takes(remote, monkeypatch):
     now, calls = [0.0], []
-    monkeypatch.setenv(halting.VARIABLE, "mine")
+    monkeypatch.setenv(stop_request.STOP_TOKEN_VARIABLE, "mine")
     monkeypatch.setattr(
-        halting.arrays,
+        stop_request.arrays,
         "broadcast",
         lambda mine, _root, name: calls.append(now[0]) or mine,  # noqa: ARG005
     )
-    halt = Halt(remote, clock=lambda: now[0])
-    monkeypatch.setattr(halt, "_is_asked", lambda: now[0] >= 50)
+    halt = StopCheck(remote, clock=lambda: now[0])
+    monkeypatch.setattr(halt, "_is_stop_requested", lambda: now[0] >= 50)
     for seconds in (0.001, 3.0):
-        halt.begins()
+        halt.begin_epoch()
         calls.clear()
         start = now[0]
         while now[0] < start + 30:
             now[0] += seconds
-            assert not halt.after_step(0) or now[0] >= 50
+            assert not halt.should_stop_after_step(0) or now[0] >= 50
         assert 10 <= len(calls) <= 32, seconds
     now[0] = 100.0
-    assert halt.after_epoch(0)
+    assert halt.should_stop_after_epoch(0)
 
 
 def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
-    earlier, fit = Stop(remote), Stop(remote)
-    earlier.ask()
-    monkeypatch.setenv(halting.VARIABLE, fit.variables()[halting.VARIABLE])
-    monkeypatch.setattr(halting, "_EVERY", 0.01)
-    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
-    halt = Halt(remote)
-    assert not halt.after_epoch(0)
+    earlier, fit = StopRequest(remote), StopRequest(remote)
+    earlier.request_stop()
+    monkeypatch.setenv(
+        stop_request.STOP_TOKEN_VARIABLE, fit.worker_variables()[stop_request.STOP_TOKEN_VARIABLE]
+    )
+    monkeypatch.setattr(stop_request, "_STOP_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(stop_request.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
+    halt = StopCheck(remote)
+    assert not halt.should_stop_after_epoch(0)
     time.sleep(0.1)
-    assert not halt.after_epoch(0)
-    fit.ask()
+    assert not halt.should_stop_after_epoch(0)
+    fit.request_stop()
     deadline = time.monotonic() + 10
-    while not halt.after_epoch(0):
+    while not halt.should_stop_after_epoch(0):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not halt.after_epoch(1), "another rank's answer comes from rank 0, not from the store"
+    assert not halt.should_stop_after_epoch(1), (
+        "another rank's answer comes from rank 0, not from the store"
+    )
     fit.close()
-    assert remote.read(halting.NAME) is None
+    assert remote.read(stop_request.STOP_FILE) is None
 
 
 def looking():
@@ -239,10 +243,10 @@ def wait_for_their_end():
 
 
 def test_the_store_is_not_read_after_the_rank_has_ended(remote, monkeypatch):
-    monkeypatch.setenv(halting.VARIABLE, "mine")
-    monkeypatch.setattr(halting.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
-    with contextlib.closing(Halt(remote)) as halt:
-        assert not halt.after_epoch(0)
+    monkeypatch.setenv(stop_request.STOP_TOKEN_VARIABLE, "mine")
+    monkeypatch.setattr(stop_request.arrays, "broadcast", lambda mine, _root, name: np.array(mine))  # noqa: ARG005
+    with contextlib.closing(StopCheck(remote)) as halt:
+        assert not halt.should_stop_after_epoch(0)
         assert len(looking()) == 1
     wait_for_their_end()
 
@@ -250,7 +254,7 @@ def test_the_store_is_not_read_after_the_rank_has_ended(remote, monkeypatch):
 def test_a_process_that_trains_again_keeps_no_thread_of_the_fit_before(tmp_path, monkeypatch):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
-    monkeypatch.setenv(halting.VARIABLE, "mine")
+    monkeypatch.setenv(stop_request.STOP_TOKEN_VARIABLE, "mine")
     fit(tmp_path, linear(), epochs=2, callbacks=[sees_one_look])
     wait_for_their_end()
 
@@ -263,12 +267,12 @@ class Fake:
         self.fails = fails
         self.in_order, self.asked = True, False
 
-    def ask(self):
+    def request_stop(self):
         if self.fails:
             raise OSError("read-only file system")
         self.calls.append("ask")
 
-    def end(self):
+    def end_at_once(self):
         self.calls.append("end")
 
 
@@ -286,7 +290,7 @@ def serve():
     opened = []
 
     def open_endpoint(stop):
-        opened.append(stop_button.Endpoint(stop))
+        opened.append(stop_button.StopEndpoint(stop))
         return opened[-1]
 
     yield open_endpoint
@@ -322,12 +326,14 @@ def test_a_store_that_refuses_the_request_is_said(serve, caplog):
 
 
 def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
-    stop = Stop(LocalStore(str(tmp_path), save_runs=False).to_remote("mine"))
+    stop = StopRequest(LocalStore(str(tmp_path), save_runs=False).to_remote("mine"))
     assert not stop.in_order
-    assert stop.variables() == {}
-    assert "End at once</button>" in stop_button.page("http://127.0.0.1:1/t/", in_order=False)
+    assert stop.worker_variables() == {}
+    assert "End at once</button>" in stop_button.button_html(
+        "http://127.0.0.1:1/t/", in_order=False
+    )
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes some time
-        threading.Timer(0.05, stop.ask).start()
+        threading.Timer(0.05, stop.request_stop).start()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             time.sleep(0.01)
@@ -335,26 +341,26 @@ def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
 
 def test_the_second_click_of_a_double_click_does_not_end_the_fit(remote, monkeypatch):
     ended = []
-    monkeypatch.setattr(halting._thread, "interrupt_main", lambda: ended.append(True))
+    monkeypatch.setattr(stop_request._thread, "interrupt_main", lambda: ended.append(True))
     now = [100.0]
-    stop = Stop(remote, clock=lambda: now[0])
-    stop.ask()
+    stop = StopRequest(remote, clock=lambda: now[0])
+    stop.request_stop()
     now[0] += 0.3
-    assert not stop.end()
+    assert not stop.end_at_once()
     assert not ended
     now[0] += 3.0
-    assert stop.end()
+    assert stop.end_at_once()
     assert ended
 
 
 def test_a_fit_in_another_thread_ends_at_the_next_report(remote, monkeypatch):
-    monkeypatch.setattr(halting._thread, "interrupt_main", lambda: None)
-    stop = Stop(remote)
-    stop.check()
-    stop.interrupt()
-    stop.check()  # the main thread gets KeyboardInterrupt
+    monkeypatch.setattr(stop_request._thread, "interrupt_main", lambda: None)
+    stop = StopRequest(remote)
+    stop.raise_if_ended()
+    stop.interrupt_fit()
+    stop.raise_if_ended()  # the main thread gets KeyboardInterrupt
     with (
         ThreadPoolExecutor(1) as pool,
         pytest.raises(RuntimeError, match="as asked for in the notebook"),
     ):
-        pool.submit(stop.check).result()
+        pool.submit(stop.raise_if_ended).result()

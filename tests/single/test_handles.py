@@ -41,13 +41,13 @@ def table() -> Iterator[handles.HandleTable]:
     own = handles.HandleTable("test")
     yield own
     assert not own._entries
-    assert not own._boarding
+    assert not own._submitting
 
 
 def test_a_wait_that_was_interrupted_continues_where_it_was(
     told: list[Any], table: handles.HandleTable
 ) -> None:
-    handle = table.submit(None, list, lambda: [7, 8, 9])
+    handle = table.submit_operation(None, list, lambda: [7, 8, 9])
     told += [(7, 70), (8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(handle)
@@ -64,7 +64,7 @@ def test_a_wait_that_was_interrupted_continues_where_it_was(
 def test_a_group_is_waited_for_to_its_end_and_raises_its_first_failure(
     told: list[Any], table: handles.HandleTable
 ) -> None:
-    handle = table.submit(None, list, lambda: [1, 2, 3, 4])
+    handle = table.submit_operation(None, list, lambda: [1, 2, 3, 4])
     told += [(1, FarandoleInternalError("first")), (2, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(handle)
@@ -78,9 +78,9 @@ def test_one_operation_gives_a_list_of_one_outcome(
     told: list[Any], table: handles.HandleTable
 ) -> None:
     told += [(5, None)]
-    assert table.synchronize(table.submit(None, list, lambda: 5)) == [None]
+    assert table.synchronize(table.submit_operation(None, list, lambda: 5)) == [None]
 
 
 def test_a_refused_value_is_not_kept(table: handles.HandleTable) -> None:
     with pytest.raises(ZeroDivisionError):
-        table.submit(None, list, lambda: 1 // 0)
+        table.submit_operation(None, list, lambda: 1 // 0)

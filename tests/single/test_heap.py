@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from farandole._native.launcher import ALLOCATOR
-from farandole.common.heap import Heap, Watch
+from farandole.common.heap import HeapTrimmer, MallocHeap
 
 MIB = 1 << 20
 
@@ -21,17 +21,17 @@ class Fake:
         self.alive, self.unused, self.others, self.trims = 100 * MIB, 0, 300 * MIB, 0
         self.separated = 0
 
-    def used(self):
+    def used_bytes(self):
         return self.alive
 
-    def resident(self):
+    def resident_bytes(self):
         return self.alive + self.unused + self.others
 
-    def trim(self):
+    def trim_unused(self):
         self.unused = 0
         self.trims += 1
 
-    def separate(self):
+    def map_large_blocks(self):
         self.separated += 1
 
 
@@ -44,13 +44,13 @@ class Clock:
     """Looks at a heap every quarter of a second."""
 
     def __init__(self, heap):
-        self.watch, self.now = Watch(heap), 0.0
+        self.watch, self.now = HeapTrimmer(heap), 0.0
 
     def looks(self, seconds):
         """After how long it trimmed within these seconds, if it did."""
         for after in range(1, round(4 * seconds) + 1):
             self.now += 0.25
-            if self.watch.look(self.now):
+            if self.watch.sample_heap(self.now):
                 return after / 4
         return None
 
@@ -67,8 +67,8 @@ def test_unused_memory_is_returned_and_memory_of_other_allocators_is_left(heap):
 
 
 def test_a_thread_that_seldom_runs_decides_as_soon(heap):
-    watch = Watch(heap)
-    assert [watch.look(second / 2) for second in range(1, 9)] == [*[False] * 7, True]
+    watch = HeapTrimmer(heap)
+    assert [watch.sample_heap(second / 2) for second in range(1, 9)] == [*[False] * 7, True]
 
 
 def test_memory_that_a_step_frees_and_takes_again_is_kept(heap):
@@ -101,19 +101,19 @@ def test_a_trim_now_and_then_leaves_large_blocks_in_the_heap(heap):
 BLOCKS = """
 import ctypes
 import sys
-from farandole.common.heap import Heap
-heap, library = Heap(), ctypes.CDLL(None)
+from farandole.common.heap import MallocHeap
+heap, library = MallocHeap(), ctypes.CDLL(None)
 library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 if sys.argv[1] == "apart":
-    heap.separate()
+    heap.map_large_blocks()
 blocks = [library.malloc(8 << 20) for _ in range(8)]
 above = library.malloc(1000)
 for block in blocks:
     ctypes.memset(block, 1, 8 << 20)
-full = heap.resident()
+full = heap.resident_bytes()
 for block in blocks:
     library.free(block)
-print((full - heap.resident()) >> 20)
+print((full - heap.resident_bytes()) >> 20)
 """
 
 
@@ -136,12 +136,12 @@ def test_a_large_program_may_keep_more(heap):
 
 
 def test_the_heap_of_this_process_tells_what_is_used_and_gives_back_what_is_not():
-    heap = Heap()
-    used = heap.used()
+    heap = MallocHeap()
+    used = heap.used_bytes()
     block = bytearray(8 * MIB)
-    assert heap.used() - used >= len(block)
-    assert heap.resident() > 8 * MIB
-    heap.trim()
+    assert heap.used_bytes() - used >= len(block)
+    assert heap.resident_bytes() > 8 * MIB
+    heap.trim_unused()
 
 
 THREADS = """

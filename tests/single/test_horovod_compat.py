@@ -153,8 +153,9 @@ def test_a_fresh_process_imports_horovod_without_a_framework_or_a_thread():
 def test_the_drop_in_chooses_horovods_gradients_unless_the_user_has_chosen(given):
     program = (
         "import horovod, os\n"
-        "from farandole.common import convention\n"
-        "print(convention.is_horovods(), os.environ.get('FARANDOLE_GRADIENT_CONVENTION'))"
+        "from farandole.common import gradient_convention\n"
+        "given = os.environ.get('FARANDOLE_GRADIENT_CONVENTION')\n"
+        "print(gradient_convention.uses_horovod_gradients(), given)"
     )
     env = {name: value for name, value in os.environ.items() if "GRADIENT_CONVENTION" not in name}
     if given is not None:
@@ -167,6 +168,9 @@ def test_the_drop_in_chooses_horovods_gradients_unless_the_user_has_chosen(given
 
 
 def test_a_script_that_imports_farandole_has_its_gradients():
-    program = "from farandole.common import convention; assert not convention.is_horovods()"
+    program = (
+        "from farandole.common import gradient_convention; "
+        "assert not gradient_convention.uses_horovod_gradients()"
+    )
     env = {name: value for name, value in os.environ.items() if "GRADIENT_CONVENTION" not in name}
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from farandole.spark.common.model import importance
-from farandole.spark.common.model.evaluation import sums
-from farandole.spark.common.model.importance import importances, permuted
+from farandole.spark.common.model.evaluation import empty_sums
+from farandole.spark.common.model.importance import column_importances, permutation_task
 
 ROWS = 3000
 
@@ -32,15 +32,17 @@ def counted(batches, seeds=(1,), metric=None):
         sizes.append(batch.num_rows)
         return [3.0 * batch.column(0).to_numpy()[:, None] + batch.column(1).to_numpy()[:, None]]
 
-    task = permuted(
-        SimpleNamespace(outputs=outputs),
+    task = permutation_task(
+        SimpleNamespace(predict_outputs=outputs),
         lambda batch: batch.column(2).to_numpy(),
-        sums("values", None),
+        empty_sums("values", None),
         [0, 1],
         seeds,
     )
     (part,) = task(iter(batches))
-    return importances(pickle.loads(part.column(0)[0].as_py()), {1: "b", 0: "a"}, metric), sizes
+    return column_importances(
+        pickle.loads(part.column(0)[0].as_py()), {1: "b", 0: "a"}, metric
+    ), sizes
 
 
 def test_a_column_counts_as_much_as_its_rows_change_the_prediction(monkeypatch):
@@ -52,7 +54,7 @@ def test_a_column_counts_as_much_as_its_rows_change_the_prediction(monkeypatch):
     assert found["b"] == pytest.approx(2 * np.var(whole.column(1).to_numpy()), rel=0.05)
     assert sizes == [500] * 6 * 7  # the batches as they are, and two columns in three orders
     assert counted(batches, metric="r2")[0]["a"] == pytest.approx(1.8, rel=0.1)
-    monkeypatch.setattr(importance, "BLOCK_ROWS", 1000)
+    monkeypatch.setattr(importance, "MAX_BLOCK_ROWS", 1000)
     assert counted(batches, seeds=[1, 2, 3])[0]["a"] == pytest.approx(found["a"], rel=0.05)
 
 
@@ -70,10 +72,10 @@ def test_values_are_exchanged_between_batches_of_a_task():
 
 def test_rows_that_wait_for_an_exchange_are_bounded_in_bytes(monkeypatch):
     whole, batches = rows(6)
-    blocks = list(importance._blocks(iter(batches)))
+    blocks = list(importance._join_batches(iter(batches)))
     assert [block.num_rows for block, _ in blocks] == [ROWS]
-    monkeypatch.setattr(importance, "BLOCK_BYTES", whole.nbytes // 3)
-    blocks = list(importance._blocks(iter(batches)))
+    monkeypatch.setattr(importance, "MAX_BLOCK_BYTES", whole.nbytes // 3)
+    blocks = list(importance._join_batches(iter(batches)))
     assert [block.num_rows for block, _ in blocks] == [1000, 1000, 1000]
 
 
@@ -81,10 +83,10 @@ def test_scores_are_counted_only_for_the_area_under_the_curve():
     output, label = np.array([[2.0, -1.0], [-1.0, 2.0], [0.0, 1.0]]), np.array([0, 1, 1])
     sizes = {}
     for by_score in (True, False):
-        counts = sums("logits", None, by_score=by_score)
+        counts = empty_sums("logits", None, by_score=by_score)
         counts.add(output, label)
         counts.merge(pickle.loads(pickle.dumps(counts)))
-        sizes[by_score] = counts.evaluation(None)
+        sizes[by_score] = counts.to_evaluation(None)
         assert (counts.by_score is None) != by_score
     assert sizes[True]["area_under_roc"] == 1.0
     assert np.isnan(sizes[False]["area_under_roc"])

@@ -13,7 +13,7 @@ import pytest
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show import journal as journals
 from farandole.runner.show import training
-from farandole.runner.show.journal import Journal
+from farandole.runner.show.journal import RunJournal
 from farandole.spark.common.store import LocalStore
 
 
@@ -53,28 +53,28 @@ def step(number, of, loss):
 
 
 def fail(run):
-    run.event("executor lost", "killed")
+    run.add_event("executor lost", "killed")
     raise FarandoleJobError("rank 1 on b failed")
 
 
 def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
-    book = Journal(remote, {"model": "Net", "epochs": 3})
-    with training.telling(
+    book = RunJournal(remote, {"model": "Net", "epochs": 3})
+    with training.report_run(
         None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book
     ) as run:
-        assert run.variables() == {training.TOLD: "1"}
+        assert run.worker_variables() == {training.REPORTS_VARIABLE: "1"}
         deadline = time.monotonic() + 10
         while not (tmp_path / "runs/mine/_record.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert record(tmp_path)["state"] == "running"
-        run.seats([{"rank": 0, "task": 7, "host": "a"}])
-        run.said(7, {"pid": 12, "step_seconds": 0.5})
-        run.record(step(0, 2, 1.5))
-        run.record(epoch(0, 1.0))
-        run.record(epoch(1, 0.5))
-        run.record(epoch(2, 0.7))
-        run.restarted("rank 0 was lost")
+        run.set_placements([{"rank": 0, "task": 7, "host": "a"}])
+        run.update_rank_facts(7, {"pid": 12, "step_seconds": 0.5})
+        run.record_progress(step(0, 2, 1.5))
+        run.record_progress(epoch(0, 1.0))
+        run.record_progress(epoch(1, 0.5))
+        run.record_progress(epoch(2, 0.7))
+        run.record_restart("rank 0 was lost")
     book.close()
     told = record(tmp_path)
     assert (told["name"], told["what"], told["model"], told["state"]) == (
@@ -97,14 +97,14 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
 
 
 def test_a_failed_run_says_why_and_its_events_stay_when_it_continues(remote, tmp_path):
-    book = Journal(remote, {})
-    with pytest.raises(FarandoleJobError), training.telling(None, "mine", "x", {}, book) as run:
+    book = RunJournal(remote, {})
+    with pytest.raises(FarandoleJobError), training.report_run(None, "mine", "x", {}, book) as run:
         fail(run)
     book.close()
     told = record(tmp_path)
     assert (told["state"], told["reason"]) == ("failed", "rank 1 on b failed")
-    book = Journal(remote, {})
-    with training.telling(None, "mine", "x", {}, book):
+    book = RunJournal(remote, {})
+    with training.report_run(None, "mine", "x", {}, book):
         pass
     book.close()
     told = record(tmp_path)
@@ -115,14 +115,14 @@ def test_a_failed_run_says_why_and_its_events_stay_when_it_continues(remote, tmp
 
 def test_an_epoch_that_comes_again_replaces_what_came_after_it(remote, tmp_path):
     clock = Clock()
-    book = Journal(remote, {}, clock)
+    book = RunJournal(remote, {}, clock)
     for number in range(2):
         for of in (2, 4):
-            book.put("", "step", step(number, of, 1.0))
+            book.put_row("", "step", step(number, of, 1.0))
             clock.now += 1
         body = {"epoch": number, "values": {"loss": 1.0}, "seconds": 2.0}
-        book.put("", f"epoch/{number}", body)
-    book.put("", "step", step(1, 2, 9.0))
+        book.put_row("", f"epoch/{number}", body)
+    book.put_row("", "step", step(1, 2, 9.0))
     book.close()
     told = steps(tmp_path)
     assert [one["epoch"] for one in told] == [0.5, 1.0, 1.5]
@@ -131,10 +131,10 @@ def test_an_epoch_that_comes_again_replaces_what_came_after_it(remote, tmp_path)
 
 
 def test_steps_are_thinned_and_the_last_ones_are_there(remote, tmp_path, monkeypatch):
-    monkeypatch.setattr(journals, "_MOST_STEPS", 100)
-    book = Journal(remote, {})
+    monkeypatch.setattr(journals, "_MAX_STEPS", 100)
+    book = RunJournal(remote, {})
     for number in range(5000):
-        book.put("", "step", {**step(0, number, 1.0), "steps": 5000})
+        book.put_row("", "step", {**step(0, number, 1.0), "steps": 5000})
     book.close()
     told = [one["epoch"] for one in steps(tmp_path)]
     assert 40 < len(told) <= 100
@@ -143,13 +143,13 @@ def test_steps_are_thinned_and_the_last_ones_are_there(remote, tmp_path, monkeyp
 
 
 def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_path):
-    book = Journal(remote, {}, output=tmp_path / "output")
-    with training.telling(None, "mine", "x", {}, book) as run:
-        run.seats([{"rank": rank, "task": rank, "host": "a"} for rank in range(11)])
-        run.line(1, "stdout", "before")
-        run.restarted("rank 2 was lost")
-        run.line(1, "stdout", "after")
-        run.line(10, "stderr", "alas")
+    book = RunJournal(remote, {}, output=tmp_path / "output")
+    with training.report_run(None, "mine", "x", {}, book) as run:
+        run.set_placements([{"rank": rank, "task": rank, "host": "a"} for rank in range(11)])
+        run.write_line(1, "stdout", "before")
+        run.record_restart("rank 2 was lost")
+        run.write_line(1, "stdout", "after")
+        run.write_line(10, "stderr", "alas")
     book.close()
     assert (tmp_path / "output/rank.01/stdout").read_text() == "before\nafter\n"
     assert (tmp_path / "output/rank.10/stderr").read_text() == "alas\n"
@@ -158,13 +158,13 @@ def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_pat
 
 def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "output").write_text("not a directory")
-    book = Journal(remote, {}, output=tmp_path / "output")
+    book = RunJournal(remote, {}, output=tmp_path / "output")
     with (
         caplog.at_level(logging.WARNING, "farandole"),
-        training.telling(None, "mine", "x", {}, book) as run,
+        training.report_run(None, "mine", "x", {}, book) as run,
     ):
-        run.line(0, "stdout", "one")
-        run.line(0, "stdout", "two")
+        run.write_line(0, "stdout", "one")
+        run.write_line(0, "stdout", "two")
     book.close()
     assert (
         len([one for one in caplog.records if "what ranks print cannot be written" in one.message])
@@ -175,8 +175,8 @@ def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
 def test_a_store_that_fails_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "runs").write_text("not a directory")
     with caplog.at_level(logging.WARNING, "farandole"):
-        book = Journal(remote, {})
-        with training.telling(None, "mine", "x", {}, book) as run:
-            run.event("something", None)
+        book = RunJournal(remote, {})
+        with training.report_run(None, "mine", "x", {}, book) as run:
+            run.add_event("something", None)
         book.close()
     assert len([one for one in caplog.records if "run viewer" in one.message]) == 1

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 
-from farandole.runner.load import Gpu, Load
+from farandole.runner.load import LoadSampler, NvmlGpu
 
 STAT = "cpu  {user} 0 100 {idle} 50 0 0 0 0 0\ncpu0 1 2 3\n"
 FAKE = """
@@ -43,22 +43,22 @@ def proc(tmp_path):
 
 
 def test_shares_are_of_the_time_since_the_last_look(proc):
-    load = Load(proc)
+    load = LoadSampler(proc)
     (proc / "stat").write_text(STAT.format(user=130, idle=870))
-    seen = load.look()
+    seen = load.sample_load()
     assert seen == {
         "cpu": pytest.approx(0.3), "memory": 750 * 1024, "memory_total": 1000 * 1024,
         "process_memory": 64 * 1024,
     }  # fmt: skip
-    assert "cpu" not in load.look(), "no time has passed"
+    assert "cpu" not in load.sample_load(), "no time has passed"
 
 
 def test_a_host_without_proc_says_nothing(tmp_path):
-    assert Load(tmp_path).look() == {}
+    assert LoadSampler(tmp_path).sample_load() == {}
 
 
 def test_this_host_says_something_that_can_be():
-    seen = Load().look()
+    seen = LoadSampler().sample_load()
     assert 0 < seen["process_memory"] <= seen["memory"] < seen["memory_total"]
 
 
@@ -67,19 +67,19 @@ def test_nvml_is_asked_for_the_gpu_that_the_process_sees(tmp_path, monkeypatch):
     source.write_text(FAKE)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu = Gpu.of(1, library)
+    gpu = NvmlGpu.find_gpu(1, library)
     assert gpu is not None
-    assert gpu.look() == {"gpu": 0.2, "gpu_memory": 200, "gpu_memory_total": 1000}
+    assert gpu.sample_load() == {"gpu": 0.2, "gpu_memory": 200, "gpu_memory_total": 1000}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,GPU-a")
-    masked, named = Gpu.of(0, library), Gpu.of(2, library)
+    masked, named = NvmlGpu.find_gpu(0, library), NvmlGpu.find_gpu(2, library)
     assert masked is not None
-    assert masked.look()["gpu"] == 0.4
+    assert masked.sample_load()["gpu"] == 0.4
     assert named is not None
-    assert named.look()["gpu_memory"] == 900
-    partial = Gpu.of(1, library)
+    assert named.sample_load()["gpu_memory"] == 900
+    partial = NvmlGpu.find_gpu(1, library)
     assert partial is not None
-    assert partial.look() == {"gpu": 0.3}, "memory that NVML does not tell is left out"
+    assert partial.sample_load() == {"gpu": 0.3}, "memory that NVML does not tell is left out"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert Gpu.of(0, library) is None
-    assert Gpu.of(0, str(tmp_path / "nothing.so")) is None
+    assert NvmlGpu.find_gpu(0, library) is None
+    assert NvmlGpu.find_gpu(0, str(tmp_path / "nothing.so")) is None
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"

@@ -13,8 +13,8 @@ from tests.single.training import Here, estimator, fit, line, linear, weights, w
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend
-from farandole.spark.common.runs.finite import NotFiniteError
-from farandole.spark.torch.training.finite import LossWatch
+from farandole.spark.common.runs.finite_loss import NotFiniteError
+from farandole.spark.torch.training.finite_loss import FiniteLossCheck
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -100,22 +100,22 @@ def test_rows_of_nothing_but_padding_do_not_count(tmp_path):
 
 
 def test_losses_on_a_gpu_are_kept_there_and_the_first_bad_one_is_named():
-    watch = LossWatch(wanted=True, rank=3, waits=True)
-    watch.begin(4)
-    watch._asked = time.monotonic() + 1000
+    watch = FiniteLossCheck(wanted=True, rank=3, waits=True)
+    watch.begin_epoch(4)
+    watch._last_check_time = time.monotonic() + 1000
     for step, loss in enumerate([1.0, 2.0, float("nan"), float("inf"), 3.0]):
-        watch.look(torch.tensor(loss), step)
+        watch.check_step_loss(torch.tensor(loss), step)
     with pytest.raises(NotFiniteError, match=r"NaN\) in epoch 5, step 3, on rank 3"):
-        watch.read()
-    watch.begin(5)
-    watch.look(torch.tensor(1.0), 0)
-    watch.read()
-    watch._asked = 0.0
+        watch.check_pending_losses()
+    watch.begin_epoch(5)
+    watch.check_step_loss(torch.tensor(1.0), 0)
+    watch.check_pending_losses()
+    watch._last_check_time = 0.0
     with pytest.raises(NotFiniteError, match="infinite in epoch 6, step 2, on rank 3"):
-        watch.look(torch.tensor(-np.inf), 1)
-    quiet = LossWatch(wanted=False, rank=0)
-    quiet.look(torch.tensor(np.nan), 0)
-    quiet.read()
+        watch.check_step_loss(torch.tensor(-np.inf), 1)
+    quiet = FiniteLossCheck(wanted=False, rank=0)
+    quiet.check_step_loss(torch.tensor(np.nan), 0)
+    quiet.check_pending_losses()
 
 
 def test_lightning_names_the_rank_that_met_it(data):

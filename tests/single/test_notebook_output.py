@@ -12,10 +12,10 @@ import types
 
 import pytest
 
-from farandole.runner.show.training import Training
+from farandole.runner.show.training import TrainingRun
 from farandole.spark.common.show import notebook
-from farandole.spark.common.show.chart import thinned
-from farandole.spark.common.show.ranks import table
+from farandole.spark.common.show.chart import thin_rows
+from farandole.spark.common.show.ranks import render_rank_table
 
 
 def step(epoch, number, loss=0.5, epochs=4, steps=100):
@@ -57,55 +57,55 @@ def cell(monkeypatch):
 
 
 def test_the_curve_grows_within_the_first_epoch(cell):
-    shown = notebook.Notebook()
+    shown = notebook.NotebookDisplay()
     for number in (1, 2, 3):
         cell.clock += 1
-        shown.report(step(0, number, loss=1 / number))
+        shown.show_report(step(0, number, loss=1 / number))
     lines = re.findall(r'<polyline points="([^"]+)"', cell.pages[-1])
     assert [len(line.split()) for line in lines] == [3]
     cell.clock += 1
-    shown.report(epoch(0))
+    shown.show_report(epoch(0))
     assert len(re.findall("<polyline|<circle", cell.pages[-1])) == 2, "the steps and the epoch"
 
 
 def test_the_time_that_is_left_is_shown_for_a_run_that_continues_from_a_checkpoint(cell):
-    shown = notebook.Notebook()
-    shown.report(epoch(1))  # half of it was done before
+    shown = notebook.NotebookDisplay()
+    shown.show_report(epoch(1))  # half of it was done before
     assert "left" not in cell.pages[-1]
     cell.clock = 100.0
-    shown.report(step(2, 50))
+    shown.show_report(step(2, 50))
     assert "about 5 min left" in cell.pages[-1]  # an eighth in 100 s, three eighths to go
-    shown.report(epoch(3))
+    shown.show_report(epoch(3))
     assert "left" not in cell.pages[-1]
 
 
 def test_steps_of_an_epoch_that_comes_again_replace_those_before(cell):
-    shown = notebook.Notebook()
+    shown = notebook.NotebookDisplay()
     for place in ((0, 50), (0, 100), (1, 50), (0, 60)):
         cell.clock += 1
-        shown.report(step(*place))
+        shown.show_report(step(*place))
     (line,) = re.findall(r'<polyline points="([^"]+)"', cell.pages[-1])
     assert len(line.split()) == 2
 
 
 def test_the_output_stays_small_however_long_the_run_is(cell):
-    shown = notebook.Notebook()
+    shown = notebook.NotebookDisplay()
     for number in range(800):
         cell.clock += 1
-        shown.report(step(number, 50, epochs=800))
-        shown.report(epoch(number, epochs=800))
+        shown.show_report(step(number, 50, epochs=800))
+        shown.show_report(epoch(number, epochs=800))
     for number in range(100):
-        shown.message(f"message {number}")
+        shown.show_message(f"message {number}")
     assert len(cell.pages[-1]) < 40_000
     assert "message 99" in cell.pages[-1]
     assert "message 0<" not in cell.pages[-1]
 
 
 def test_an_error_ends_it_without_a_time(cell):
-    shown = notebook.Notebook()
-    shown.report(step(0, 1))
+    shown = notebook.NotebookDisplay()
+    shown.show_report(step(0, 1))
     cell.clock += 10
-    shown.report(step(0, 50))
+    shown.show_report(step(0, 50))
     shown.__exit__(RuntimeError, RuntimeError(), None)
     assert "ended by RuntimeError" in cell.pages[-1]
     assert "left" not in cell.pages[-1]
@@ -134,13 +134,17 @@ def cells(page):
 
 
 def test_the_ranks_and_their_state_are_shown(cell):
-    shown = notebook.Notebook()
-    run = Training(None, "mine", "run", others=[shown.told()])
-    run.seats([{"rank": number, "task": number, "host": "<b>host</b>"} for number in range(3)])
+    shown = notebook.NotebookDisplay()
+    run = TrainingRun(None, "mine", "run", others=[shown.rank_reporter()])
+    run.set_placements(
+        [{"rank": number, "task": number, "host": "<b>host</b>"} for number in range(3)]
+    )
     cell.clock += 1
-    run.said(0, {"pid": 7, "step_seconds": 0.2, "data_seconds": 0.05, "reduce_seconds": 0.1})
+    run.update_rank_facts(
+        0, {"pid": 7, "step_seconds": 0.2, "data_seconds": 0.05, "reduce_seconds": 0.1}
+    )
     cell.clock += 1
-    run.said(
+    run.update_rank_facts(
         1, {"pid": 8, "gpu": 1, "step_seconds": 0.2, "data_seconds": 0.0, "reduce_seconds": 0.01}
     )
     assert cells(cell.pages[-1].replace("&lt;b&gt;host&lt;/b&gt;", "host")) == [
@@ -150,7 +154,7 @@ def test_the_ranks_and_their_state_are_shown(cell):
         ["2", "starting", "host", "", "", "", "", ""],
     ]
     cell.clock += 1
-    run.left(2, "lost")
+    run.mark_worker_gone(2, "lost")
     assert cells(cell.pages[-1])[3][:2] == ["2", "lost"]
     assert "<b>" not in cell.pages[-1]
 
@@ -159,19 +163,22 @@ def test_of_many_ranks_those_that_need_attention_are_listed(cell):
     told = [busy(number) for number in range(1000)]
     told[700] = busy(700, compute=0.5)
     told[900] = rank(900, state="lost")
-    found = table(told)
+    found = render_rank_table(told)
     listed = [line[:2] for line in cells(found)[1:]]
     assert listed == [[str(number), "training"] for number in range(6)] + [
         ["700", "slow"],
         ["900", "lost"],
     ]
     assert "992 more ranks: 992 training" in found
-    assert len(table([busy(number) | {"host": "h" * 10_000} for number in range(1000)])) < 8_000
-    assert table([]) == ""
+    assert (
+        len(render_rank_table([busy(number) | {"host": "h" * 10_000} for number in range(1000)]))
+        < 8_000
+    )
+    assert render_rank_table([]) == ""
 
 
 def test_thinned_rows_have_the_last_one():
-    assert thinned([], 3) == []
-    assert thinned([1, 2, 3], 3) == [1, 2, 3]
-    assert thinned(range(10), 3) == [1, 5, 9]
-    assert thinned(range(10), 1) == [9]
+    assert thin_rows([], 3) == []
+    assert thin_rows([1, 2, 3], 3) == [1, 2, 3]
+    assert thin_rows(range(10), 3) == [1, 5, 9]
+    assert thin_rows(range(10), 1) == [9]

@@ -21,7 +21,7 @@ def leave(reason):
     print("registered", flush=True)
 
 notices.leave = leave
-with notices.heeded():
+with notices.handle_notice_signals():
     os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     print("goes on", flush=True)

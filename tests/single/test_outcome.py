@@ -11,18 +11,18 @@ import pytest
 
 from farandole.runner import outcome
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.outcome import Ending, results
+from farandole.runner.outcome import TaskOutcome, results_by_rank
 
 
-def well(task: int, value: object) -> Ending:
-    return Ending(task, "host", rank=task, exit_code=0, result=pickle.dumps(("ok", value)))
+def well(task: int, value: object) -> TaskOutcome:
+    return TaskOutcome(task, "host", rank=task, exit_code=0, result=pickle.dumps(("ok", value)))
 
 
 def test_endings_survive_their_rows_in_any_order(monkeypatch):
-    monkeypatch.setattr(outcome, "CHUNK", 7)
+    monkeypatch.setattr(outcome, "RESULT_CHUNK_BYTES", 7)
     endings = [
         well(0, list(range(50))),
-        Ending(
+        TaskOutcome(
             1,
             "other",
             rank=1,
@@ -31,17 +31,17 @@ def test_endings_survive_their_rows_in_any_order(monkeypatch):
             aborted=True,
             reason="rank 0 failed",
         ),
-        Ending(2, "third", refused="PermissionError: no", result=None),
+        TaskOutcome(2, "third", refused="PermissionError: no", result=None),
     ]
-    rows = [row for ending in endings for row in ending.rows()]
+    rows = [row for ending in endings for row in ending.to_rows()]
     random.Random(5).shuffle(rows)
     assert len(rows) > 10
-    assert Ending.from_rows(rows) == endings
+    assert TaskOutcome.from_rows(rows) == endings
 
 
 def test_a_row_carries_at_most_eight_mebibytes():
-    ending = Ending(0, "host", rank=0, exit_code=0, result=bytes((16 << 20) + 1))
-    assert [len(data) for _, kind, _, data in ending.rows() if kind == "result"] == [
+    ending = TaskOutcome(0, "host", rank=0, exit_code=0, result=bytes((16 << 20) + 1))
+    assert [len(data) for _, kind, _, data in ending.to_rows() if kind == "result"] == [
         8 << 20,
         8 << 20,
         1,
@@ -50,26 +50,26 @@ def test_a_row_carries_at_most_eight_mebibytes():
 
 def test_results_are_ordered_by_rank_not_by_task():
     swapped = [
-        Ending(task, "host", rank=1 - task, exit_code=0, result=pickle.dumps(("ok", 1 - task)))
+        TaskOutcome(task, "host", rank=1 - task, exit_code=0, result=pickle.dumps(("ok", 1 - task)))
         for task in (0, 1)
     ]
-    assert results(swapped, 2) == [0, 1]
+    assert results_by_rank(swapped, 2) == [0, 1]
 
 
 def test_the_rank_that_ended_by_itself_is_blamed():
     endings = [
-        Ending(0, "a", rank=0, signal_name="SIGTERM", aborted=True, reason="rank 2 failed"),
+        TaskOutcome(0, "a", rank=0, signal_name="SIGTERM", aborted=True, reason="rank 2 failed"),
         well(1, None),
-        Ending(2, "c", rank=2, exit_code=3),
+        TaskOutcome(2, "c", rank=2, exit_code=3),
     ]
     with pytest.raises(FarandoleJobError, match="rank 2 on c exited with code 3") as caught:
-        results(endings, 3)
+        results_by_rank(endings, 3)
     assert (caught.value.rank, caught.value.host, caught.value.exit_code) == (2, "c", 3)
 
 
 def test_a_gang_that_lost_its_agent_tells_the_registrars_reason():
     endings = [
-        Ending(
+        TaskOutcome(
             0,
             "a",
             rank=0,
@@ -79,27 +79,27 @@ def test_a_gang_that_lost_its_agent_tells_the_registrars_reason():
         )
     ]
     with pytest.raises(FarandoleJobError, match="rank 1 on b was lost: silent"):
-        results(endings, 2)
+        results_by_rank(endings, 2)
 
 
 def test_a_task_without_rows_is_named():
     with pytest.raises(FarandoleJobError, match=r"no rows of these tasks: \[1\]"):
-        results([well(0, 1)], 2)
+        results_by_rank([well(0, 1)], 2)
 
 
 def test_a_traceback_that_is_on_stderr_too_is_shown_once():
     told = ("ValueError", "odd", "Traceback (most recent call last):\nValueError: odd\n", None)
     tail = f"before\n{told[2]}"
-    ending = Ending(
+    ending = TaskOutcome(
         0, "h", rank=0, exit_code=1, stderr_tail=tail, result=pickle.dumps(("error", *told))
     )
-    error, origin = outcome.failure(ending)
+    error, origin = outcome.task_failure(ending)
     assert origin is None
     assert str(error).count("Traceback") == 1
     assert error.stderr_tail == tail
 
 
 def test_a_result_that_cannot_be_unpickled_names_its_rank():
-    spoilt = Ending(0, "h", rank=0, exit_code=0, result=b"\x80\x04cno_such_module\nthing\n.")
+    spoilt = TaskOutcome(0, "h", rank=0, exit_code=0, result=b"\x80\x04cno_such_module\nthing\n.")
     with pytest.raises(FarandoleJobError, match=r"rank 0 on h returned a value .*no_such_module"):
-        results([spoilt], 1)
+        results_by_rank([spoilt], 1)

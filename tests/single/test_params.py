@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from farandole.data.columns import Column, check_sizes
+from farandole.data.columns import PreparedColumn, check_shapes_fit
 from farandole.spark.common import LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator, TorchModel
 
@@ -167,17 +167,17 @@ def test_a_store_may_be_given_as_a_path(tmp_path):
 
 
 def test_a_shape_must_fit_its_column():
-    columns = {"x": Column("x", "float32", (64,))}
+    columns = {"x": PreparedColumn("x", "float32", (64,))}
     for fits in ([-1, 64], [64], [-1, 1, 8, 8], [8, -1], [-1, 8, 8]):
-        check_sizes(columns, ["x"], [fits], "feature")
+        check_shapes_fit(columns, ["x"], [fits], "feature")
     with pytest.raises(
         ValueError, match=r"feature column 'x' with size 64 does not fit shape \[-1, 65\]"
     ):
-        check_sizes(columns, ["x"], [[-1, 65]], "feature")
+        check_shapes_fit(columns, ["x"], [[-1, 65]], "feature")
     with pytest.raises(
         ValueError, match="feature column count 1 must equal the count of feature shapes 2"
     ):
-        check_sizes(columns, ["x"], [[64], [64]], "feature")
+        check_shapes_fit(columns, ["x"], [[64], [64]], "feature")
 
 
 def test_output_columns_are_named_after_labels_unless_set():

@@ -16,7 +16,7 @@ def travelled():
 
         return inner
 
-    return pickle.loads(pickling.dumps(outer))()
+    return pickle.loads(pickling.pickle_by_value(outer))()
 
 
 def test_a_traceback_of_a_function_that_travelled_has_its_source_lines():

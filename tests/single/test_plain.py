@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from farandole.numpy.plain import pack, unpack
+from farandole.numpy.plain import pack_plain, unpack_plain
 
 VALUES = [
     None,
@@ -37,7 +37,7 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_plain_values_come_back(value):
-    back = unpack(pack(value))
+    back = unpack_plain(pack_plain(value))
     assert type(back) is type(value)
     if isinstance(value, np.ndarray):
         assert (back.dtype, back.shape) == (value.dtype, value.shape)
@@ -48,7 +48,7 @@ def test_plain_values_come_back(value):
 
 
 def test_not_a_number_comes_back():
-    assert math.isnan(unpack(pack([math.nan]))[0])
+    assert math.isnan(unpack_plain(pack_plain([math.nan]))[0])
 
 
 class Other:
@@ -68,12 +68,12 @@ def test_an_error_names_the_place_of_a_value_that_is_not_plain(value):
         TypeError,
         match=rf"value\['rows'\]\[1\] is a {type(value).__name__}, which is not a plain value",
     ):
-        pack({"rows": [0, value]})
+        pack_plain({"rows": [0, value]})
 
 
 def test_other_values_have_a_form_of_the_callers():
-    assert unpack(
-        pack([Other()], lambda _: "other"), lambda told: Other() if told == "other" else None
+    assert unpack_plain(
+        pack_plain([Other()], lambda _: "other"), lambda told: Other() if told == "other" else None
     ) == [Other()]
 
 
@@ -104,23 +104,23 @@ def test_other_values_have_a_form_of_the_callers():
 )
 def test_garbage_is_an_error(data):
     with pytest.raises(ValueError):
-        unpack(data)
+        unpack_plain(data)
 
 
 def test_changed_bytes_give_values_or_errors():
     draw = random.Random(3)
-    whole = pack({"a": [1, 2.5, ("x", b"yz", np.arange(3))], "b": None})
+    whole = pack_plain({"a": [1, 2.5, ("x", b"yz", np.arange(3))], "b": None})
     for _ in range(3_000):
         data = bytearray(whole)
         for _ in range(draw.randint(1, 4)):
             data[draw.randrange(len(data))] = draw.randrange(256)
         try:
-            unpack(data[: draw.randint(0, len(data))] if draw.random() < 0.3 else data)
+            unpack_plain(data[: draw.randint(0, len(data))] if draw.random() < 0.3 else data)
         except ValueError:
             continue
 
 
 def test_the_text_is_json_without_a_zero_byte():
-    text, _, rest = pack(["\0", b"\0"]).partition(b"\0")
+    text, _, rest = pack_plain(["\0", b"\0"]).partition(b"\0")
     assert json.loads(text) == ["\0", {"bytes": 1}]
     assert rest == b"\0"

@@ -16,16 +16,21 @@ from tests.single.test_checkpoint_safety import lightning_fit, torch_fit
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.spark.common.runs.halting import Halt
-from farandole.spark.lightning.watch import Watch
+from farandole.spark.common.runs.stop_request import StopCheck
+from farandole.spark.lightning.run_recorder import LightningRunRecorder
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.spark.torch.saving.persistence import (
     TorchModelReader,
     TorchModelWriter,
     TorchParamsReader,
 )
-from farandole.stores.consent import PARAMETER, VARIABLE, PickleNotAllowedError, given
-from farandole.stores.seals import MARKER
+from farandole.stores.checkpoint_signatures import MARKER_FILENAME
+from farandole.stores.pickle_policy import (
+    ALLOW_PICKLE_PARAMETER,
+    ALLOW_PICKLE_VARIABLE,
+    PickleNotAllowedError,
+    decision_from_env,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -72,7 +77,7 @@ def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, ma
     path = data / "runs" / "r" / "checkpoint"
     state = torch.load(path, weights_only=True)
     path.write_bytes(saved(state | {"history": Poison(mark), "farandole_history": Poison(mark)}))
-    path.with_name(MARKER).unlink()  # who can write there can also take the marker away
+    path.with_name(MARKER_FILENAME).unlink()  # who can write there can also take the marker away
     with pytest.raises(PickleNotAllowedError, match="of run 'r' contains more"):
         fitted(data, "r", 2)
     assert not mark.exists()
@@ -88,17 +93,18 @@ def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(
     lightning_fit(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
-    path.with_name(MARKER).unlink()
+    path.with_name(MARKER_FILENAME).unlink()
     if by == "parameter":  # it has priority, in both directions
-        monkeypatch.setenv(VARIABLE, "1")
-    consent = {PARAMETER: False} if by == "parameter" else {}
+        monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "1")
+    consent = {ALLOW_PICKLE_PARAMETER: False} if by == "parameter" else {}
     with pytest.raises(
-        PickleNotAllowedError, match=f"run 'r' contains more.*{PARAMETER}=True or {VARIABLE}=1"
+        PickleNotAllowedError,
+        match=f"run 'r' contains more.*{ALLOW_PICKLE_PARAMETER}=True or {ALLOW_PICKLE_VARIABLE}=1",
     ):
         lightning_fit(data, "r", 2, **consent)
     assert not mark.exists()
-    monkeypatch.setenv(VARIABLE, "0" if by == "parameter" else "1")
-    consent = {PARAMETER: True} if by == "parameter" else {}
+    monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0" if by == "parameter" else "1")
+    consent = {ALLOW_PICKLE_PARAMETER: True} if by == "parameter" else {}
     assert len(lightning_fit(data, "r", 2, **consent).getHistory()) == 2
     assert mark.exists()
 
@@ -113,29 +119,33 @@ def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, mark, allow
     job = SimpleNamespace(
         base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)), allow_pickle=allowed
     )
-    watch = Watch(job, tmp_path, [], 0, 1, Halt(store))
+    watch = LightningRunRecorder(job, tmp_path, [], 0, 1, StopCheck(store))
     with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):
-        watch.best_state(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
+        watch.result_weights(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
     assert mark.exists() == bool(allowed)
 
 
 def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(mark, monkeypatch):
     linear = torch.nn.Linear(1, 1)
-    _, parts = TorchModelWriter(TorchModel(model=linear)).parts({"model": linear})
+    _, parts = TorchModelWriter(TorchModel(model=linear)).split_values({"model": linear})
     poisoned = parts | {"objects": pickle.dumps(Poison(mark))}
     with pytest.raises(PickleNotAllowedError, match="the object saved at here holds pickled code"):
-        TorchModelReader(TorchModel).allow_pickle(False).restore(TorchModel(), poisoned, "here")
-    monkeypatch.setenv(VARIABLE, "0")
+        TorchModelReader(TorchModel).allow_pickle(False).restore_parts(
+            TorchModel(), poisoned, "here"
+        )
+    monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0")
     for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):
         with pytest.raises(PickleNotAllowedError):
-            reader(kind).restore(kind(), poisoned, "here")
+            reader(kind).restore_parts(kind(), poisoned, "here")
     loaded = TorchModel()
-    TorchModelReader(TorchModel).model(torch.nn.Linear(1, 1)).restore(loaded, poisoned, "here")
+    TorchModelReader(TorchModel).model(torch.nn.Linear(1, 1)).restore_parts(
+        loaded, poisoned, "here"
+    )
     assert torch.equal(loaded.getModel().weight, linear.weight)
     assert not mark.exists()
-    monkeypatch.setenv(VARIABLE, "maybe")
+    monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "maybe")
     with pytest.raises(ValueError, match="is 1 or 0"):
-        given()
+        decision_from_env()
 
 
 def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
@@ -145,5 +155,5 @@ def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
 
     parts = {"model": b"", "custom_objects": pickle.dumps(Poison(mark))}
     with pytest.raises(PickleNotAllowedError, match="custom_objects"):
-        KerasModelReader(KerasModel).safe_mode(True).restore(KerasModel(), parts, "here")
+        KerasModelReader(KerasModel).safe_mode(True).restore_parts(KerasModel(), parts, "here")
     assert not mark.exists()

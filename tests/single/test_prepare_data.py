@@ -38,9 +38,9 @@ def table():
 
 def column(url, name):
     opened = reader.Reader(
-        reader.Dataset.open(url), columns=[name], batch_size=1 << 20, shuffle=False
+        reader.Dataset.open_url(url), columns=[name], batch_size=1 << 20, shuffle=False
     )
-    (batch,) = opened.epoch(0)
+    (batch,) = opened.read_epoch(0)
     held = batch.column(name)
     return np.frombuffer(held, held.dtype).reshape(held.shape)
 
@@ -301,14 +301,14 @@ KILLED = """
 import sys, time
 import pyarrow as pa
 from farandole.data import prepare, prepare_data
-prepare.PART_BYTES = 1 << 16
-written = prepare._Writing._finish
+prepare.PARTITION_TARGET_BYTES = 1 << 16
+written = prepare._PartitionedWrite._finish_partition
 def finish(self, partition, part, *, last):
     written(self, partition, part, last=last)
     print(partition, flush=True)
-    if partition % prepare._NUMBERS == 2 and len(sys.argv) > 3:
+    if partition % prepare._PARTITIONS_PER_UNIT == 2 and len(sys.argv) > 3:
         time.sleep(600)
-prepare._Writing._finish = finish
+prepare._PartitionedWrite._finish_partition = finish
 done = prepare_data(sys.argv[1], sys.argv[2], validation=0.2, threads=1)
 print("done", done.index, done.resumed, done.train_rows + done.val_rows)
 """
@@ -329,7 +329,9 @@ def test_a_killed_preparation_continues_with_what_is_missing(tmp_path, kind):
     # Parquet: one partition a file, so the third file's is number 200000.
     stop = {"csv": "2", "parquet": "200000"}[kind]
     if kind == "parquet":
-        command[2] = KILLED.replace("partition % prepare._NUMBERS == 2", "partition == 200000")
+        command[2] = KILLED.replace(
+            "partition % prepare._PARTITIONS_PER_UNIT == 2", "partition == 200000"
+        )
     with subprocess.Popen([*command, "stop"], stdout=subprocess.PIPE, text=True) as killed:
         for line in killed.stdout:
             if line.strip() == stop:
@@ -338,7 +340,7 @@ def test_a_killed_preparation_continues_with_what_is_missing(tmp_path, kind):
     place = tmp_path / "store" / "intermediate_train_data.0"
     assert not (place / "_manifest.json").exists()
     with pytest.raises(OSError, match="preparation was killed"):
-        reader.Dataset.open(str(place))
+        reader.Dataset.open_url(str(place))
     (place / "part-00001-0badcafe.parquet#1").write_bytes(b"what a killed upload leaves")
     if kind == "csv":  # a finished partition that the disk lost
         next(place.glob("part-00001-*.parquet")).write_bytes(b"")
@@ -381,7 +383,7 @@ def test_a_full_disk_is_said_and_the_next_try_continues(tmp_path):
     code = f"""
 import resource, sys
 from farandole.data import prepare, prepare_data
-prepare.PART_BYTES = int(sys.argv[2])
+prepare.PARTITION_TARGET_BYTES = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 try:
     done = prepare_data({str(tmp_path / "many.csv")!r}, {str(tmp_path / "store")!r}, types={{"id": "int64"}})

@@ -31,9 +31,9 @@ STEP = {
 
 def test_an_epoch_is_one_line_without_a_terminal():
     stream = io.StringIO()
-    with progress.Lines(stream) as shown:
-        shown.report(STEP)
-        shown.report(EPOCH)
+    with progress.ProgressLines(stream) as shown:
+        shown.show_report(STEP)
+        shown.show_report(EPOCH)
     expected = (
         "epoch 2/3  loss 0.5000  accuracy 0.7500  val_loss 0.2500  val_accuracy 0.8750  1,234 "
         "rows/s\n"
@@ -43,9 +43,9 @@ def test_an_epoch_is_one_line_without_a_terminal():
 
 def test_a_long_epoch_is_heard_of_in_between(monkeypatch):
     stream = io.StringIO()
-    monkeypatch.setattr(progress, "_QUIET_SECONDS", 0.0)
-    with progress.Lines(stream) as shown:
-        shown.report(STEP)
+    monkeypatch.setattr(progress, "_LINE_INTERVAL_SECONDS", 0.0)
+    with progress.ProgressLines(stream) as shown:
+        shown.show_report(STEP)
     assert stream.getvalue() == "epoch 1/3  batch 2/4  loss 0.6000  99 rows/s\n"
 
 
@@ -59,12 +59,12 @@ def clock(monkeypatch):
 
 def test_lines_of_a_run_that_continues_tell_the_time_that_is_left(clock):
     stream = io.StringIO()
-    with progress.Lines(stream) as shown:
-        shown.report(EPOCH | {"epochs": 4})  # half of it was done before
+    with progress.ProgressLines(stream) as shown:
+        shown.show_report(EPOCH | {"epochs": 4})  # half of it was done before
         clock.now = 100.0
-        shown.report(STEP | {"epoch": 2, "epochs": 4})
+        shown.show_report(STEP | {"epoch": 2, "epochs": 4})
         clock.now = 200.0
-        shown.report(EPOCH | {"entry": ENTRY | {"epoch": 3}, "epochs": 4})
+        shown.show_report(EPOCH | {"entry": ENTRY | {"epoch": 3}, "epochs": 4})
     first, step, last = stream.getvalue().splitlines()
     assert first.endswith("1,234 rows/s")
     assert step.endswith("99 rows/s  about 5 min left")  # an eighth in 100 s, three eighths to go
@@ -75,19 +75,19 @@ def test_a_bar_of_a_run_that_continues_tells_the_time_that_is_left(clock, capfd,
     pytest.importorskip("rich")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    with progress.Bar() as shown:
-        shown.report(EPOCH | {"epochs": 4})
+    with progress.ProgressBar() as shown:
+        shown.show_report(EPOCH | {"epochs": 4})
         clock.now = 100.0
-        shown.report(STEP | {"epoch": 2, "epochs": 4})
+        shown.show_report(STEP | {"epoch": 2, "epochs": 4})
         shown._rich.refresh()  # its thread looks at the clock, too
     assert "about 5 min left" in capfd.readouterr().err
 
 
 def test_verbose_0_is_silent(capfd):
-    with progress.progress(0) as shown:
-        shown.message("nothing")
-        shown.report(STEP)
-        shown.report(EPOCH)
+    with progress.create_progress_display(0) as shown:
+        shown.show_message("nothing")
+        shown.show_report(STEP)
+        shown.show_report(EPOCH)
     assert capfd.readouterr() == ("", "")
 
 
@@ -95,10 +95,10 @@ def test_a_bar_shows_epoch_batch_speed_loss_and_validation(capfd, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "160")
-    with progress.Bar() as shown:
-        shown.message("data [is] ready")
-        shown.report(EPOCH)
-        shown.report(STEP | {"epoch": 2})
+    with progress.ProgressBar() as shown:
+        shown.show_message("data [is] ready")
+        shown.show_report(EPOCH)
+        shown.show_report(STEP | {"epoch": 2})
     told = capfd.readouterr().err
     for part in (
         "data [is] ready",
@@ -112,17 +112,17 @@ def test_a_bar_shows_epoch_batch_speed_loss_and_validation(capfd, monkeypatch):
 
 
 def test_an_unknown_report_is_passed_over():
-    with progress.Lines(io.StringIO()) as shown:
-        shown.report({"kind": "something newer"})
+    with progress.ProgressLines(io.StringIO()) as shown:
+        shown.show_report({"kind": "something newer"})
 
 
 @pytest.mark.parametrize("name", ["epochs", "steps", "rows_per_second"])
 def test_a_report_of_a_user_that_lacks_what_estimators_add_is_passed_over(name):
     stream = io.StringIO()
-    with progress.Lines(stream) as shown:
+    with progress.ProgressLines(stream) as shown:
         for report in (EPOCH, STEP):
-            shown.report({key: value for key, value in report.items() if key != name})
-            shown.report(report | {name: None})
+            shown.show_report({key: value for key, value in report.items() if key != name})
+            shown.show_report(report | {name: None})
     assert stream.getvalue() == ""
 
 
@@ -134,16 +134,16 @@ def test_a_number_that_is_missing_is_not_shown(capfd):
         "seconds": None,
     }
     stream = io.StringIO()
-    for shown in (progress.Lines(stream), progress.Bar()):
+    for shown in (progress.ProgressLines(stream), progress.ProgressBar()):
         with shown:
-            shown.report(EPOCH | {"entry": entry})
+            shown.show_report(EPOCH | {"entry": entry})
     assert stream.getvalue() == "epoch 1/3  accuracy 0.5000  1,234 rows/s\n"
-    assert history.flat(entry) == {"epoch": 0, "accuracy": 0.5}
+    assert history.flatten_entry(entry) == {"epoch": 0, "accuracy": 0.5}
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_history_becomes_one_row_per_epoch():
-    frame = history.frame([ENTRY, ENTRY | {"epoch": 2}])
+    frame = history.history_frame([ENTRY, ENTRY | {"epoch": 2}])
     assert list(frame.columns) == [
         "epoch",
         "loss",

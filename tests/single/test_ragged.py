@@ -101,7 +101,7 @@ def test_long_rows_and_short_ones_are_padded_alike():
         lengths = random.integers(0, longest, 50)
         values = random.integers(0, 9, lengths.sum())
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        padded = Ragged("int64", -1, 150, 3).padded(starts, values)
+        padded = Ragged("int64", -1, 150, 3).pad_rows(starts, values)
         for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
             kept = values[start : start + min(length, 150)]
             assert padded[row].tolist() == [*kept, *[-1] * (padded.shape[1] - len(kept))]
@@ -116,32 +116,35 @@ def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path,
     for number, ragged in enumerate((Pad(7, max_length=2), Pad(7, buckets=3), Nested())):
         data = prepare_data(table, tmp_path / str(number), ragged={"t": ragged})
         how = data.ragged["t"]
-        pad = None if how.nested else {"t": how.padding()}
+        pad = None if how.nested else {"t": how.reader_padding()}
         reader = Reader(
-            Dataset.open(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad
+            Dataset.open_url(data.train_url), columns=["t"], batch_size=4, shuffle=False, pad=pad
         )
-        batch = next(reader.epoch(0))
-        assert how.lengths(batch, "t").tolist() == [min(len(row), how.max_length) for row in lists]
+        batch = next(reader.read_epoch(0))
+        assert how.row_lengths(batch, "t").tolist() == [
+            min(len(row), how.max_length) for row in lists
+        ]
         first, again = (
-            how.jagged(batch, "t").values if how.nested else how.read(batch, "t") for _ in range(2)
+            how.read_jagged(batch, "t").values if how.nested else how.read_padded(batch, "t")
+            for _ in range(2)
         )
         assert np.shares_memory(first, again)
         assert first.flags.writeable
         assert first.dtype == np.dtype(kind)
         if how.nested:
             assert first.tolist() == [1, 2, 3, 4, 5, 6]
-            assert how.jagged(batch, "t").offsets.tolist() == [0, 3, 3, 4, 6]
-            assert batch.length("t") is None
+            assert how.read_jagged(batch, "t").offsets.tolist() == [0, 3, 3, 4, 6]
+            assert batch.padded_length("t") is None
         else:
             assert first.tolist() == [[*row, 7, 7, 7][: first.shape[1]] for row in lists]
-            assert first.shape == (4, batch.length("t")) == (4, how.max_length)
+            assert first.shape == (4, batch.padded_length("t")) == (4, how.max_length)
         first[...] = 9
         shape = first.shape
         del batch, again
         # The array keeps its memory: the reader's next batches get other memory than what was given
         # back to it.
         others = [
-            how.jagged(one, "t").values if how.nested else how.read(one, "t")
+            how.read_jagged(one, "t").values if how.nested else how.read_padded(one, "t")
             for one in epochs(reader, 8)
         ]
         for other in others:
@@ -153,7 +156,7 @@ def test_padded_and_nested_rows_are_views_of_the_memory_of_their_batch(tmp_path,
 
 def epochs(reader, count):
     """The first batch of each of the next epochs, all of them at once."""
-    return [next(reader.epoch(number)) for number in range(1, count + 1)]
+    return [next(reader.read_epoch(number)) for number in range(1, count + 1)]
 
 
 def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_path):
@@ -178,7 +181,7 @@ def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_
     with pytest.raises(MemoryError, match="there is no memory for the padded rows of column t: "):
         next(iter(ParquetLoader(wide, 2, byte_budget=1 << 60)))
     reader = Reader(
-        Dataset.open(prepare_data(pa.table({"b": [b"12345"]}), tmp_path / "torn").train_url),
+        Dataset.open_url(prepare_data(pa.table({"b": [b"12345"]}), tmp_path / "torn").train_url),
         columns=["b"], batch_size=1, pad={"b": (b"\0" * 4, 8, 8, False)},
     )  # fmt: skip
     told = (
@@ -186,7 +189,7 @@ def test_batches_without_rows_or_values_and_prepared_lists_that_are_damaged(tmp_
         r".*torn.*\.parquet"
     )
     with pytest.raises(ValueError, match=told):
-        next(reader.epoch(0))
+        next(reader.read_epoch(0))
 
 
 class Mean(torch.nn.Module):
@@ -353,7 +356,8 @@ def test_an_estimator_learns_the_same_from_nested_rows_as_from_padded_ones(tmp_p
         [pa.array(lists()[:9]), pa.array([0.5] * 9)], ["tokens", "size"]
     )
     found = [
-        model.setBatchSize(4)._predictor(_Columns()).outputs(batch) for model in (padded, nested)
+        model.setBatchSize(4)._create_predictor(_Columns()).predict_outputs(batch)
+        for model in (padded, nested)
     ]
     assert found[1][0].shape == (9, 2)
     for model, (output,) in zip((padded, nested), found, strict=True):

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from farandole.runner import hearing, reports, stalls
-from farandole.runner.show.training import Training
+from farandole.runner import event_handler, reports, stalls
+from farandole.runner.show.training import TrainingRun
 
 STEP = {"kind": "step", "epoch": 0, "step": 3, "steps": 10, "loss": 0.5}
 EPOCH = {"kind": "epoch", "entry": {"epoch": 3, "train": {"loss": 0.5, "all_metrics": []}}}
@@ -22,17 +22,17 @@ def listeners(monkeypatch):
     """`send` hands over a report of rank 1; `rows` names the journal's rows, `progress` has what
     was passed on.
     """
-    monkeypatch.setattr(reports, "_WARNED", {})
+    monkeypatch.setattr(reports, "_LAST_WARNING_TIMES", {})
     found = SimpleNamespace(rows=[], progress=[])
     put = lambda _run, key, _body, **_options: found.rows.append(key)  # noqa: E731
-    training = Training(
-        None, "mine", "run", others=[SimpleNamespace(put=put, gauge=lambda *_: None)]
+    training = TrainingRun(
+        None, "mine", "run", others=[SimpleNamespace(put_row=put, set_gauge=lambda *_: None)]
     )
     found.rows.clear()
 
-    def send(record, kind=hearing.PROGRESS):
+    def send(record, kind=event_handler.PROGRESS_KIND):
         data = record if isinstance(record, bytes) else json.dumps(record).encode()
-        hearing.record(
+        event_handler.dispatch_record(
             (0, 1), kind, data, training, lambda rank, told: found.progress.append((rank, told))
         )
 
@@ -68,9 +68,9 @@ def test_a_stall_report_becomes_an_event(listeners):
         "by ranks: 0\n"
         "Rank 1 on b waits in no operation. Its Python threads:\n3: [a line of its own]"
     )
-    found = stalls.event(text)
+    found = stalls.stall_event(text)
     assert found == {"what": "stall: others wait for ranks 1, 12", "reason": text}
-    assert stalls.event("allreduces of tensors on GPUs go by CUDA IPC") is None
+    assert stalls.stall_event("allreduces of tensors on GPUs go by CUDA IPC") is None
     listeners.send(found, "event")
     assert listeners.rows == ["event/000001"]
     assert listeners.progress == []
@@ -128,7 +128,7 @@ def test_no_listener_gets_a_malformed_report_and_one_line_of_the_log_says_why(
 
 def test_reports_of_a_rank_are_checked_too(listeners, caplog):
     with caplog.at_level(logging.WARNING, logger="farandole"):
-        listeners.send(b"{", hearing.RANK)
-        listeners.send({"gpu": 1}, hearing.RANK)
+        listeners.send(b"{", event_handler.RANK_KIND)
+        listeners.send({"gpu": 1}, event_handler.RANK_KIND)
     assert len(caplog.records) == 1
     assert listeners.rows == ["ranks"]

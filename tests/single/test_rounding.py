@@ -9,29 +9,29 @@ from __future__ import annotations
 import pytest
 
 from farandole.common.util import (
-    OPERATIONS,
+    OPERATION_NAMES,
     Average,
     Max,
     Sum,
+    allows_rounded_sums,
     choose_op,
-    exact,
-    rounded,
-    rounds_sums,
+    rounded_op,
+    unrounded_op,
 )
 from farandole.torch.compression import Compression
 
 
 def test_sums_and_averages_alone_have_a_rounded_form() -> None:
-    assert {op for op in OPERATIONS if rounded(op) != op} == {Average, Sum}
-    assert [exact(rounded(op)) for op in OPERATIONS] == list(OPERATIONS)
-    assert rounded(Sum, rounds=False) == Sum
-    assert rounded(Max) == Max
+    assert {op for op in OPERATION_NAMES if rounded_op(op) != op} == {Average, Sum}
+    assert [unrounded_op(rounded_op(op)) for op in OPERATION_NAMES] == list(OPERATION_NAMES)
+    assert rounded_op(Sum, rounds=False) == Sum
+    assert rounded_op(Max) == Max
 
 
 @pytest.mark.parametrize("op", [Average, Sum])
 def test_a_script_cannot_ask_for_a_rounded_form_by_number(op: int) -> None:
     with pytest.raises(ValueError, match="op must be one of"):
-        choose_op(rounded(op), None)
+        choose_op(rounded_op(op), None)
 
 
 def test_compressors_to_16_bits_round_and_those_of_a_script_do_as_they_say() -> None:
@@ -42,4 +42,4 @@ def test_compressors_to_16_bits_round_and_those_of_a_script_do_as_they_say() -> 
         """Written for Horovod."""
 
     kinds = [Compression.fp16, Compression.bf16, Compression.none, Exact, Own]
-    assert [rounds_sums(kind) for kind in kinds] == [True, True, False, False, False]
+    assert [allows_rounded_sums(kind) for kind in kinds] == [True, True, False, False, False]

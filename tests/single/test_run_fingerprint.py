@@ -20,11 +20,11 @@ import torch
 from tests.single.training import Here, estimator, line, linear, weights, write
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.digests import digest, short
+from farandole.spark.common.runs.digests import short_text, value_digest
 from farandole.spark.common.runs.driver import RunDiffersError
-from farandole.spark.common.runs.fingerprint import INITIAL, Fingerprint, Part
+from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
 from farandole.spark.lightning import LightningEstimator
-from farandole.spark.torch.parts import parts_of
+from farandole.spark.torch.fingerprint_parts import model_parts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -231,7 +231,7 @@ def test_a_lightning_module_counts_by_its_own_steps_and_numbers(data):
 
 SCRIPT = """
 import functools, numpy as np, torch
-from farandole.spark.common.runs.digests import digest
+from farandole.spark.common.runs.digests import value_digest
 SCALE = 3
 TABLE = {"b": [1, 2], "a": {"x", "y"}}
 def helper(x): return x * SCALE
@@ -249,7 +249,7 @@ class Net(Base):
 def loss(output, label, weight=0.5):  # a comment
     return ((output - helper(label)) ** 2).mean() * weight
 torch.manual_seed(0)
-print(digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x},
+print(value_digest([loss, functools.partial(loss, weight=2), lambda x: {"a", "b", x},
     {"a": np.arange(3), "b": (1, None)},
     torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.5)), {"x", "y", "z"}, Net(),
     Base]))
@@ -278,13 +278,13 @@ def test_closures_of_functions_are_in_the_digest():
     def scaled(by):
         return lambda value: value * by
 
-    assert digest(scaled(2)) == digest(scaled(2)) != digest(scaled(3))
-    assert digest(functools.partial(max, 1)) != digest(functools.partial(max, 2))
-    assert digest(torch.nn.CrossEntropyLoss()) != digest(
+    assert value_digest(scaled(2)) == value_digest(scaled(2)) != value_digest(scaled(3))
+    assert value_digest(functools.partial(max, 1)) != value_digest(functools.partial(max, 2))
+    assert value_digest(torch.nn.CrossEntropyLoss()) != value_digest(
         torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     )
-    assert short(scaled(2)) == "<lambda>"
-    assert short([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
+    assert short_text(scaled(2)) == "<lambda>"
+    assert short_text([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
 
 
 def test_an_architecture_counts_by_what_its_parts_say():
@@ -293,9 +293,9 @@ def test_an_architecture_counts_by_what_its_parts_say():
             super().__init__(2, 1)
             self.by = by
 
-    one, same, other = (Fingerprint(tuple(parts_of(Scaled(by), None))) for by in (1.0, 1.0, 2.0))
-    assert not one.compare(same)
-    assert [part.name for part in one.compare(other)] == ["model"]
+    one, same, other = (Fingerprint(tuple(model_parts(Scaled(by), None))) for by in (1.0, 1.0, 2.0))
+    assert not one.differences_to(same)
+    assert [part.name for part in one.differences_to(other)] == ["model"]
 
 
 BODY = """
@@ -348,11 +348,11 @@ def made(**changed):
 )
 def test_the_code_of_classes_counts_and_their_place_does_not(changed, of):
     def fingerprint(model, loss):
-        return Fingerprint((*parts_of(model, None), Part.of("loss", loss)))
+        return Fingerprint((*model_parts(model, None), FingerprintPart.from_value("loss", loss)))
 
     before, now = fingerprint(*made()), fingerprint(*made(**changed))
-    assert not before.compare(fingerprint(*made()))
-    assert {one.name for one in before.compare(now)} == of
+    assert not before.differences_to(fingerprint(*made()))
+    assert {one.name for one in before.differences_to(now)} == of
 
 
 def test_a_changed_forward_is_refused_with_the_same_run(data):
@@ -369,18 +369,20 @@ def test_a_changed_forward_is_refused_with_the_same_run(data):
 def test_lists_and_arrays_of_a_loss_are_in_the_digest():
     _, loss = made()
     loss_class = type(loss)
-    assert digest(loss_class((1, 2))) == digest(loss) != digest(loss_class((1, 3)))
+    assert (
+        value_digest(loss_class((1, 2))) == value_digest(loss) != value_digest(loss_class((1, 3)))
+    )
     for of in (np.array, torch.tensor):
         one, same, other = loss_class(), loss_class(), loss_class()
         one.table, same.table, other.table = of([1.0]), of([1.0]), of([2.0])
-        assert digest(one) == digest(same) != digest(other)
+        assert value_digest(one) == value_digest(same) != value_digest(other)
 
 
 def test_frozen_parameters_count():
     free, frozen = linear(), linear()
     frozen.bias.requires_grad_(False)
-    told = [Fingerprint(tuple(parts_of(one, None))) for one in (free, frozen)]
-    assert [one.name for one in told[0].compare(told[1])] == ["model"]
+    told = [Fingerprint(tuple(model_parts(one, None))) for one in (free, frozen)]
+    assert [one.name for one in told[0].differences_to(told[1])] == ["model"]
 
 
 def test_the_record_of_another_version_counts_like_none(data, capsys):
@@ -394,21 +396,25 @@ def test_the_record_of_another_version_counts_like_none(data, capsys):
 
 def test_fingerprints_read_back_and_damaged_ones_do_not():
     mine = Fingerprint(
-        (Part.of("loss", "mse"), Part("x", "00", "words"), Part(INITIAL, "11", "11"))
+        (
+            FingerprintPart.from_value("loss", "mse"),
+            FingerprintPart("x", "00", "words"),
+            FingerprintPart(INITIAL_WEIGHTS, "11", "11"),
+        )
     )
-    assert Fingerprint.of_json(mine.to_json()) == mine
-    assert Fingerprint.of_json(b"{") is None
-    assert Fingerprint.of_json(b'{"parts": [3]}') is None
+    assert Fingerprint.from_json(mine.to_json()) == mine
+    assert Fingerprint.from_json(b"{") is None
+    assert Fingerprint.from_json(b'{"parts": [3]}') is None
     less = Fingerprint(mine.parts[1:])
-    assert [str(one) for one in mine.compare(less)] == ["loss was 'mse' and is None"]
-    assert [str(one) for one in less.compare(mine)] == ["loss was None and is 'mse'"]
+    assert [str(one) for one in mine.differences_to(less)] == ["loss was 'mse' and is None"]
+    assert [str(one) for one in less.differences_to(mine)] == ["loss was None and is 'mse'"]
 
 
 def test_a_function_whose_closure_holds_a_module_of_python_has_a_digest():
     def loss(module):
         return lambda output, label: module.abs(output - label)
 
-    assert digest(loss(torch)) == digest(loss(torch)) != digest(loss(np))
+    assert value_digest(loss(torch)) == value_digest(loss(torch)) != value_digest(loss(np))
 
 
 HELPED = """
@@ -471,7 +477,7 @@ def helped(helper, number):
     ],
 )
 def test_helpers_that_a_loss_names_count(helper):
-    before, again, now = (digest(helped(helper, number)) for number in (2, 2, 3))
+    before, again, now = (value_digest(helped(helper, number)) for number in (2, 2, 3))
     assert before == again, "new weights of a module that is only named make no other run"
     assert before != now
 
@@ -480,7 +486,7 @@ def test_objects_of_classes_count():
     one, same, other = ({"__name__": "users"} for _ in range(3))
     for known, number in ((one, 2), (same, 2), (other, 3)):
         exec(HELPED.format(helper="Outer(0)", number=number), known)
-    assert digest(one["Outer"]) == digest(same["Outer"]) != digest(other["Outer"])
+    assert value_digest(one["Outer"]) == value_digest(same["Outer"]) != value_digest(other["Outer"])
 
 
 DECORATOR = """
@@ -508,32 +514,36 @@ def test_the_code_of_a_frameworks_decorator_does_not_count():
 
     before, updated = decorator("pass"), decorator("print(args)")
     assert before(double).__module__ == __name__
-    assert digest(before(double)) == digest(updated(double))
+    assert value_digest(before(double)) == value_digest(updated(double))
     assert (
         len(
             {
-                digest(one)
+                value_digest(one)
                 for one in (double, before(double), before(triple), before(double, flag=False))
             }
         )
         == 4
     )
-    mine = [digest(decorator(line, "users")(double)) for line in ("pass", "print(args)")]
+    mine = [value_digest(decorator(line, "users")(double)) for line in ("pass", "print(args)")]
     assert mine[0] != mine[1]
 
 
 def test_ten_thousand_elements_of_a_collection_count_and_its_length():
     many = list(range(10_010))
-    assert digest(many) == digest(list(many)) != digest(many[:-1])
-    assert digest(many) != digest([-1, *many[1:]])
-    assert digest(many) == digest([*many[:-1], -1])
-    assert digest(dict.fromkeys(many, 1)) == digest(dict.fromkeys(reversed(many), 1))
+    assert value_digest(many) == value_digest(list(many)) != value_digest(many[:-1])
+    assert value_digest(many) != value_digest([-1, *many[1:]])
+    assert value_digest(many) == value_digest([*many[:-1], -1])
+    assert value_digest(dict.fromkeys(many, 1)) == value_digest(dict.fromkeys(reversed(many), 1))
     assert (
-        digest(dict.fromkeys(many, 1))
-        != digest(dict.fromkeys(many, 2))
-        != digest(dict.fromkeys(many[:-1], 2))
+        value_digest(dict.fromkeys(many, 1))
+        != value_digest(dict.fromkeys(many, 2))
+        != value_digest(dict.fromkeys(many[:-1], 2))
     )
-    assert digest(set(many)) == digest({*many[5000:], *many[:5000]}) != digest(set(many[:-1]))
+    assert (
+        value_digest(set(many))
+        == value_digest({*many[5000:], *many[:5000]})
+        != value_digest(set(many[:-1]))
+    )
 
 
 @pytest.mark.parametrize("of", [np.zeros, torch.zeros])
@@ -541,7 +551,7 @@ def test_a_large_array_is_not_copied(of):
     table = of(1 << 20)
     tracemalloc.start()
     try:
-        digest(lambda x: table[x])
+        value_digest(lambda x: table[x])
         assert tracemalloc.get_traced_memory()[1] < table.nbytes / 8
     finally:
         tracemalloc.stop()
@@ -556,8 +566,8 @@ def test_arrays_of_any_type_and_order_count_by_their_values():
         np.array(["", ""]), torch.tensor(2.0), torch.ones(2, 3, dtype=torch.bfloat16).T,
         torch.empty(0),
     )  # fmt: skip
-    told = [digest(one) for one in given]
+    told = [value_digest(one) for one in given]
     assert told == [
-        digest(one.copy() if isinstance(one, np.ndarray) else one.clone()) for one in given
+        value_digest(one.copy() if isinstance(one, np.ndarray) else one.clone()) for one in given
     ]
     assert len(set(told)) == len(given)

@@ -18,15 +18,15 @@ from tests.single.training import estimator, line, linear, write
 
 from farandole.common import elastic
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.driver import RunInUseError, alone
-from farandole.spark.job.spill import Spill
-from farandole.stores import marks, tenure
+from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
+from farandole.spark.job.spill import TaskSpill
+from farandole.stores import lease_files, run_lease
 
 KILLED = """
 import os, sys
-from farandole.spark.job.spill import Spill
-spill = Spill.below(sys.argv[1])
-spill.put(b"left")
+from farandole.spark.job.spill import TaskSpill
+spill = TaskSpill.create_in_store(sys.argv[1])
+spill.write_object(b"left")
 os.kill(os.getpid(), 9)
 """
 
@@ -40,9 +40,9 @@ def lease_of(store):
 def test_a_second_fit_of_a_run_is_refused_while_the_first_trains(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
     refused = pytest.raises(RunInUseError, match="run 'r' is being trained by another fit")
-    with alone(url, "r"), refused, alone(url, "r"):
+    with hold_run_lease(url, "r"), refused, hold_run_lease(url, "r"):
         pytest.fail("both hold it")
-    with alone(url, "r"):
+    with hold_run_lease(url, "r"):
         assert list((tmp_path / "runs/r").iterdir()) == [lease_of(tmp_path)]
     assert not list((tmp_path / "runs/r").iterdir())
 
@@ -52,7 +52,7 @@ def test_an_estimator_holds_its_run(tmp_path):
     write(tmp_path / "intermediate_train_data", x=x, y=y)
     made = estimator(tmp_path, linear(), run_id="r", epochs=1)
     with (
-        alone(made.getStore().to_remote("r").run_path, "r"),
+        hold_run_lease(made.getStore().to_remote("r").run_path, "r"),
         pytest.raises(RunInUseError, match="choose another run_id"),
     ):
         made.fit_on_parquet()
@@ -66,13 +66,13 @@ def test_files_of_a_killed_driver_are_deleted_when_the_next_one_starts(tmp_path)
     assert ended.returncode == -9
     left = list(runs.glob("spill-*"))
     assert len(left) == 1
-    mine = Spill.below(str(tmp_path))
-    stored = mine.put(b"mine")
+    mine = TaskSpill.create_in_store(str(tmp_path))
+    stored = mine.write_object(b"mine")
     assert [path.name for path in runs.glob("spill-*")] == [mine.url.rpartition("/")[2]]
-    other = Spill.below(str(tmp_path))
-    assert mine.take(stored) == b"mine", "a driver that lives keeps its own"
+    other = TaskSpill.create_in_store(str(tmp_path))
+    assert mine.read_object(stored) == b"mine", "a driver that lives keeps its own"
     for spill in (mine, other):
-        spill.clear()
+        spill.delete_directory()
     assert not list(runs.glob("spill-*"))
 
 
@@ -82,10 +82,10 @@ def test_leavings_without_a_mark_go_after_a_week(tmp_path):
         file.parent.mkdir(parents=True)
         file.write_bytes(b"x")
         os.utime(file, (time.time() - age,) * 2)
-    spill = Spill.below(str(tmp_path))
+    spill = TaskSpill.create_in_store(str(tmp_path))
     assert not (tmp_path / "runs/spill-old").exists()
     assert (tmp_path / "runs/spill-new").exists()
-    spill.clear()
+    spill.delete_directory()
 
 
 def elsewhere(file, **changes):
@@ -95,23 +95,23 @@ def elsewhere(file, **changes):
 
 def test_the_run_of_a_lost_host_is_free_when_its_driver_has_said_nothing_for_ten_minutes(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
-    with alone(url, "r"):
+    with hold_run_lease(url, "r"):
         file = lease_of(tmp_path)
         elsewhere(file, time=time.time() - 540)
-        with pytest.raises(RunInUseError, match="free 10 minutes later"), alone(url, "r"):
+        with pytest.raises(RunInUseError, match="free 10 minutes later"), hold_run_lease(url, "r"):
             pytest.fail("both hold it")
         elsewhere(file, time=time.time() - 660)
-        with alone(url, "r"):
+        with hold_run_lease(url, "r"):
             assert not file.exists()
 
 
 def test_a_driver_that_was_stopped_until_another_took_its_run_gets_an_error(tmp_path, caplog):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
-    with alone(url, "r"):
+    with hold_run_lease(url, "r"):
         file = lease_of(tmp_path)
         elsewhere(file)
         theirs = file.read_text()
-        marks.renew_all(due=False)
+        lease_files.renew_lease_files(due=False)
         assert file.read_text() == theirs
         gone = f"{file.name}, by which this process holds the directory, is gone"
         assert gone in caplog.text
@@ -120,13 +120,13 @@ def test_a_driver_that_was_stopped_until_another_took_its_run_gets_an_error(tmp_
 
 def test_marks_are_renewed_and_only_those_that_are_held(tmp_path):
     url = LocalStore(str(tmp_path)).to_remote("r").run_path
-    with alone(url, "r"):
+    with hold_run_lease(url, "r"):
         file = lease_of(tmp_path)
         told = json.loads(file.read_text())
         file.write_text(json.dumps({**told, "time": 1.0}))
-        marks.renew_all(due=False)
+        lease_files.renew_lease_files(due=False)
         assert json.loads(file.read_text()) == {**told, "time": pytest.approx(time.time(), abs=60)}
-    marks.renew_all(due=False)
+    lease_files.renew_lease_files(due=False)
     assert not file.exists()
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_an_elastic_job_commits_to_is_refused_to_other_jobs_and_to_fi
     def others(_):
         with (
             pytest.raises(RunInUseError, match="run 'r' is being trained by another fit"),
-            alone(url, "r"),
+            hold_run_lease(url, "r"),
         ):
             pytest.fail("a fit holds it, too")
         with pytest.raises(RunInUseError, match="run 'r' is trained elsewhere"):
@@ -170,7 +170,7 @@ def test_a_run_that_an_elastic_job_commits_to_is_refused_to_other_jobs_and_to_fi
     assert trained(job(tmp_path, monkeypatch, 1), others) == 1
     assert not list((tmp_path / "runs/r").glob("_lease*"))
     with (
-        alone(url, "r"),
+        hold_run_lease(url, "r"),
         pytest.raises(RunInUseError, match="choose another run_id, or end the other one"),
     ):
         trained(job(tmp_path, monkeypatch, 1))
@@ -208,7 +208,7 @@ def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(
         if len(rounds) == 1:
             rank[0] = 1
             raise elastic.HostsUpdatedInterrupt(skip_sync=False)
-        marks.renew_all(due=False)
+        lease_files.renew_lease_files(due=False)
 
     elastic.run_fn(loop, lambda: None)(state)
     assert rounds[0] == rounds[1], "the file stays for the next rank 0"
@@ -218,15 +218,15 @@ def test_a_rank_that_is_no_longer_rank_0_leaves_the_run_to_the_one_that_is(
 
 def test_a_lease_that_an_earlier_training_of_this_process_could_not_delete_is_taken(tmp_path):
     url = (tmp_path / "runs/r").as_uri()
-    first = tenure.Tenure(url, "r")
-    first.begin()
+    first = run_lease.RunLease(url, "r")
+    first.acquire_lease()
     with pytest.raises(RunInUseError, match="another training of this process has it"):
-        tenure.Tenure(url, "r").begin()
-    first.forget()
-    second = tenure.Tenure(url, "r")
-    second.begin()
-    second.check()
-    second.end()
+        run_lease.RunLease(url, "r").acquire_lease()
+    first.leave_lease()
+    second = run_lease.RunLease(url, "r")
+    second.acquire_lease()
+    second.renew_or_raise()
+    second.release_lease()
     assert list((tmp_path / "runs/r").glob("_lease-*")) == []
 
 
@@ -236,31 +236,32 @@ def test_a_lease_that_another_thread_takes_just_now_is_not_deleted(tmp_path, mon
 
     def take() -> None:
         with pytest.raises(RunInUseError) as refused:
-            tenure.Tenure(url, "r").begin()
+            run_lease.RunLease(url, "r").acquire_lease()
         refusals.append(str(refused.value))
 
     other = threading.Thread(target=take)
 
-    def register(*arguments: Any) -> marks.Mark:
+    def register(*arguments: Any) -> lease_files.LeaseFile:
         if not other.ident:  # the file is there, and this process does not yet know it as its own
             other.start()
             other.join(1.0)
-        return marks.Mark(*arguments)
+        return lease_files.LeaseFile(*arguments)
 
-    monkeypatch.setattr(tenure, "Mark", register)
-    first = tenure.Tenure(url, "r")
-    first.begin()
+    monkeypatch.setattr(run_lease, "LeaseFile", register)
+    first = run_lease.RunLease(url, "r")
+    first.acquire_lease()
     other.join(30.0)
     assert not other.is_alive()
     assert ["another training of this process has it" in one for one in refusals] == [True]
-    first.check()
-    first.end()
+    first.renew_or_raise()
+    first.release_lease()
 
 
 def test_a_holder_on_this_host_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     url = (tmp_path / "runs/r").as_uri()
     code = (
-        f"from farandole.stores.tenure import Tenure; Tenure({url!r}, 'r').begin(); print('held', "
+        f"from farandole.stores.run_lease import RunLease; RunLease({url!r}, 'r').acquire_lease(); "
+        f"print('held', "
         "flush=True); input()"
     )
     with subprocess.Popen(
@@ -268,12 +269,12 @@ def test_a_holder_on_this_host_that_is_about_to_end_is_waited_for(tmp_path, monk
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        monkeypatch.setattr(tenure, "_LINGERS", 0.5)
+        monkeypatch.setattr(run_lease, "_MIN_LINGER_SECONDS", 0.5)
         with pytest.raises(RunInUseError, match="another job, or a fit, has it"):
-            tenure.Tenure(url, "r").begin()
-        monkeypatch.setattr(tenure, "_LINGERS", 60.0)
-        monkeypatch.setattr(tenure.time, "sleep", lambda _: (holder.kill(), holder.wait()))
-        tenure.Tenure(url, "r").begin()
+            run_lease.RunLease(url, "r").acquire_lease()
+        monkeypatch.setattr(run_lease, "_MIN_LINGER_SECONDS", 60.0)
+        monkeypatch.setattr(run_lease.time, "sleep", lambda _: (holder.kill(), holder.wait()))
+        run_lease.RunLease(url, "r").acquire_lease()
 
 
 def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, monkeypatch, caplog):
@@ -285,9 +286,9 @@ def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, m
         "boot": "another",
         "pid": 1,
         "job": "an earlier one",
-        "lasts": tenure.LASTS,
+        "lasts": run_lease.LEASE_DURATION,
     }
-    file.write_text(json.dumps({**told, "time": time.time() - tenure.LASTS + 3}))
+    file.write_text(json.dumps({**told, "time": time.time() - run_lease.LEASE_DURATION + 3}))
     began = time.monotonic()
     assert trained(job(tmp_path, monkeypatch, 1)) == 1
     assert 2 < time.monotonic() - began < 60
@@ -295,7 +296,7 @@ def test_the_run_of_a_job_that_was_lost_with_its_hosts_is_waited_for(tmp_path, m
     # One that says that it lives is not waited for.
     file.write_text(json.dumps({**told, "time": time.time()}))
     monkeypatch.setattr(
-        tenure.time,
+        run_lease.time,
         "sleep",
         lambda _: file.write_text(json.dumps({**told, "time": time.time() + 1})),
     )

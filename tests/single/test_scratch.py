@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from farandole.common import scratch
-from farandole.runner import warm
+from farandole.runner import warm_workers
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
@@ -38,7 +38,7 @@ def files_below(place):
 HOLDS = """
 import sys
 from farandole.common import scratch
-with scratch.directory() as folder:
+with scratch.temporary_directory() as folder:
     (folder / "model.keras").touch()
     print(folder, flush=True)
     sys.stdin.read()
@@ -52,7 +52,7 @@ def test_a_killed_worker_leaves_no_directory(place):
 
         from farandole.common import scratch
 
-        with scratch.directory() as folder:
+        with scratch.temporary_directory() as folder:
             (folder / "model.keras").touch()
             print(folder, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_a_new_directory_deletes_files_of_killed_processes_and_keeps_those_in_us
         killed.kill()
         killed.wait()
         assert (left / "model.keras").exists()
-        with scratch.directory() as own:
+        with scratch.temporary_directory() as own:
             assert os.listdir(own) == []
             assert not left.exists()
             assert (used / "model.keras").exists()
@@ -91,7 +91,7 @@ def test_a_new_directory_deletes_files_of_killed_processes_and_keeps_those_in_us
 
 def test_where_there_is_something_else_in_its_place_a_directory_is_made_all_the_same(place):
     (place / f"farandole-{os.getuid()}").touch()
-    with scratch.directory() as own:
+    with scratch.temporary_directory() as own:
         assert own.parent == place
     assert not own.exists()
 
@@ -101,6 +101,6 @@ def test_where_nothing_can_be_locked_nothing_is_left_behind(place, monkeypatch):
         raise OSError(errno.ENOLCK, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with scratch.directory() as own:
+    with scratch.temporary_directory() as own:
         assert own.parent == place
-    assert [path for path in place.rglob("*") if path != warm.own_folder()] == []
+    assert [path for path in place.rglob("*") if path != warm_workers.user_directory()] == []

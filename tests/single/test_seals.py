@@ -15,10 +15,10 @@ from tests.single.test_checkpoint_safety import Recorder, archive, text_of, torc
 from tests.single.training import line, write
 
 from farandole._native import store as native
-from farandole.runner.agent import Work
+from farandole.runner.agent import WorkerSpec
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore
-from farandole.stores import durable, keys, seals
+from farandole.stores import checkpoint_signatures, durable, run_keys
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,9 +29,9 @@ def run_of(folder, run_id="r"):
 
 @pytest.fixture(params=[None, "the owner's secret"], ids=["plain", "keyed"])
 def secret(request, monkeypatch):
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     if request.param is not None:
-        monkeypatch.setenv(seals.SECRET, request.param)
+        monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, request.param)
     return request.param
 
 
@@ -58,15 +58,15 @@ def test_a_foreign_best_checkpoint_is_not_used(tmp_path, secret):
 
 
 def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     run_of(tmp_path).write_checkpoint("checkpoint", archive("without"))
     assert text_of(run_of(tmp_path).resume()) == "without"
-    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path).resume()
-    monkeypatch.setenv(seals.SECRET, "another's")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "another's")
     run_of(tmp_path, "other").write_checkpoint("checkpoint", archive("another's"))
-    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path, "other").resume()
     # A run's files under another run's name, too.
@@ -80,7 +80,7 @@ def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
 
 
 def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     (folder / "checkpoint").write_bytes(archive("old"))
@@ -95,24 +95,27 @@ def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):
     "marker", [b"", b"[]", b'{"checkpoints": 1}', b'{"checkpoints": {"checkpoint": [1]}}']
 )
 def test_a_damaged_marker_is_as_none(tmp_path, monkeypatch, marker):
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     run = run_of(tmp_path)
     run.write_checkpoint("checkpoint", archive("1"))
-    (tmp_path / "runs" / "r" / seals.MARKER).write_bytes(marker)
+    (tmp_path / "runs" / "r" / checkpoint_signatures.MARKER_FILENAME).write_bytes(marker)
     assert text_of(run.resume()) == "1"
     run.write_checkpoint("checkpoint", archive("2"))
     assert text_of(run.resume()) == "2"
 
 
 def test_a_marker_of_a_newer_version_is_refused_and_kept(tmp_path, monkeypatch):
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     run = run_of(tmp_path)
     run.write_checkpoint("checkpoint", archive("1"))
-    path = tmp_path / "runs" / "r" / seals.MARKER
-    newer = json.dumps({**json.loads(path.read_bytes()), "version": seals.VERSION + 1})
+    path = tmp_path / "runs" / "r" / checkpoint_signatures.MARKER_FILENAME
+    newer = json.dumps(
+        {**json.loads(path.read_bytes()), "version": checkpoint_signatures.MARKER_VERSION + 1}
+    )
     path.write_text(newer)
     told = (
-        rf"runs/r/_run\.json has format {seals.VERSION + 1}, and this version of Farandole knows "
+        rf"runs/r/_run\.json has format {checkpoint_signatures.MARKER_VERSION + 1}, and this "
+        rf"version of Farandole knows "
         rf"up to format"
     )
     with pytest.raises(ValueError, match=told):
@@ -126,15 +129,15 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
     tmp_path, secret, monkeypatch
 ):
     disk = Recorder(tmp_path / "runs" / "r")
-    monkeypatch.setattr(durable, "_DISK", disk)
-    monkeypatch.setattr(durable.write, "__kwdefaults__", {"keeps": False, "disk": disk})
+    monkeypatch.setattr(durable, "_LOCAL_FILES", disk)
+    monkeypatch.setattr(durable.write_durably, "__kwdefaults__", {"keeps": False, "disk": disk})
     run = run_of(tmp_path)
     for epoch in range(1, 4):
         run.write_checkpoint("checkpoint", archive(str(epoch)))
         disk.done(epoch)
     monkeypatch.undo()
     if secret is not None:
-        monkeypatch.setenv(seals.SECRET, secret)
+        monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
     seen = set()
     for index, (done, files) in enumerate(disk.losses()):
         after = tmp_path / f"after-{index}" / "runs" / "r"
@@ -152,13 +155,15 @@ def test_a_loss_of_power_at_any_moment_leaves_a_checkpoint_that_the_marker_knows
 def test_a_fit_continues_from_its_own_checkpoints_alone(tmp_path, monkeypatch):
     x, y = line()
     write(tmp_path / "intermediate_train_data", x=x, y=y)
-    monkeypatch.setenv(seals.SECRET, "mine")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
     torch_fit(tmp_path, "r", 1)
     assert len(torch_fit(tmp_path, "r", 2).getHistory()) == 2
-    marker = json.loads(native.Store(str(tmp_path / "runs" / "r")).read(seals.MARKER))
+    marker = json.loads(
+        native.Store(str(tmp_path / "runs" / "r")).read(checkpoint_signatures.MARKER_FILENAME)
+    )
     assert marker["run"] == "r"
     assert all("seal" in one for one in marker["checkpoints"]["checkpoint"])
-    monkeypatch.setenv(seals.SECRET, "another's")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "another's")
     with pytest.raises(ValueError, match="no usable checkpoint"):
         torch_fit(tmp_path, "r", 3)
 
@@ -184,13 +189,15 @@ def commits(folder, until):
 
 def test_workers_without_the_secret_get_the_key_of_their_run_from_the_driver(tmp_path, monkeypatch):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setenv(seals.SECRET, "mine")
-    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
+    backend = LocalBackend(
+        2, verbose=0, warm=False, env={checkpoint_signatures.SECRET_VARIABLE: None}
+    )
     folder = str(tmp_path)
     assert backend.run(commits, (folder, 2)) == [0, 0]
     assert run_of(tmp_path, "job").resume() is not None, "the seal is that of the driver's secret"
     assert backend.run(commits, (folder, 4)) == [2, 2]
-    monkeypatch.setenv(seals.SECRET, "another's")
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "another's")
     with pytest.raises(FarandoleJobError, match="no usable checkpoint"):
         backend.run(commits, (folder, 5))
 
@@ -199,13 +206,15 @@ def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(
     tmp_path, monkeypatch
 ):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setenv(seals.SECRET, "mine")
-    monkeypatch.setattr("farandole.runner.hearing.keys.answer", lambda *_: None)
-    backend = LocalBackend(2, verbose=0, warm=False, env={seals.SECRET: None})
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "mine")
+    monkeypatch.setattr("farandole.runner.event_handler.run_keys.publish_run_key", lambda *_: None)
+    backend = LocalBackend(
+        2, verbose=0, warm=False, env={checkpoint_signatures.SECRET_VARIABLE: None}
+    )
 
     def briefly(folder, until):
 
-        keys._PATIENCE, keys._ASKS_EVERY = 1.0, 0.3
+        run_keys._KEY_REQUEST_TIMEOUT, run_keys._KEY_REQUEST_INTERVAL = 1.0, 0.3
         return commits(folder, until)
 
     with pytest.raises(FarandoleJobError, match="did not give this worker the key of run 'job'"):
@@ -214,12 +223,12 @@ def test_a_driver_that_does_not_answer_leaves_commits_neither_written_nor_used(
 
 
 def test_neither_the_secret_nor_a_key_is_in_what_is_sent_to_a_task(monkeypatch):
-    monkeypatch.delenv(seals.SECRET, raising=False)
-    assert not Work("a ticket", b"").keys
-    monkeypatch.setenv(seals.SECRET, "hunter2")
-    key = seals.run_key("job")
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
+    assert not WorkerSpec("a ticket", b"").keys
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, "hunter2")
+    key = checkpoint_signatures.run_key("job")
     assert key is not None
-    sent = pickle.dumps(Work("a ticket", b""))
+    sent = pickle.dumps(WorkerSpec("a ticket", b""))
     assert pickle.loads(sent).keys, "the worker is told to ask"
     assert b"hunter2" not in sent
     assert key not in sent

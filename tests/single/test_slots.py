@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from farandole.runner.limits import start_limit
-from farandole.runner.slots import Slots
+from farandole.runner.limits import start_timeout_seconds
+from farandole.runner.slots import SlotQueue
 
 
 class Jobs:
     """Jobs in threads, each of which runs until it is released."""
 
     def __init__(self, total):
-        self.slots = Slots(lambda: total)
+        self.slots = SlotQueue(lambda: total)
         self.began, self.said, self.doors, self.threads = [], [], {}, {}
 
     def start(self, name, number):
@@ -26,7 +26,7 @@ class Jobs:
             said.set()
 
         def run():
-            with self.slots.taken(number, hear):
+            with self.slots.hold_slots(number, hear):
                 self.began.append(name)
                 said.set()
                 assert self.doors[name].wait(20)
@@ -89,7 +89,7 @@ def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     late = pytest.raises(
         TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2"
     )
-    with late, jobs.slots.taken(1, jobs.said.append, patience=0.1):
+    with late, jobs.slots.hold_slots(1, jobs.said.append, patience=0.1):
         pass
     jobs.end("first")
     jobs.start("second", 2)
@@ -103,7 +103,7 @@ def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
     left = []
 
     def second():
-        with jobs.slots.started(2, jobs.said.append, 60) as seconds:
+        with jobs.slots.hold_slots_for_start(2, jobs.said.append, 60) as seconds:
             left.append(seconds)
 
     thread = threading.Thread(target=second)
@@ -116,17 +116,17 @@ def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
     jobs.end("first")
     thread.join(20)
     assert 40 < left[0] < 59.6
-    with jobs.slots.started(2, jobs.said.append, None) as seconds:
-        assert seconds == start_limit(None)
+    with jobs.slots.hold_slots_for_start(2, jobs.said.append, None) as seconds:
+        assert seconds == start_timeout_seconds(None)
 
 
 def test_gangs_that_each_hold_half_do_not_come_to_be():
     """Four jobs of three slots want four: with less than all of its slots a job holds none."""
-    slots, held, most = Slots(lambda: 4), [], []
+    slots, held, most = SlotQueue(lambda: 4), [], []
 
     def job():
         for _ in range(20):
-            with slots.taken(3, lambda _: None, patience=20):
+            with slots.hold_slots(3, lambda _: None, patience=20):
                 held.append(3)
                 most.append(sum(held))
                 held.pop()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.runner.environment import chosen
+from farandole.runner.environment import select_variables
 from farandole.spark import runner
 from farandole.spark.common import SparkBackend
 
@@ -33,7 +33,7 @@ LEFT = {
 
 
 def test_settings_travel_and_secrets_and_the_rest_do_not():
-    taken, left = chosen(
+    taken, left = select_variables(
         {**TAKEN, **LEFT, "CUDA_VISIBLE_DEVICES": "3"}, (), ("CUDA_VISIBLE_DEVICES",)
     )
     assert taken == TAKEN
@@ -41,7 +41,7 @@ def test_settings_travel_and_secrets_and_the_rest_do_not():
 
 
 def test_a_variable_that_the_user_names_travels_whatever_it_is():
-    taken, left = chosen({**TAKEN, **LEFT}, ["WANDB_*", "HF_TOKEN"], ())
+    taken, left = select_variables({**TAKEN, **LEFT}, ["WANDB_*", "HF_TOKEN"], ())
     assert taken == {**TAKEN, "WANDB_API_KEY": "w", "HF_TOKEN": "t"}
     assert "GITHUB_TOKEN" in left
 
@@ -49,7 +49,9 @@ def test_a_variable_that_the_user_names_travels_whatever_it_is():
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_omitted_variables_are_named_without_their_values(monkeypatch, capsys, verbose):
     sent = []
-    monkeypatch.setattr(runner, "run_with", lambda *_, env, **__: sent.append(env) or [None])
+    monkeypatch.setattr(
+        runner, "run_with_progress", lambda *_, env, **__: sent.append(env) or [None]
+    )
     monkeypatch.setenv("MY_SECRET", "hidden")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -64,7 +66,9 @@ def test_omitted_variables_are_named_without_their_values(monkeypatch, capsys, v
 
 def test_an_environment_of_the_users_own_travels_whole(monkeypatch):
     sent = []
-    monkeypatch.setattr(runner, "run_with", lambda *_, env, **__: sent.append(env) or [None])
+    monkeypatch.setattr(
+        runner, "run_with_progress", lambda *_, env, **__: sent.append(env) or [None]
+    )
     SparkBackend(1, env={"MY_SECRET": "mine"}).run(print, env={"MORE": "more"})
     assert sent == [{"MY_SECRET": "mine", "MORE": "more"}]
     with pytest.raises(TypeError, match="pass_env is a list"):

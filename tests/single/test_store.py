@@ -178,7 +178,7 @@ def test_a_service_that_does_not_create_a_file_once_is_found_out_at_the_start(mo
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def create(self, name, data):
+        def create_if_absent(self, name, data):
             asked.append(name)
             if isinstance(answers, OSError):
                 raise answers

@@ -98,7 +98,7 @@ def attempt(mood, port):
         "region_name": "here",
         "timeout": "1s",
     }
-    native.configure(url, options)
+    native.configure_options(url, options)
     store, told, start = native.Store(url), {}, time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         for name, ask in (
@@ -157,12 +157,12 @@ def test_an_answer_that_breaks_off_is_an_error(faults):
 
 HOLDING = """
 import json, sys, time
-from farandole.data.places import Place
+from farandole.data.prepared_directories import PreparedDirectory
 from farandole.spark.common import Store
 port, begun = sys.argv[1:3]
 options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here"}
 store = Store.create("s3://bucket/silent", storage_options=options)
-held = [Place(store, index, "_use-1.json") for index in range(3)]
+held = [PreparedDirectory(store, index, "_use-1.json") for index in range(3)]
 open(begun, "w").write(str(time.time()))
 """
 

@@ -119,10 +119,10 @@ def test_training_does_not_wait_for_the_store_and_what_is_written_is_what_was_co
 
     training(hvd, before_commit=note)(state)
     assert same(values(state), undisturbed)
-    steps = [state._unpack(data)["plain"]["step"] for data in written]
+    steps = [state._unpack_commit(data)["plain"]["step"] for data in written]
     assert steps == [2, STEPS], "commits between them are skipped"
     for step, data in zip(steps, written, strict=True):
-        content = state._unpack(data)["handled"]
+        content = state._unpack_commit(data)["handled"]
         entries = [
             entry for one in content["optimizer"]["state"].values() for entry in one.values()
         ]

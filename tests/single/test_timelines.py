@@ -14,27 +14,27 @@ from farandole.runner import timelines
 
 def test_a_job_that_never_began_leaves_no_file_and_says_nothing(tmp_path, capsys):
     path = tmp_path / "trace.json"
-    with timelines.gathered(path):
+    with timelines.collect_timelines(path):
         assert path.exists()
     assert not path.exists()
     assert capsys.readouterr().err == ""
     path.write_text("of a run before")
-    with timelines.gathered(path):
-        assert timelines.variables() == {"FARANDOLE_TIMELINE": "GATHER"}
+    with timelines.collect_timelines(path):
+        assert timelines.worker_variables() == {"FARANDOLE_TIMELINE": "GATHER"}
     assert path.read_text() == "of a run before"
     assert "no rank has sent a timeline" in capsys.readouterr().err
 
 
 def test_each_job_begins_its_own_timeline(tmp_path):
-    with timelines.gathered(tmp_path / "trace.json") as gathering:
-        timelines.variables()
+    with timelines.collect_timelines(tmp_path / "trace.json") as gathering:
+        timelines.worker_variables()
         first = gathering._pieces
-        timelines.take(0, b'{"offset":0,"size":2}\n[]')
-        assert gathering._came
-        timelines.variables()
+        timelines.collect_piece(0, b'{"offset":0,"size":2}\n[]')
+        assert gathering._has_pieces
+        timelines.worker_variables()
         assert gathering._pieces is not first
-        assert not gathering._came
-    assert timelines.variables() == {}
+        assert not gathering._has_pieces
+    assert timelines.worker_variables() == {}
 
 
 def timeline(rank, start, world=1, size=2):
@@ -68,11 +68,11 @@ def test_of_two_timelines_of_a_rank_in_a_world_the_one_that_started_later_is_tak
     path = tmp_path / "trace.json"
     with (
         caplog.at_level(logging.WARNING, logger="farandole"),
-        timelines.gathered(path) as gathering,
+        timelines.collect_timelines(path) as gathering,
     ):
-        timelines.variables()
+        timelines.worker_variables()
         for index in order:
-            timelines.take(*sent[index])
+            timelines.collect_piece(*sent[index])
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
     assert gathering.summary.get("incomplete", []) == []
     assert "started at 6000" in path.read_text()
@@ -90,11 +90,11 @@ def test_a_task_may_send_the_timeline_of_another_rank_and_worlds_are_not_compare
     ]
     with (
         caplog.at_level(logging.WARNING, logger="farandole"),
-        timelines.gathered(path) as gathering,
+        timelines.collect_timelines(path) as gathering,
     ):
-        timelines.variables()
+        timelines.worker_variables()
         for task, piece in pieces:
-            timelines.take(task, piece)
+            timelines.collect_piece(task, piece)
     assert [row["rank"] for row in gathering.summary["ranks"]] == [0, 1]
     assert "started at 1000" not in path.read_text()
     assert caplog.text == ""
@@ -111,10 +111,10 @@ def test_two_files_of_one_rank_are_both_named(tmp_path):
 
 def test_a_thousand_ranks_are_in_one_file(tmp_path):
     path = tmp_path / "trace.json"
-    with timelines.gathered(path) as gathering:
-        timelines.variables()
+    with timelines.collect_timelines(path) as gathering:
+        timelines.worker_variables()
         for rank in range(1000):
-            timelines.take(rank, timeline(rank, 1_000 + rank, size=1000))
+            timelines.collect_piece(rank, timeline(rank, 1_000 + rank, size=1000))
     assert [row["rank"] for row in gathering.summary["ranks"]] == list(range(1000))
     assert gathering.summary.get("incomplete", []) == []
     events = json.loads(path.read_text())["traceEvents"]

@@ -20,7 +20,7 @@ def step():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 
-compiler.defer()
+compiler.defer_compiler()
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 step()
@@ -54,7 +54,7 @@ import sys, warnings
 warnings.simplefilter("ignore")
 import torch
 from farandole.spark.torch.training import compiler
-compiler.defer()
+compiler.defer_compiler()
 import farandole.lightning
 import lightning
 
@@ -103,7 +103,7 @@ def test_lightning_trains_by_distributed_data_parallel_without_the_compiler_and_
 @pytest.mark.parametrize("need", NEEDS)
 def test_the_compiler_comes_with_the_first_need_and_optimizers_continue(need):
     ended = (
-        "step()\nassert not compiler.is_deferred()\ncompiler.defer()\nassert not "
+        "step()\nassert not compiler.is_deferred()\ncompiler.defer_compiler()\nassert not "
         "compiler.is_deferred()\n"
     )
     subprocess.run([sys.executable, "-c", STEP + NEEDS[need] + ended], check=True, timeout=110)

@@ -41,19 +41,19 @@ def seen(monkeypatch):
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_once_cuda_is_used(seen):
-    _pin.pin()
+    _pin.pin_device()
     assert seen() == [2]
 
 
 def test_ranks_that_outnumber_gpus_share_them(seen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    _pin.pin()
+    _pin.pin_device()
     assert seen() == [0]
 
 
 def test_the_gpu_that_spark_assigned_comes_first(seen, monkeypatch):
     monkeypatch.setenv("FARANDOLE_TASK_RESOURCES", json.dumps({"gpu": ["3"]}))
-    _pin.pin()
+    _pin.pin_device()
     assert seen() == [3]
 
 
@@ -65,7 +65,7 @@ def test_a_script_that_has_chosen_or_has_no_choice_is_left_alone(seen, monkeypat
         monkeypatch.setattr(basics, "size", lambda: 1)
     else:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(reason == "one"))
-    _pin.pin()
+    _pin.pin_device()
     assert seen() == []
 
 
@@ -81,7 +81,7 @@ class OnGpu:
 
 def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
     hvd.init()
-    _device._opened.clear()
+    _device._usable_by_ordinal.clear()
     assert [_device.is_usable(OnGpu()) for _ in range(2)] == [False, False]
     told = capfd.readouterr().err
     assert told.count("tensors on GPU 1000 are copied to the host by torch") == 1
@@ -106,12 +106,12 @@ class Resident(torch.Tensor):
 def test_torch_distributed_hands_the_engine_no_address_on_a_gpu(monkeypatch):
     monkeypatch.setattr(_device, "is_usable", lambda _: True)
     there = torch.arange(3.0).as_subclass(Resident)
-    assert _handles.usable(there) is there
+    assert _handles.to_engine_tensor(there) is there
     for copied in (
-        _tensors.host(there),
-        _tensors.numbers(there),
-        _tensors.flat(there),
-        _tensors.joined([there]),
+        _tensors.to_host(there),
+        _tensors.to_reducible_host(there),
+        _tensors.to_flat_host(there),
+        _tensors.join_flat([there]),
     ):
         assert copied.is_cpu
         assert copied.tolist() == [0.0, 1.0, 2.0]
@@ -130,29 +130,34 @@ class OnGpuGathered:
     def __len__(self):
         return 16
 
-    def fetch(self, address, stream):
+    def fetch_into(self, address, stream):
         ctypes.memmove(address, (ctypes.c_float * 4)(1.0, 2.0, 3.0, 4.0), 16)
         self.streams.append(stream)
 
 
 def test_a_result_that_a_compressor_gathers_on_a_gpu_is_fetched_by_the_stream(monkeypatch):
     hvd.init()
-    monkeypatch.setattr(_device, "stream_of", lambda ordinal: 40 + ordinal)
+    monkeypatch.setattr(_device, "current_stream_handle", lambda ordinal: 40 + ordinal)
     exchange = EngineExchange("t", hvd.global_process_set)
     exchange.size = 2
     gathered = OnGpuGathered()
-    assert exchange._rows(torch.empty(2))([gathered]).tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert exchange._rows(torch.empty(1, 2))([None]).shape == (2, 0)
+    assert exchange._make_rows_finish(torch.empty(2))([gathered]).tolist() == [
+        [1.0, 2.0],
+        [3.0, 4.0],
+    ]
+    assert exchange._make_rows_finish(torch.empty(1, 2))([None]).shape == (2, 0)
     assert gathered.streams == [41]
 
 
 def test_several_tensors_of_a_stream_ask_for_it_once(monkeypatch):
     asked = []
-    monkeypatch.setattr(_device, "stream_of", lambda ordinal: asked.append(ordinal) or 40 + ordinal)
+    monkeypatch.setattr(
+        _device, "current_stream_handle", lambda ordinal: asked.append(ordinal) or 40 + ordinal
+    )
     tensors = [OnGpu(), torch.ones(1), OnGpu()]
-    assert _device.spots(tensors) == [(1000, 1040), None, (1000, 1040)]
+    assert _device.device_locations(tensors) == [(1000, 1040), None, (1000, 1040)]
     assert asked == [1000]
-    assert _device.spots(tensors[1:2]) is None
+    assert _device.device_locations(tensors[1:2]) is None
 
 
 class Lent(Resident):
@@ -164,17 +169,19 @@ class Lent(Resident):
 
 def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeypatch):
     current = [40]
-    monkeypatch.setattr(_device, "stream_of", lambda _: current[0])
+    monkeypatch.setattr(_device, "current_stream_handle", lambda _: current[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: (ordinal, current[0]))
     monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=lambda _: None))
-    table = _handles._Table("t")
+    table = _handles._TorchHandleTable("t")
     numbers = iter(range(7, 20))
 
     def lent(stream, where):
         current[0] = 40
         tensors = [torch.zeros(1).as_subclass(Lent) for _ in range(2)]
         keep = (tensors[0], [(tensors[1], torch.zeros(1), "slot")])
-        handle = table.submit(keep, lambda _: "done", lambda *_: next(numbers), "name", where)
+        handle = table.submit_operation(
+            keep, lambda _: "done", lambda *_: next(numbers), "name", where
+        )
         current[0] = stream
         assert table.synchronize(handle) == "done"
         return [getattr(tensor, "lent", []) for tensor in tensors]
@@ -183,28 +190,28 @@ def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeyp
         assert lent(40, where) == [[], []]
         assert lent(41, where) == [[(0, 41)], [(0, 41)]]
     assert lent(41, None) == [[], []]
-    assert not table._spots
+    assert not table._locations
     with pytest.raises(ValueError, match="no operation has this handle"):
         table.synchronize(7)
 
 
 def test_a_wait_that_fails_or_is_interrupted_keeps_memory_as_long_as_its_handle(monkeypatch):
-    monkeypatch.setattr(_device, "stream_of", lambda _: 40)
-    table = _handles._Table("t")
+    monkeypatch.setattr(_device, "current_stream_handle", lambda _: 40)
+    table = _handles._TorchHandleTable("t")
 
     def wait(_):
         raise error
 
     monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=wait, is_pending=lambda _: False))
-    table.submit(None, len, lambda *_: 7, "name", (0, 40))
+    table.submit_operation(None, len, lambda *_: 7, "name", (0, 40))
     error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(7)
-    assert table._spots
+    assert table._locations
     error = RuntimeError("a peer is dead")
     with pytest.raises(RuntimeError, match="a peer is dead"):
         table.synchronize(7)
-    assert not table._spots
+    assert not table._locations
 
 
 def test_nccl_is_built_only_where_cuda_is():

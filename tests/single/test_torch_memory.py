@@ -53,7 +53,7 @@ def test_tensors_without_memory_are_cast():
     assert seen.dtype is torch.float16
     assert seen.shape == (2, LARGE)
     with FakeTensorMode():
-        assert _memory.empty((LARGE,), torch.float32, torch.device("cpu")).shape == (LARGE,)
+        assert _memory.empty_tensor((LARGE,), torch.float32, torch.device("cpu")).shape == (LARGE,)
         assert Compression.bf16.compress(torch.empty(LARGE))[0].dtype is torch.bfloat16
 
 

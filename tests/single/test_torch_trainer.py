@@ -14,9 +14,14 @@ import torch
 
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
-from farandole.spark.torch.columns.losses import label_dtype, shaped, share, weighted
+from farandole.spark.torch.columns.losses import (
+    label_dtype,
+    loss_factor,
+    shape_label,
+    weighted_loss,
+)
 from farandole.spark.torch.columns.tensors import input_tensor
-from farandole.spark.torch.job import Input
+from farandole.spark.torch.job import TorchInput
 from farandole.spark.torch.saving.payload import unpack_state
 
 pytestmark = pytest.mark.timeout(300)
@@ -117,10 +122,10 @@ def test_batches_go_to_a_gpu_from_locked_memory_without_a_wait(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", to_gpu)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     columns = {"a": torch.arange(3.0, dtype=torch.float64), "b": torch.ones(3, 2)}
-    whole = input_tensor(columns, Input(("a", "b"), (-1, 3)), 2, gpu)
+    whole = input_tensor(columns, TorchInput(("a", "b"), (-1, 3)), 2, gpu)
     assert whole.tolist() == [[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     assert steps == [("locked", torch.float32), ("sent", torch.float32, {"non_blocking": True})]
-    one = input_tensor(columns, Input(("a",), (-1, 1)), 3, gpu)
+    one = input_tensor(columns, TorchInput(("a",), (-1, 1)), 3, gpu)
     assert one.tolist() == [[0.0], [1.0], [2.0]]
     assert steps[2:] == steps[:2]
 
@@ -400,12 +405,12 @@ def test_two_ranks_train_like_one_with_twice_the_batch(data):
 
 
 def test_labels_are_cast_by_their_loss():
-    from farandole.data.columns import Column
+    from farandole.data.columns import PreparedColumn
 
     whole, real, vector = (
-        Column("a", "int32", ()),
-        Column("b", "float64", ()),
-        Column("c", "float64", (3,)),
+        PreparedColumn("a", "int32", ()),
+        PreparedColumn("b", "float64", ()),
+        PreparedColumn("c", "float64", (3,)),
     )
     for loss in (torch.nn.CrossEntropyLoss(), torch.nn.functional.nll_loss):
         assert [label_dtype(loss, column) for column in (whole, real, vector)] == [
@@ -426,21 +431,21 @@ def test_labels_are_cast_by_their_loss():
 
 
 def test_a_label_takes_the_shape_of_an_output_of_its_size():
-    assert shaped(torch.zeros(4), torch.zeros(4, 1), None).shape == (4, 1)
-    assert shaped(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1), None).shape == (4, 1)
-    assert shaped(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), None).shape == (4,)
-    assert shaped(torch.zeros(4, 6), torch.zeros(4), (-1, 2, 3)).shape == (4, 2, 3)
+    assert shape_label(torch.zeros(4), torch.zeros(4, 1), None).shape == (4, 1)
+    assert shape_label(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1), None).shape == (4, 1)
+    assert shape_label(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), None).shape == (4,)
+    assert shape_label(torch.zeros(4, 6), torch.zeros(4), (-1, 2, 3)).shape == (4, 2, 3)
 
 
 def test_weighted_losses_are_means_of_loss_times_weight():
     output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]])
     for loss in (torch.nn.MSELoss(), torch.nn.functional.mse_loss):
-        assert weighted(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx(
+        assert weighted_loss(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx(
             (2 + 2) / 2
         )
 
 
 def test_every_row_of_a_step_counts_alike():
-    assert share(8, 2, 16) == 1
-    assert share(2, 2, 10) + share(8, 2, 10) == 2
-    assert share(0, 2, 8) == 0
+    assert loss_factor(8, 2, 16) == 1
+    assert loss_factor(2, 2, 10) + loss_factor(8, 2, 10) == 2
+    assert loss_factor(0, 2, 8) == 0

@@ -14,10 +14,10 @@ from tests.single.training import fit, line, linear, write
 
 from farandole.spark.common.runs import trackers
 from farandole.spark.common.runs.tracking import (
-    DataSet,
     MlflowTracker,
+    TrackedDataset,
     Tracker,
-    Trackers,
+    TrackerGroup,
     WandbTracker,
 )
 
@@ -51,9 +51,9 @@ def wandb(monkeypatch):
 
 def test_a_run_of_its_own_gets_parameters_and_epochs(wandb):
     with WandbTracker("named", PARAMETERS) as tracker:
-        tracker.report({"kind": "step", "loss": 9.0})
-        tracker.report(epoch(0, 0.5))
-        tracker.report(epoch(1, 0.25))
+        tracker.log_report({"kind": "step", "loss": 9.0})
+        tracker.log_report(epoch(0, 0.5))
+        tracker.log_report(epoch(1, 0.25))
     assert wandb.told == [
         ("init", "named"),
         ("define", "*", "epoch"),
@@ -80,18 +80,18 @@ def test_several_trackers_get_a_run_and_all_end_if_one_cannot_start(wandb):
         def __enter__(self):
             raise ConnectionError("no server")
 
-    with Trackers([WandbTracker("a", {}), WandbTracker("b", {})]) as both:
-        both.report(epoch(0, 1.0))
-        both.model(None, "pytorch")
+    with TrackerGroup([WandbTracker("a", {}), WandbTracker("b", {})]) as both:
+        both.log_report(epoch(0, 1.0))
+        both.log_model(None, "pytorch")
     assert [name for name, *_ in wandb.told] == ["init", "define", "config"] * 2 + ["log"] * 2 + [
         "finish"
     ] * 2
     wandb.told.clear()
-    with pytest.raises(ConnectionError), Trackers([WandbTracker("a", {}), Unwilling()]):
+    with pytest.raises(ConnectionError), TrackerGroup([WandbTracker("a", {}), Unwilling()]):
         pass
     assert wandb.told[-1] == ("finish", 1)
-    with Trackers([]) as none:
-        none.report(epoch(0, 1.0))
+    with TrackerGroup([]) as none:
+        none.log_report(epoch(0, 1.0))
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
@@ -108,8 +108,8 @@ def test_mlflow_takes_a_run_on_a_store_that_it_does_not_know_and_a_failed_start_
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
     places = {
-        "training": DataSet("az://container/data", 10, "0123"),
-        "validation": DataSet(f"file://{tmp_path}/data", 5, "4567"),
+        "training": TrackedDataset("az://container/data", 10, "0123"),
+        "validation": TrackedDataset(f"file://{tmp_path}/data", 5, "4567"),
     }
     with MlflowTracker("strange", PARAMETERS, places):
         run = mlflow.active_run().info.run_id

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from farandole.data.turns import Piece, Place, Turns
+from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
 
 EPOCHS = 3
 
 
-def rows_of(books: Turns, piece: Piece) -> list[tuple[int, int]]:
+def rows_of(books: RowAssignment, piece: RowPiece) -> list[tuple[int, int]]:
     """The rows that a reader gives for a piece."""
     positions = range(piece.start + piece.rank, books.total, piece.size)[: piece.batch]
     rows = [(piece.epoch, position) for position in positions[piece.offset :: piece.stride]]
-    assert len(rows) == books.rows(piece)
+    assert len(rows) == books.piece_rows(piece)
     return rows
 
 
@@ -38,16 +38,16 @@ class World:
         size = self.random.randint(1, 4)
         self.ranks = [self.new(rank, size) for rank in range(size)]
 
-    def new(self, rank: int, size: int) -> Turns:
-        return Turns(self.total, self.batch, False, rank, size, Place(0, 0))
+    def new(self, rank: int, size: int) -> RowAssignment:
+        return RowAssignment(self.total, self.batch, False, rank, size, UnassignedRows(0, 0))
 
-    def take(self, books: Turns) -> bool:
+    def take(self, books: RowAssignment) -> bool:
         """Takes the rows that a rank needs for a step; false when all epochs are over."""
-        while len(books.hand) < self.passes:
+        while len(books.taken_pieces) < self.passes:
             if books.epoch >= EPOCHS:
-                return bool(books.hand)
-            epoch = books.begin()
-            while len(books.hand) < self.passes and books.next(epoch) is not None:
+                return bool(books.taken_pieces)
+            epoch = books.begin_epoch()
+            while len(books.taken_pieces) < self.passes and books.next_piece(epoch) is not None:
                 pass
         return True
 
@@ -62,18 +62,18 @@ class World:
                 return True  # somebody had finished the step
         self.count()
         for books in self.ranks:
-            books.finished()
+            books.finish_step()
         return True
 
     def count(self) -> None:
         """The step is finished: the rows of all ranks are in its sum."""
         for books in self.ranks:
-            for piece in books.hand:
+            for piece in books.taken_pieces:
                 self.counted.update(rows_of(books, piece))
 
-    def told(self, left: list[Turns], comers: int) -> list[dict[str, Any] | None]:
+    def told(self, left: list[RowAssignment], comers: int) -> list[dict[str, Any] | None]:
         """Returns the records of the remaining workers, and `None` for each new one."""
-        return [*(copy.deepcopy(books.record()) for books in left), *[None] * comers]
+        return [*(copy.deepcopy(books.to_record()) for books in left), *[None] * comers]
 
     def break_up(self) -> bool:
         """Some die, some come, perhaps after some have finished the step; whether they had."""
@@ -86,7 +86,7 @@ class World:
             # Those that have not finished it take the state of one that has, which may have read
             # on.
             for books in left:
-                books.finished()
+                books.finish_step()
             if self.random.random() < 0.5 and left[0].epoch < EPOCHS - 1:
                 self.take(left[0])
         comers = self.random.randint(0, 2)
@@ -98,17 +98,17 @@ class World:
         for number in self.random.sample(
             range(len(left)), self.random.choice([0, 0, len(left) // 2])
         ):
-            left[number].agree([told[other] for other in order], order.index(number))
+            left[number].adopt_agreement([told[other] for other in order], order.index(number))
         records = self.told(left, comers)
         self.ranks = [everybody[number] for number in order]
         for rank, books in enumerate(self.ranks):
-            books.agree([records[number] for number in order], rank)
+            books.adopt_agreement([records[number] for number in order], rank)
         first = self.ranks[0]
         for books in self.ranks:
-            assert (books.place, books.rounds, books.dealt) == (
+            assert (books.place, books.rounds, books.dealt_rounds) == (
                 first.place,
                 first.rounds,
-                first.dealt,
+                first.dealt_rounds,
             ), "RD-T2"
         if not finished:
             for books in self.ranks:
@@ -132,12 +132,12 @@ def test_rd_t1_each_row_of_each_epoch_counts_once(start: int) -> None:
 
 
 def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
-    books = Turns(10, 2, False, 1, 2, Place(0, 0))
-    epoch = books.begin()
+    books = RowAssignment(10, 2, False, 1, 2, UnassignedRows(0, 0))
+    epoch = books.begin_epoch()
     pieces = []
-    while (piece := books.next(epoch)) is not None:
+    while (piece := books.next_piece(epoch)) is not None:
         pieces.append(piece)
-        books.finished()
+        books.finish_step()
     assert [rows_of(books, piece) for piece in pieces] == [
         [(0, 1), (0, 3)],
         [(0, 5), (0, 7)],
@@ -148,7 +148,7 @@ def test_an_epoch_without_changes_is_dealt_out_in_order() -> None:
 
 
 def test_drop_last_drops_rows_that_do_not_fill_a_round() -> None:
-    books = Turns(10, 2, True, 0, 2, Place(0, 0))
+    books = RowAssignment(10, 2, True, 0, 2, UnassignedRows(0, 0))
     assert books.rounds_left() == 2
-    epoch = books.begin()
-    assert [books.next(epoch) is not None for _ in range(3)] == [True, True, False]
+    epoch = books.begin_epoch()
+    assert [books.next_piece(epoch) is not None for _ in range(3)] == [True, True, False]

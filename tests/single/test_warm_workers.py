@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.runner import warm
+from farandole.runner import warm_workers
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
@@ -146,11 +146,13 @@ def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_int
     changes = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     }
-    from farandole.runner.agent import environment
+    from farandole.runner.agent import worker_environment
 
     # What a server imports depends on what this process has imported, by other tests for one.
-    wanted = warm.wanted(True, by_default=True)
-    command = warm.command(wanted, cold, environment({**changes, **env}, {}), os.getpid())
+    wanted = warm_workers.choose_warm_workers(True, by_default=True)
+    command = warm_workers.worker_command(
+        wanted, cold, worker_environment({**changes, **env}, {}), os.getpid()
+    )
     assert command[3].endswith("proxy.py")
     times, floors = [], []
     for _ in range(7):
@@ -307,7 +309,7 @@ def test_a_server_without_work_leaves(monkeypatch):
 
 
 def test_files_of_killed_servers_are_deleted_when_the_next_one_starts(tmp_path):
-    folder = warm.own_folder()
+    folder = warm_workers.user_directory()
     code = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -340,7 +342,13 @@ sys.stdin.read()
     numbers = os.readlink("/proc/self/ns/pid")
     for path, told in zip(
         theirs,
-        ("", f"{os.getpid()} {warm.started(os.getpid())} {numbers}", "", "1 1 pid:[7]", ""),
+        (
+            "",
+            f"{os.getpid()} {warm_workers.process_start_ticks(os.getpid())} {numbers}",
+            "",
+            "1 1 pid:[7]",
+            "",
+        ),
         strict=True,
     ):
         path.write_text(told)
@@ -351,9 +359,9 @@ sys.stdin.read()
 
 
 def test_a_server_that_is_asked_to_end_takes_its_socket_along():
-    before = set(warm.own_folder().iterdir())
+    before = set(warm_workers.user_directory().iterdir())
     LocalBackend(1, verbose=0, env={"MALLOC_TOP_PAD_": "262144"}).run(begun)
-    its = set(warm.own_folder().iterdir()) - before
+    its = set(warm_workers.user_directory().iterdir()) - before
     assert {path.suffix for path in its} == {"", ".lock"}
     end_servers()
     until(lambda: not any(path.exists() for path in its))
@@ -397,7 +405,9 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
     monkeypatch.syspath_prepend(str(tmp_path))
     for preload in ("threaded", "no_such_module"):
         monkeypatch.setattr(
-            warm, "wanted", lambda *_, preload=preload, **__: warm.Warm((preload,), 20.0)
+            warm_workers,
+            "choose_warm_workers",
+            lambda *_, preload=preload, **__: warm_workers.WarmWorkers((preload,), 20.0),
         )
         ((_, _, pid),) = LocalBackend(1, verbose=0).run(begun)
         assert pid not in servers()
@@ -405,27 +415,27 @@ def test_a_server_that_cannot_fork_or_import_declines_and_workers_come_the_long_
 
 def test_warm_workers_are_wanted_with_torch_and_repeated_fits(monkeypatch):
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS", raising=False)
-    assert warm.wanted(None, by_default=True) is not None
-    assert warm.wanted(None, by_default=False) is None
-    assert warm.wanted(True, by_default=False) is not None
-    assert warm.wanted(False, by_default=True) is None
+    assert warm_workers.choose_warm_workers(None, by_default=True) is not None
+    assert warm_workers.choose_warm_workers(None, by_default=False) is None
+    assert warm_workers.choose_warm_workers(True, by_default=False) is not None
+    assert warm_workers.choose_warm_workers(False, by_default=True) is None
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "off")
-    assert warm.wanted(None, by_default=True) is None
+    assert warm_workers.choose_warm_workers(None, by_default=True) is None
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "sometimes")
     with pytest.raises(
         ValueError, match="FARANDOLE_WARM_WORKERS must be auto, on or off: sometimes"
     ):
-        warm.wanted(None, by_default=True)
+        warm_workers.choose_warm_workers(None, by_default=True)
     monkeypatch.delenv("FARANDOLE_WARM_WORKERS")
     with monkeypatch.context() as inner:
         # Who talks to kernels has imported that, too; that a kernel wants them is seen in one
         # (test_notebook.py).
         inner.setitem(sys.modules, "ipykernel", sys)
-        assert warm.wanted(None, by_default=False) is None
+        assert warm_workers.choose_warm_workers(None, by_default=False) is None
         inner.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
-        assert warm.wanted(None, by_default=False) is not None
-    search = {"__name__": "pyspark.ml.tuning", "wanted": warm.wanted}
+        assert warm_workers.choose_warm_workers(None, by_default=False) is not None
+    search = {"__name__": "pyspark.ml.tuning", "wanted": warm_workers.choose_warm_workers}
     exec("found = wanted(None, by_default=False)", search)
     assert search["found"] is not None
     monkeypatch.delitem(sys.modules, "torch")
-    assert warm.wanted(None, by_default=True) is None
+    assert warm_workers.choose_warm_workers(None, by_default=True) is None

@@ -150,7 +150,7 @@ def heard(rank, record):
 from farandole.spark import runner
 out = io.StringIO()
 options = dict(num_proc=2, store=folder + "/store", stdout=out, start_timeout=20)
-print("met", runner.run_with(train, (1,), {}, heard, **options))
+print("met", runner.run_with_progress(train, (1,), {}, heard, **options))
 assert sorted(out.getvalue().splitlines()) == [f"[{rank}]<stdout>:hello from {rank}" for rank in range(2)]
 print("alone", farandole.spark.run(lambda: 7, num_proc=2, start_timeout=20))
 try:
@@ -170,7 +170,7 @@ print("left", [name for _, _, names in os.walk(folder + "/store") for name in na
 def test_data_too_large_for_a_message_of_connect_is_uploaded_before(server, tmp_path):
     body = """
 import torch
-from farandole.spark.job import ahead
+from farandole.spark.job import connect_artifacts
 from farandole.spark.torch import TorchModel
 spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
 ballast = os.urandom(140 << 20)
@@ -184,7 +184,7 @@ frame = spark.range(7, 8).selectExpr("id as x")
 made = TorchModel(model=model, feature_columns=["x"], input_dtypes=["int64"], label_columns=["y"])
 for _ in range(2):
     print("predicted", made.transform(frame).first()["y__output"])
-print("sent", len(ahead._SENT[spark]))
+print("sent", len(connect_artifacts._SENT_FILES_BY_SESSION[spark]))
 """
     done = drive(body, tmp_path, 200, SERVER=server)
     assert f"carried [{140 << 20}, {140 << 20}]" in done.stdout, done.stderr[-3000:]
@@ -217,12 +217,12 @@ def test_a_spare_slot_takes_over_for_a_lost_executor_after_the_time_to_start_has
     body = """
 def trains(folder):
     import os, pathlib, time
-    from farandole.runner.warm import executor
-    mine, deadline = executor(), time.monotonic() + 60
+    from farandole.runner.warm_workers import executor_pid
+    mine, deadline = executor_pid(), time.monotonic() + 60
     pathlib.Path(folder, f"rank-{mine}").touch()
-    # The one whose executor is lost never returns: it could be faster than its end.
+    # The one whose executor_pid is lost never returns: it could be faster than its end.
     while not (lost := list(pathlib.Path(folder).glob("lost-*"))) or lost[0].name == f"lost-{mine}":
-        assert time.monotonic() < deadline, "no executor was lost"
+        assert time.monotonic() < deadline, "no executor_pid was lost"
         time.sleep(0.05)
     return mine
 

@@ -17,8 +17,8 @@ from tests.spark.deployments import KILLS, connect_server, drive
 
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.limits import elastic_limit
-from farandole.spark.job.decommission import own_executor
+from farandole.runner.limits import elastic_timeout_seconds
+from farandole.spark.job.decommission import own_executor_id
 from farandole.spark.runner import elastic_sizes
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_numbers_of_processes_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="min_num_proc must be at least 1: 0"):
         elastic_sizes(4, 0, None, lambda: 3)
     with pytest.raises(ValueError, match="elastic_timeout"):
-        elastic_limit(0.0)
+        elastic_timeout_seconds(0.0)
 
 
 def test_too_few_slots_are_refused_before_anything_starts(spark: SparkSession) -> None:
@@ -186,8 +186,8 @@ def test_the_executor_is_found_among_the_ancestors(tmp_path: Path) -> None:
         "--cores",
     )
     process(1, 0, "init")
-    assert own_executor(3, tmp_path) == "17"
-    assert own_executor(1, tmp_path) is None
+    assert own_executor_id(3, tmp_path) == "17"
+    assert own_executor_id(1, tmp_path) is None
 
 
 DYNAMIC = {

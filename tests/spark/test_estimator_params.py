@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.fingerprint import DECIDE, ELSEWHERE, LENGTH
+from farandole.spark.common.runs.fingerprint import LENGTH_PARAMS, NEUTRAL_PARAMS, RESULT_PARAMS
 from farandole.spark.keras import KerasEstimator
 from farandole.spark.lightning import TorchEstimator as LightningEstimator
 from farandole.spark.torch import TorchEstimator
@@ -221,7 +221,9 @@ def test_every_default_is_known(kind):
 
 def test_every_parameter_decides_the_result_or_does_not(kind):
     for one in ESTIMATORS[kind]().params:
-        homes = [table for table in (DECIDE, LENGTH, ELSEWHERE) if one.name in table]
+        homes = [
+            table for table in (RESULT_PARAMS, LENGTH_PARAMS, NEUTRAL_PARAMS) if one.name in table
+        ]
         assert len(homes) == 1, (
             f"{one.name} belongs in one table of farandole.spark.common.runs.fingerprint: "
             f"{len(homes)}"

@@ -14,7 +14,7 @@ from pyspark.ml.linalg import Vectors
 
 from farandole.spark.common import LocalStore, SparkBackend
 from farandole.spark.torch import TorchEstimator
-from farandole.spark.torch.job import Objects
+from farandole.spark.torch.job import TorchUserObjects
 from farandole.spark.torch.saving import payload
 
 pytestmark = pytest.mark.timeout(60, func_only=True)
@@ -102,9 +102,12 @@ def test_an_error_names_the_part_of_a_model_that_cannot_be_pickled():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0].lock = threading.Lock()
     for objects, guilty in (
-        (Objects(model, None, [], False, [], None), "model._modules['0'].lock: cannot pickle"),
         (
-            Objects(None, None, [], False, [[model[0].lock.acquire]], None),
+            TorchUserObjects(model, None, [], False, [], None),
+            "model._modules['0'].lock: cannot pickle",
+        ),
+        (
+            TorchUserObjects(None, None, [], False, [[model[0].lock.acquire]], None),
             "metrics[0][0]: cannot pickle",
         ),
     ):

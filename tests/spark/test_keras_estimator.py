@@ -25,10 +25,10 @@ from farandole.spark import task
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.common.datamodule import NVTabularDataModule, ParquetDataModule
 from farandole.spark.keras import KerasEstimator
-from farandole.spark.keras.predict import Predictor
-from farandole.spark.keras.remote import train
+from farandole.spark.keras.predict import KerasPredictor
+from farandole.spark.keras.remote import train_rank
 from farandole.spark.keras.saving import payload
-from farandole.spark.keras.training.rate import Rate
+from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 
 pytestmark = pytest.mark.timeout(300)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
@@ -175,7 +175,8 @@ def test_two_processes_learn_what_one_learns_and_end_together_with_one_model(tmp
     ends = job_of(estimator(store, ending, epochs=5, run_id="run", callbacks=[Leaves(tmp_path)]))
     # Processes take longest to start: one pair does it all.
     together = LocalBackend(2, verbose=0).run(
-        lambda jobs: {name: train(job) for name, job in jobs.items()}, (shared | {"ends": ends},)
+        lambda jobs: {name: train_rank(job) for name, job in jobs.items()},
+        (shared | {"ends": ends},),
     )
     assert together[1] == dict.fromkeys(together[0])
     ended_together(ending, together[0].pop("ends"), tmp_path)
@@ -189,7 +190,7 @@ def test_two_processes_learn_what_one_learns_and_end_together_with_one_model(tmp
             < 1e-3
         )
     for name, job in alone.items():
-        one, two = train(job), together[0][name]
+        one, two = train_rank(job), together[0][name]
         assert list(one.history) == list(two.history), name
         for score, values in one.history.items():
             # a step of two processes validates on twice the rows
@@ -230,11 +231,11 @@ def ended_together(model, trained, folder):
 
 
 def weights(model):
-    return payload.unpack(model).get_weights()
+    return payload.unpack_model(model).get_weights()
 
 
 def rate(model):
-    optimizer = payload.unpack(model).optimizer
+    optimizer = payload.unpack_model(model).optimizer
     return float(keras.ops.convert_to_numpy(optimizer.learning_rate))
 
 
@@ -375,10 +376,10 @@ def test_callbacks_see_scores_and_end_the_run(tmp_path):
 
 def test_a_function_of_nothing_gives_the_rate_as_a_schedule_does():
     optimizer = keras.optimizers.SGD(lambda: 0.25)
-    rate = Rate(optimizer, 1)
-    rate.follow(1, 2)
+    rate = ScaledLearningRate(optimizer, 1)
+    rate.rescale_for_world(1, 2)
     assert float(optimizer.learning_rate) == 0.5
-    with rate.of_one_process():
+    with rate.single_process_rate():
         assert float(optimizer.learning_rate) == 0.25
     assert float(optimizer.learning_rate) == 0.5
 
@@ -619,9 +620,9 @@ def test_predictions_are_as_exact_as_the_model():
     x = keras.Input((1,), dtype="float64")
     whole = keras.ops.cast(x * 3, "int32") + (2**24 + 1)  # no float32 holds it
     model = keras.Model(x, [keras.layers.Rescaling(1 / 3, dtype="float64")(x), whole])
-    predictor = Predictor(
-        model=payload.pack(model),
-        custom_objects=pickling.dumps({}),
+    predictor = KerasPredictor(
+        model=payload.pack_model(model),
+        custom_objects=pickling.pickle_by_value({}),
         backend=keras.backend.backend(),
         columns=("x",),
         groups=(("x",),),
@@ -630,7 +631,7 @@ def test_predictions_are_as_exact_as_the_model():
         batch_size=4096,
     )
     batch = pa.RecordBatch.from_pydict({"x": [1.0, 2.0**-30 + 5.0]})
-    [found] = predictor.predict(iter([batch]))
+    [found] = predictor.predict_batches(iter([batch]))
     for index, expected in enumerate(model(np.array([[1.0], [2.0**-30 + 5.0]]))):
         np.testing.assert_array_equal(
             found[f"output{index}"], keras.ops.convert_to_numpy(expected)[:, 0]

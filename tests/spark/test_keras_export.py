@@ -153,7 +153,7 @@ def test_a_file_that_predicts_something_else_is_not_kept(tmp_path):
 def test_an_export_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     from farandole.spark.keras.saving import onnx
 
-    monkeypatch.setattr(onnx, "_LONGEST", 0.5)
+    monkeypatch.setattr(onnx, "_EXPORT_TIMEOUT_SECONDS", 0.5)
     with pytest.raises(
         TimeoutError, match=r"the export of Sequential to ONNX has not ended after 0\.5 s"
     ):
@@ -164,6 +164,6 @@ def test_an_export_that_does_not_end_is_stopped(tmp_path, monkeypatch):
 def test_a_missing_package_is_named_with_the_extras_that_bring_it(tmp_path, monkeypatch):
     from farandole.spark.common.model import onnx
 
-    monkeypatch.setattr(onnx, "PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(onnx, "ONNX_PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(ImportError, match=r"farandole\[torch,onnx\]"):
         exported(tmp_path, keras.layers.Dense(1))

@@ -13,7 +13,7 @@ from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunDiffersError
 from farandole.spark.common.runs.fingerprint import Fingerprint
 from farandole.spark.keras import KerasEstimator
-from farandole.spark.keras.parts import parts_of
+from farandole.spark.keras.fingerprint_parts import model_parts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,14 +33,14 @@ def model(units=3, rate=0.1, loss="mse"):
 
 def test_a_model_counts_whatever_names_keras_gives_it():
     def made(**options):
-        return Fingerprint(tuple(parts_of(model(**options), None, None)))
+        return Fingerprint(tuple(model_parts(model(**options), None, None)))
 
     keras.utils.set_random_seed(1)
     first = made()
-    assert not first.compare(made())
+    assert not first.differences_to(made())
     assert first.has_other_weights(made())
-    assert [one.name for one in first.compare(made(units=4))] == ["model"]
-    assert [str(one) for one in first.compare(made(rate=0.25, loss="mae"))] == [
+    assert [one.name for one in first.differences_to(made(units=4))] == ["model"]
+    assert [str(one) for one in first.differences_to(made(rate=0.25, loss="mae"))] == [
         "optimizer was SGD(learning_rate=0.1) and is SGD(learning_rate=0.25)",
         "loss was 'mse' and is 'mae'",
     ]
@@ -67,10 +67,10 @@ def test_the_code_of_the_users_layers_and_losses_counts_and_that_of_metrics_does
         exec(LAYER.format(**usual | changed), known)
         made = keras.Sequential([keras.Input((2,)), known["Scaled"](), keras.layers.Dense(1)])
         made.compile(loss=known["Loss"](), metrics=[known["metric"]])
-        return Fingerprint(tuple(parts_of(made, None, None)))
+        return Fingerprint(tuple(model_parts(made, None, None)))
 
     def differ(**changed):
-        return {one.name for one in told().compare(told(**changed))}
+        return {one.name for one in told().differences_to(told(**changed))}
 
     assert not differ()
     assert not differ(metric="label * 2")

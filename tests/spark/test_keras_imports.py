@@ -22,7 +22,7 @@ from farandole.spark.torch.training import compiler
 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
 model.compile("adam", "mse", metrics=["mae"])
 model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
-again = payload.unpack(payload.pack(model))
+again = payload.unpack_model(payload.pack_model(model))
 np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
 assert "tensorflow" not in sys.modules
 assert compiler.is_deferred()

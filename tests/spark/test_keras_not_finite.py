@@ -15,7 +15,7 @@ from tests.single.training import Here, write
 
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalBackend, LocalStore
-from farandole.spark.common.runs.finite import NotFiniteError
+from farandole.spark.common.runs.finite_loss import NotFiniteError
 from farandole.spark.keras import KerasEstimator
 
 pytestmark = pytest.mark.timeout(300)

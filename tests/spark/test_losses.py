@@ -99,14 +99,14 @@ def kill():
     while len(os.listdir(folder)) < 2 or all(map(running, os.listdir(folder))):
         time.sleep(0.02)
     # The executor of the one that sleeps: its worker's agent's executor.
-    from farandole.runner import warm
+    from farandole.runner import warm_workers
     for name in sorted(os.listdir(folder)):
         pid = int(name)
         while pid > 1 and os.path.exists(f"/proc/{{pid}}"):
             if b"CoarseGrainedExecutorBackend" in pathlib.Path(f"/proc/{{pid}}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
                 return
-            pid = warm._parent(pid)
+            pid = warm_workers._parent_pid(pid)
 threading.Thread(target=kill).start()
 print("again", farandole.spark.run(uneven, num_proc=2))
 try:

@@ -171,7 +171,7 @@ def test_a_file_that_predicts_something_else_is_not_kept(frame, tmp_path):
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(model, tmp_path, monkeypatch):
     from farandole.spark.common.model import onnx
 
-    monkeypatch.setattr(onnx, "PACKAGES", ("onnx", "no_such_package"))
+    monkeypatch.setattr(onnx, "ONNX_PACKAGES", ("onnx", "no_such_package"))
     with pytest.raises(ImportError, match=r"farandole\[onnx\]"):
         model.to_onnx(tmp_path / "model.onnx")
 

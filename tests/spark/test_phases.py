@@ -41,7 +41,7 @@ def fit(name, warm, frame=frame):
     return {name: value.tolist() for name, value in estimator.fit(frame).getModel().state_dict().items()}
 
 class Saboteur:
-    \"\"\"Kills an executor when the gang's driver hears of something, once.\"\"\"
+    \"\"\"Kills an executor_pid when the gang's driver hears of something, once.\"\"\"
     def __init__(self, phase):
         self.phase, self.done, self.records = phase, False, 0
     def __call__(self, gang_, event):
@@ -59,17 +59,17 @@ class Saboteur:
 def killing(batches):
     # Runs in an executor: the first task that gets here takes its executor along.
     import os, signal
-    from farandole.runner.warm import executor
+    from farandole.runner.warm_workers import executor_pid
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         yield from batches
         return
-    os.kill(executor(), signal.SIGKILL)
+    os.kill(executor_pid(), signal.SIGKILL)
     yield from batches
 
 marker = os.getcwd() + "/killed-while-preparing"
-original = gang._Gang.take
+original = gang._GangRun.take
 limit = float(os.environ["EXECUTORS_WITHIN"])
 until_executors(2, limit)
 print("answer", json.dumps({"weights": fit("undisturbed", True)}), flush=True)
@@ -77,9 +77,9 @@ for line in sys.stdin:
     phase, warm = json.loads(line)
     until_executors(2, limit)
     before, saboteur = set(executors()), Saboteur(phase)
-    gang._Gang.take = lambda self, event: saboteur(self, event)
+    gang._GangRun.take = lambda self, event: saboteur(self, event)
     weights = fit(phase, warm, frame.mapInArrow(killing, frame.schema) if phase == "prepare" else frame)
-    gang._Gang.take = original
+    gang._GangRun.take = original
     killed = os.path.exists(marker) if phase == "prepare" else saboteur.done
     lost = sorted(before - set(executors()))
     print("answer", json.dumps({"weights": weights, "killed": killed, "lost": lost}), flush=True)

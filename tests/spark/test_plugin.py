@@ -30,7 +30,7 @@ from tests.spark.deployments import (
     free_port,
 )
 
-from farandole.spark.shim import CLASS, JAR
+from farandole.spark.shim import JAR_PATH, PLUGIN_CLASS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +99,7 @@ def train(epochs):
                 "rows_per_second": 1000.0})
     import farandole.numpy as hvd
     hvd.init()
-    task.say({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
+    task.report_rank_state({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
     return os.getpid()
 """
 
@@ -128,7 +128,7 @@ def history_server(directory: Path, **settings: str) -> Iterator[str]:
     for name, value in settings.items():
         options += f" -Dspark.history.{name.replace('_', '.')}={value}"
     env = {
-        "SPARK_DAEMON_CLASSPATH": str(JAR),
+        "SPARK_DAEMON_CLASSPATH": str(JAR_PATH),
         "SPARK_HISTORY_OPTS": options,
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
@@ -209,7 +209,9 @@ spark.stop()
     assert "no such layer" in failed["reason"]
     assert int(next(one["memory"].split()[0] for _, key, one in live if key == "host/driver")) > 0
     numbers = {
-        name.rpartition(".")[2]: one["value"] for name, one in gauges.items() if CLASS in name
+        name.rpartition(".")[2]: one["value"]
+        for name, one in gauges.items()
+        if PLUGIN_CLASS in name
     }
     wanted = {
         "rowsPerSecond": 1000.0,
@@ -303,7 +305,7 @@ spark.stop()
 
 @pytest.mark.slow
 def test_a_second_copy_of_the_jar_is_one_line_in_the_log(tmp_path):
-    shutil.copy(JAR, tmp_path / "copy.jar")
+    shutil.copy(JAR_PATH, tmp_path / "copy.jar")
     body = """
 spark = plugged(jars=os.getcwd() + "/copy.jar")
 print(rows(spark))
@@ -314,7 +316,7 @@ spark.stop()
         line for line in done.stderr.splitlines() if "on the class path more than once" in line
     ]
     assert "copy.jar" in line
-    assert JAR.name in line
+    assert JAR_PATH.name in line
 
 
 @pytest.mark.slow
@@ -594,8 +596,8 @@ print(json.dumps(until_rows(spark, lambda run, key,
 def test_the_server_of_connect_has_the_tab_and_a_client_runs_as_without_it(tmp_path):
     port = free_port()
     settings = {
-        "spark.jars": str(JAR),
-        "spark.plugins": CLASS,
+        "spark.jars": str(JAR_PATH),
+        "spark.plugins": PLUGIN_CLASS,
         "spark.ui.enabled": "true",
         "spark.ui.port": str(port),
     }

@@ -13,12 +13,12 @@ from tests.single.test_timelines import timeline
 
 from farandole.runner import timelines
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.gang import Output
+from farandole.runner.gang import JobOutput
 from farandole.runner.show import training
 from farandole.spark import shim as shims
-from farandole.spark.common.show.meter import Meter
-from farandole.spark.job.reasons import Word
-from farandole.spark.shim import Shim
+from farandole.spark.common.show.meter import StepMeter
+from farandole.spark.job.executor_loss import ExecutorLossReasons
+from farandole.spark.shim import SparkPlugin
 
 
 class Door:
@@ -75,20 +75,20 @@ def seats(size: int) -> list[Any]:
 
 def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path, monkeypatch):
     jar = tmp_path / "farandole-spark.jar"
-    monkeypatch.setattr(shims, "JAR", jar)
+    monkeypatch.setattr(shims, "JAR_PATH", jar)
     with pytest.raises(FileNotFoundError, match="make shim"):
         shims.plugin(Builder())
     jar.touch()
     assert shims.plugin(Builder())._options == {
         "spark.jars": str(jar),
-        "spark.plugins": shims.CLASS,
+        "spark.plugins": shims.PLUGIN_CLASS,
     }
     builder = shims.plugin(
         shims.plugin(Builder(jars="/a.jar, /b.jar", plugins="com.example.Other"))
     )
     assert builder._options == {
         "spark.jars": f"/a.jar,/b.jar,{jar}",
-        "spark.plugins": f"com.example.Other,{shims.CLASS}",
+        "spark.plugins": f"com.example.Other,{shims.PLUGIN_CLASS}",
     }
     assert shims.plugin(Builder(), warm=True)._options["spark.farandole.warmWorkers"] == "true"
     monkeypatch.setenv("FARANDOLE_WARM_WORKERS", "on")
@@ -97,18 +97,18 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
 
 
 def test_a_run_is_reported_from_its_start_to_its_end(door):
-    with training.telling(
-        Shim(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
+    with training.report_run(
+        SparkPlugin(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
     ) as run:
-        assert training.current() is run
-        with training.telling(Shim(door), "inner", "run") as inner:
+        assert training.current_run() is run
+        with training.report_run(SparkPlugin(door), "inner", "run") as inner:
             assert inner is run, "what a fit starts is a part of the fit"
-        run.tagged("farandole-1", 2)
-        run.said(0, {"pid": 7})  # which is rank 1, as it turns out
-        run.seats(seats(2))
-        run.located(0, "3")
-        run.said(1, {"pid": 6, "step_seconds": 0.2, "data_seconds": float("nan")})
-        run.record(
+        run.set_job_tag("farandole-1", 2)
+        run.update_rank_facts(0, {"pid": 7})  # which is rank 1, as it turns out
+        run.set_placements(seats(2))
+        run.record_location(0, "3")
+        run.update_rank_facts(1, {"pid": 6, "step_seconds": 0.2, "data_seconds": float("nan")})
+        run.record_progress(
             {
                 "kind": "step",
                 "epoch": 0,
@@ -120,12 +120,12 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
             }
         )
         entry = {"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 1.0, "rows": 10}
-        run.record(
+        run.record_progress(
             {"kind": "epoch", "entry": entry, "epochs": 2, "steps": 9, "rows_per_second": 10.0}
         )
-        run.restarted("a host was lost")
+        run.record_restart("a host was lost")
         assert door.row("run")["state"] == "running"
-    assert training.current() is training.SILENT
+    assert training.current_run() is training.SILENT_RUN
     told = door.row("run")
     assert told | {"started": 0, "ended": 0, "user": ""} == {
         "name": "mine",
@@ -163,7 +163,7 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
     [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_a_failed_run_says_why(door, error, state):
-    with pytest.raises(type(error)), training.telling(Shim(door), "mine", "run"):
+    with pytest.raises(type(error)), training.report_run(SparkPlugin(door), "mine", "run"):
         raise error
     assert door.row("run")["state"] == state
     assert door.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
@@ -171,28 +171,31 @@ def test_a_failed_run_says_why(door, error, state):
 
 def test_a_plugin_that_fails_is_left_alone_and_the_run_continues(door):
     door.broken = True
-    with training.telling(Shim(door), "mine", "run") as run:
-        run.seats(seats(2))
-        run.event("something", "else")
+    with training.report_run(SparkPlugin(door), "mine", "run") as run:
+        run.set_placements(seats(2))
+        run.add_event("something", "else")
     assert door.calls == 1
 
 
 def test_ranks_that_left_say_how_until_the_ranks_have_new_places(door):
-    run = training.Training(Shim(door), "mine", "run")
-    run.seats(seats(2))
-    run.left(1, "failed")
-    run.left(0, "ended")
-    run.ended(None)
+    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
+    run.set_placements(seats(2))
+    run.mark_worker_gone(1, "failed")
+    run.mark_worker_gone(0, "ended")
+    run.mark_ended(None)
     assert [one["state"] for one in door.row("ranks")["ranks"]] == ["failed", "ended"]
-    run.seats(seats(2))
+    run.set_placements(seats(2))
     assert all("state" not in one for one in door.row("ranks")["ranks"])
 
 
 def test_the_tab_gets_the_timeline_once_it_is_written(door, tmp_path):
     path = tmp_path / "trace.json"
-    with timelines.gathered(path) as gathering, training.telling(Shim(door), "mine", "run"):
-        timelines.variables()
-        timelines.take(0, timeline(0, 1_000))
+    with (
+        timelines.collect_timelines(path) as gathering,
+        training.report_run(SparkPlugin(door), "mine", "run"),
+    ):
+        timelines.worker_variables()
+        timelines.collect_piece(0, timeline(0, 1_000))
         assert "timeline" not in door.row("run")
     assert gathering.summary
     assert door.timelines == [str(path)]
@@ -201,21 +204,21 @@ def test_the_tab_gets_the_timeline_once_it_is_written(door, tmp_path):
 
 
 def test_a_timeline_elsewhere_is_only_named(door):
-    run = training.Training(Shim(door), "mine", "run")
-    run.timeline("s3://bucket/runs/mine/timeline.json")
+    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
+    run.publish_timeline("s3://bucket/runs/mine/timeline.json")
     assert door.timelines == []
     assert door.row("run")["timeline_is_here"] is False
 
 
 def test_without_the_plugin_nothing_is_kept():
-    with training.telling(None, "mine", "run") as run:
-        assert run is training.SILENT
-        run.seats(seats(2))
-        run.located(0, "1")
-        run.said(0, {"pid": 1})
-        assert run.variables() == {}
-        assert not run._said
-        assert not run._places
+    with training.report_run(None, "mine", "run") as run:
+        assert run is training.SILENT_RUN
+        run.set_placements(seats(2))
+        run.record_location(0, "1")
+        run.update_rank_facts(0, {"pid": 1})
+        assert run.worker_variables() == {}
+        assert not run._rank_facts
+        assert not run._executors
 
 
 def died(rank: int, **how: Any) -> FarandoleJobError:
@@ -224,16 +227,16 @@ def died(rank: int, **how: Any) -> FarandoleJobError:
 
 @pytest.fixture
 def word(door):
-    run = training.Training(Shim(door), "mine", "run")
+    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
     door.told.append({"kind": "removed", "executor": "1", "reason": "of a job before"})
-    made = Word(Shim(door), "farandole-1", run, Output(verbose=0))
-    run.seats(seats(2))
+    made = ExecutorLossReasons(SparkPlugin(door), "farandole-1", run, JobOutput(verbose=0))
+    run.set_placements(seats(2))
     door.told += [
         {"kind": "started", "tag": "farandole-0", "task": "0", "executor": "9"},
         {"kind": "started", "tag": "farandole-1", "task": "0", "executor": "1"},
         {"kind": "started", "tag": "farandole-1", "task": "1", "executor": "2"},
     ]
-    made.look()
+    made.poll_messages()
     return made
 
 
@@ -246,7 +249,7 @@ def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, 
         }
     )
     error = died(1, signal_name="SIGKILL")
-    word.explain(error)
+    word.add_loss_reason(error)
     assert "removed executor 1, which it was in: Container killed by YARN" in str(error)
     assert door.row("event/000001") | {"time": 0} == {
         "time": 0,
@@ -259,7 +262,7 @@ def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door,
     removed = {"kind": "removed", "executor": "2", "reason": "Command exited with code 137"}
     later = threading.Timer(0.2, door.told.append, [removed])
     later.start()
-    word.explain(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
+    word.add_loss_reason(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
     later.join()
     assert door.row("event/000001")["what"] == "Spark has removed executor 2"
 
@@ -269,7 +272,7 @@ def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door,
 )
 def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
     before = str(error)
-    word.explain(error)
+    word.add_loss_reason(error)
     assert str(error) == before
 
 
@@ -277,10 +280,10 @@ def test_the_task_that_collects_the_rows_moves_no_rank(door, word):
     door.told.append(
         {"kind": "started", "tag": "farandole-1", "stage": "2", "task": "0", "executor": "7"}
     )
-    word._next = 0.0
-    word.look()
-    assert not word._told.holds("7")
-    assert [word._told.executor_of(rank) for rank in range(2)] == ["2", "1"]
+    word._next_poll = 0.0
+    word.poll_messages()
+    assert not word._training.has_executor("7")
+    assert [word._training.executor_of(rank) for rank in range(2)] == ["2", "1"]
 
 
 def test_decommissioning_and_failed_stages_of_this_job_are_events(door, word):
@@ -290,8 +293,8 @@ def test_decommissioning_and_failed_stages_of_this_job_are_events(door, word):
         {"kind": "stage", "tag": "farandole-0", "reason": "of another job"},
         {"kind": "stage", "tag": "farandole-1", "reason": "a task failed"},
     ]
-    word._next = 0.0
-    word.look()
+    word._next_poll = 0.0
+    word.poll_messages()
     events = [body["what"] for (_, key), body in door.rows.items() if key.startswith("event/")]
     assert events == ["Spark decommissions executor 2", "stage failed"]
 
@@ -302,19 +305,19 @@ def test_a_meter_says_where_the_time_of_steps_goes():
     def passes(seconds: float) -> None:
         now[0] += seconds
 
-    meter = Meter(True, said.append, lambda: now[0])
+    meter = StepMeter(True, said.append, lambda: now[0])
     passes(100.0)  # a validation
-    meter.epoch_begins()
+    meter.begin_epoch()
     for _ in range(4):
         passes(0.1)
-        meter.batch_begins()
+        meter.begin_batch()
         passes(0.3)
-        with meter.reducing():
+        with meter.measure_reduction():
             passes(0.2)
-        if not meter.knows_gradients:
-            meter.reduces(6, 2400)
-        meter.batch_ends(10)
-    meter.tell()
+        if not meter.has_gradient_sizes:
+            meter.set_gradient_sizes(6, 2400)
+        meter.end_batch(10)
+    meter.finish_report()
     measured = [{name: round(value, 6) for name, value in one.items()} for one in said]
     reduced = {"reduced_tensors": 6, "reduced_bytes": 2400}
     # The first step comes more than two seconds after the meter was made.
@@ -323,16 +326,16 @@ def test_a_meter_says_where_the_time_of_steps_goes():
         {"step_seconds": 0.6, "data_seconds": 0.1, "reduce_seconds": 0.2, **reduced, "rows": 40},
     ]
     for sees_data, names in ((True, {"step_seconds", "data_seconds"}), (False, {"step_seconds"})):
-        meter = Meter(True, said.append, lambda: now[0], sees_data=sees_data)
-        meter.epoch_begins()
+        meter = StepMeter(True, said.append, lambda: now[0], sees_data=sees_data)
+        meter.begin_epoch()
         passes(0.1)
-        meter.batch_begins()
+        meter.begin_batch()
         passes(0.3)
-        meter.batch_ends()
-        meter.tell()
+        meter.end_batch()
+        meter.finish_report()
         assert said.pop().keys() == names, "what nobody measures is not 0"
-    off = Meter(False, said.append, lambda: now[0])
-    off.batch_begins()
-    off.batch_ends(10)
-    off.tell()
+    off = StepMeter(False, said.append, lambda: now[0])
+    off.begin_batch()
+    off.end_batch(10)
+    off.finish_report()
     assert len(said) == 2

@@ -17,12 +17,12 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as sf
 
-from farandole.data.columns import Roles
+from farandole.data.columns import ColumnRoles
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import clear_training_cache, find_data, prepare_data
 
 pytestmark = pytest.mark.timeout(180)
-ROLES = Roles(features=("x",), labels=("y",))
+ROLES = ColumnRoles(features=("x",), labels=("y",))
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def ids(url):
 
 
 def test_every_row_lands_on_one_side(store, frame):
-    found = prepared(store, frame, Roles(("x", "id"), ("y",), validation=0.25))
+    found = prepared(store, frame, ColumnRoles(("x", "id"), ("y",), validation=0.25))
     assert found.train_rows + found.val_rows == 200
     assert 25 <= found.val_rows <= 75
     assert sorted(ids(found.train_url) + ids(found.val_url)) == list(range(200))
@@ -62,7 +62,7 @@ def test_every_row_lands_on_one_side(store, frame):
 
 
 def test_the_split_depends_on_rows_and_seed_alone(store, frame):
-    roles = Roles(("x", "id"), ("y",), validation=0.25)
+    roles = ColumnRoles(("x", "id"), ("y",), validation=0.25)
     one = prepared(store, frame, roles, seed=1)
     other = prepared(store, frame.repartition(3), roles, seed=1)
     third = prepared(store, frame, roles, seed=2)
@@ -70,13 +70,13 @@ def test_the_split_depends_on_rows_and_seed_alone(store, frame):
 
 
 def test_a_column_can_say_which_rows_are_held_out(store, frame):
-    found = prepared(store, frame, Roles(("x", "id"), ("y",), validation="held"))
+    found = prepared(store, frame, ColumnRoles(("x", "id"), ("y",), validation="held"))
     assert ids(found.val_url) == list(range(0, 200, 4))
     assert set(found.columns) == {"x", "id", "y"}
     numbered = frame.withColumn(
         "held", sf.expr("case when id < 10 then -1 when id < 50 then 2 else 0 end")
     )
-    found = prepared(store, numbered, Roles(("x", "id"), ("y",), validation="held"))
+    found = prepared(store, numbered, ColumnRoles(("x", "id"), ("y",), validation="held"))
     assert ids(found.val_url) == list(range(10, 50))
     assert (found.train_rows, found.dropped) == (150, 10)
 
@@ -91,10 +91,10 @@ def test_the_same_data_is_prepared_once(store, frame):
 def test_other_columns_options_or_rows_are_prepared_again(store, frame):
     known = [prepared(store, frame)]
     for roles, options, rows in (
-        (Roles(("x", "id"), ("y",)), {}, frame),
-        (Roles(("x",), ("id",)), {}, frame),
-        (Roles(("x",), ("y",), validation=0.5), {}, frame),
-        (Roles(("x",), ("y",), validation=0.5), {"seed": 7}, frame),
+        (ColumnRoles(("x", "id"), ("y",)), {}, frame),
+        (ColumnRoles(("x",), ("id",)), {}, frame),
+        (ColumnRoles(("x",), ("y",), validation=0.5), {}, frame),
+        (ColumnRoles(("x",), ("y",), validation=0.5), {"seed": 7}, frame),
         (ROLES, {}, frame.where("id < 100")),
     ):
         found = prepared(store, rows, roles, **options)
@@ -166,7 +166,7 @@ def test_data_in_use_is_not_written_over(store, frame):
 def test_a_failed_preparation_leaves_nothing(store, spark, tmp_path):
     ragged = spark.createDataFrame([([1.0], 0), ([1.0, 2.0], 0)], ["x", "y"])
     with pytest.raises(ValueError, match="column x"):
-        prepared(store, ragged, Roles(("x",), ("y",), validation=0.5))
+        prepared(store, ragged, ColumnRoles(("x",), ("y",), validation=0.5))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -202,7 +202,7 @@ def test_other_stores_have_their_own_data(store, frame, tmp_path):
 
 @pytest.mark.newest
 def test_prepared_data_is_found_without_spark(store, frame):
-    first = prepared(store, frame, Roles(("x",), ("y",), validation=0.2))
+    first = prepared(store, frame, ColumnRoles(("x",), ("y",), validation=0.2))
     found = find_data(store, ROLES, first.index)
     assert (found.train_rows, found.val_rows) == (first.train_rows, first.val_rows)
     assert found.columns["x"].shape == (2,)
@@ -210,7 +210,7 @@ def test_prepared_data_is_found_without_spark(store, frame):
 
 def test_names_with_dots_and_backticks_are_columns_like_others(store, spark):
     frame = spark.createDataFrame([(1.0, 2)], ["a.b", "c`d"])
-    found = prepared(store, frame, Roles(("a.b",), ("c`d",)))
+    found = prepared(store, frame, ColumnRoles(("a.b",), ("c`d",)))
     assert set(found.columns) == {"a.b", "c`d"}
 
 
@@ -265,7 +265,7 @@ def test_files_of_a_killed_preparation_are_deleted(store, frame, tmp_path):
     (tmp_path / "intermediate_train_data.0" / "_lease-1.json").write_text(json.dumps(gone))
     begun = {"key": "once-upon-a-time", "time": time.time()}
     (tmp_path / "intermediate_train_data.0" / "_preparation.json").write_text(json.dumps(begun))
-    found = prepared(store, frame, Roles(("x",), ("y",), validation=0.5))
+    found = prepared(store, frame, ColumnRoles(("x",), ("y",), validation=0.5))
     assert found.index == 0
     assert len(os.listdir(tmp_path / "intermediate_val_data.0")) <= 3
     assert "part-00000-0badcafe-3.parquet" not in os.listdir(tmp_path / "intermediate_val_data.0")
@@ -300,16 +300,16 @@ def test_every_type_of_spark_that_can_be_a_feature(store, spark):
 
     frame = spark.range(20).selectExpr(*[one.strip() for one in split(TYPES)])
     found = prepared(
-        store, frame, Roles(tuple(name for name in frame.columns if name != "y"), ("y",))
+        store, frame, ColumnRoles(tuple(name for name in frame.columns if name != "y"), ("y",))
     )
     assert (found.columns["word"].dtype, found.columns["bytes"].dtype) == ("utf8", "binary")
     (batch,) = Reader(
-        Dataset.open(found.train_url),
+        Dataset.open_url(found.train_url),
         columns=[*EXPECTED, "y"],
         batch_size=100,
         shuffle=False,
         tail="keep",
-    ).epoch(0)
+    ).read_epoch(0)
     held = {name: batch.column(name) for name in batch.names}
     values = {name: np.frombuffer(one, one.dtype).reshape(one.shape) for name, one in held.items()}
     row = values["y"].tolist().index(3)
@@ -354,7 +354,7 @@ def test_words_hold_rows_out_and_a_fill_takes_the_place_of_nulls(store, spark):
         "case when id % 2 = 0 then cast(id as double) end as x",
         "id as y",
     )
-    roles = Roles(("x",), ("y",), validation="side")
+    roles = ColumnRoles(("x",), ("y",), validation="side")
     with pytest.raises(ValueError, match=r"column x has nulls in \d+ of \d+ rows, in partition \d"):
         prepared(store, frame, roles)
     found = prepared(store, frame, roles, fill={"x": -1})
@@ -384,7 +384,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     def plan():
         return spark.read.parquet(source).where("id >= 10").selectExpr("id * 2 as id", "y")
 
-    roles = Roles(("id",), ("y",))
+    roles = ColumnRoles(("id",), ("y",))
     first = prepared(store, plan(), roles)
     assert not first.reused
     clear_training_cache()
@@ -397,7 +397,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     assert len(manifest["files"]) > 1
     # As a driver leaves it that is killed before the last partition: half of the marks, no
     # manifest.
-    from farandole.data import places
+    from farandole.data import prepared_directories
     from farandole.spark.common.data import plan as plans
     from farandole.spark.common.data import prepare
 
@@ -405,7 +405,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     columns = base.select(
         *[base[name].alias(f"column{index}") for index, name in enumerate(("id", "y"))]
     )
-    sources = plans.parts(columns.coalesce(20))
+    sources = plans.partition_sources(columns.coalesce(20))
     assert sources is not None
     assert len(set(sources)) == len(sources)
     (place / "_manifest.json").unlink()
@@ -423,7 +423,9 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
             "train": {"file": file, **side},
             "val": None,
         }
-        places.note(str(place), number, json.dumps(part).encode(), source=sources[number])
+        prepared_directories.note_finished_partition(
+            str(place), number, json.dumps(part).encode(), source=sources[number]
+        )
     again = prepared(store, plan(), roles)
     assert (again.index, again.resumed, again.reused) == (0, len(kept), False)
     files = os.listdir(place)
@@ -441,8 +443,8 @@ def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, 
 
     spark.range(10).write.parquet(f"{tmp_path}/rows")
     rows = spark.read.parquet(f"{tmp_path}/rows")
-    assert plan.lasting(rows.selectExpr("id + 1 as x").where("x > 3")) is not None
-    assert plan.lasting(rows.selectExpr("id + 1 as x")) != plan.lasting(
+    assert plan.portable_plan_text(rows.selectExpr("id + 1 as x").where("x > 3")) is not None
+    assert plan.portable_plan_text(rows.selectExpr("id + 1 as x")) != plan.portable_plan_text(
         rows.selectExpr("id + 2 as x")
     )
     double = sf.udf(lambda value: value * 2, "long")
@@ -453,4 +455,4 @@ def test_plans_that_say_too_little_of_themselves_are_not_found_by_others(spark, 
         rows.groupBy("id").count(),
         spark.createDataFrame([(1,)], ["id"]),
     ):
-        assert plan.lasting(strange) is None
+        assert plan.portable_plan_text(strange) is None

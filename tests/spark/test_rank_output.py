@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole.spark
-from farandole.runner.hearing import LAST, STAYS
+from farandole.runner.event_handler import LAST_LINES_NOTE, LINES_IN_TASK_LOG_NOTE
 from farandole.spark.common import LocalStore
 from farandole.spark.torch import TorchEstimator
 
@@ -46,8 +46,8 @@ def test_a_fit_without_streams_keeps_the_last_lines_of_stderr_of_each_rank(spark
         f"of rank {rank}" in text and "no more disk" in text for rank, text in told.items()
     ), told
     for rank, text in told.items():
-        assert text.startswith(f"{STAYS}\n{LAST}\n"), (rank, text)
-        assert (kept[rank] / "stdout").read_text() == f"{STAYS}\n"
+        assert text.startswith(f"{LINES_IN_TASK_LOG_NOTE}\n{LAST_LINES_NOTE}\n"), (rank, text)
+        assert (kept[rank] / "stdout").read_text() == f"{LINES_IN_TASK_LOG_NOTE}\n"
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
@@ -70,5 +70,5 @@ def test_a_function_with_a_viewer_keeps_what_reaches_the_driver(spark, tmp_path,
         out, err = (
             (directory / f"output/rank.{rank}/{name}").read_text() for name in ("stdout", "stderr")
         )
-        assert out == (f"out of {rank}\n" if streams else f"{STAYS}\n")
+        assert out == (f"out of {rank}\n" if streams else f"{LINES_IN_TASK_LOG_NOTE}\n")
         assert err.endswith(f"err of {rank}\n"), err

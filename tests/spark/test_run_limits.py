@@ -15,7 +15,7 @@ from tests.spark.deployments import PATIENCE, drive
 import farandole.spark
 from farandole.spark.common import LocalStore
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.job.spill import LIMIT, Spill
+from farandole.spark.job.spill import MAX_INLINE_PICKLE_BYTES, TaskSpill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
@@ -42,12 +42,16 @@ def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave
         rank = int(os.environ["RANK"])
         folder = [entry for entry in os.scandir(f"{home}/runs") if entry.name.startswith("spill-")]
         carried = sum(entry.stat().st_size for entry in os.scandir(folder[0].path))
-        return (bytes([rank]) * (LIMIT + 1) if rank else "small"), len(ballast), carried
+        return (
+            (bytes([rank]) * (MAX_INLINE_PICKLE_BYTES + 1) if rank else "small"),
+            len(ballast),
+            carried,
+        )
 
     home = str(tmp_path)
     small, large = farandole.spark.run(work, num_proc=2, store=LocalStore(home))
     assert small[0] == "small"
-    assert large[0] == b"\1" * (LIMIT + 1)
+    assert large[0] == b"\1" * (MAX_INLINE_PICKLE_BYTES + 1)
     assert small[1] == len(ballast)
     assert small[2] >= len(ballast), "the function did not come by the store"
     assert not list(Path(home).rglob("*spill*/*"))
@@ -86,13 +90,13 @@ spark.stop()
 
 
 def test_a_spilled_result_that_was_tampered_with_is_not_unpickled(tmp_path):
-    spill = Spill.below(LocalStore(str(tmp_path)))
-    stored = spill.put(b"\x80\x05N.")
+    spill = TaskSpill.create_in_store(LocalStore(str(tmp_path)))
+    stored = spill.write_object(b"\x80\x05N.")
     assert stored.name == hashlib.sha256(b"\x80\x05N.").hexdigest()
     (file,) = tmp_path.rglob(stored.name)
     file.write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match="differs from the file that the job wrote"):
-        spill.fetched(stored)
+        spill.load_result(stored)
 
 
 class Counter:

@@ -16,8 +16,8 @@ import torch
 from pyspark.ml import PipelineModel
 
 from farandole._native import store as native
-from farandole.spark.common.saving import saved as module
-from farandole.spark.common.saving.saved import Saved
+from farandole.spark.common.saving import save_directory as module
+from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchModel
 from farandole.spark.torch.saving import payload
@@ -50,8 +50,8 @@ def files(place):
 
 
 def read(place, spark):
-    found = Saved(place, spark)
-    return found.parts(found.metadata())
+    found = SaveDirectory(place, spark)
+    return found.read_parts(found.read_metadata())
 
 
 def breaking(monkeypatch, saved, call, *, after):
@@ -68,13 +68,13 @@ def breaking(monkeypatch, saved, call, *, after):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_a_save_that_fails_leaves_the_old_object(spark, place, monkeypatch, call):
-    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
-    failing = Saved(place, spark)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = SaveDirectory(place, spark)
     breaking(monkeypatch, failing, call, after=False)
     with pytest.raises(Broken):
-        failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+        failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(place, spark) == {"weights": b"old"}
-    Saved(place, spark).write(METADATA, {"weights": b"next"}, overwrite=True)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"next"}, overwrite=True)
     assert read(place, spark) == {"weights": b"next"}
     assert [name.partition("/")[0] for name in files(place)] == ["data", "metadata"]
 
@@ -82,36 +82,38 @@ def test_a_save_that_fails_leaves_the_old_object(spark, place, monkeypatch, call
 def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
     spark, place, monkeypatch
 ):
-    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
     for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
-        failing = Saved(place, spark)
+        failing = SaveDirectory(place, spark)
         breaking(monkeypatch, failing, call, after=True)
         with pytest.raises(Broken):
-            failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+            failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
         assert read(place, spark) == {"weights": expected}
 
 
 def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
     spark, place, monkeypatch, caplog
 ):
-    Saved(place, spark).write(METADATA, {"weights": b"old"}, overwrite=False)
-    failing = Saved(place, spark)
-    breaking(monkeypatch, failing, "delete", after=False)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = SaveDirectory(place, spark)
+    breaking(monkeypatch, failing, "delete_name", after=False)
     with caplog.at_level(logging.WARNING, "farandole"):
-        failing.write(METADATA, {"weights": b"new"}, overwrite=True)
+        failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
     assert "could not be deleted" in caplog.text
     assert read(place, spark) == {"weights": b"new"}
-    Saved(place, spark).write(METADATA, {"weights": b"newest"}, overwrite=True)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"newest"}, overwrite=True)
     assert read(place, spark) == {"weights": b"newest"}
     assert len(files(place)) == 2
 
 
 def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, place):
     old, text = native.Store(place), json.dumps({**METADATA, "uid": "before"})
-    old.write("data/part-00000.parquet", module._parquet([("weights", 0, bytearray(b"earlier"))]))
+    old.write(
+        "data/part-00000.parquet", module._encode_parquet([("weights", 0, bytearray(b"earlier"))])
+    )
     old.write("metadata/part-00000.txt", text.encode() + b"\n")
     assert read(place, spark) == {"weights": b"earlier"}
-    Saved(place, spark).write(METADATA, {"weights": b"new"}, overwrite=True)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
     assert read(place, spark) == {"weights": b"new"}
     assert len(files(place)) == 2
 
@@ -119,37 +121,39 @@ def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, place):
 def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
     place = f"{tmp_path}/object"
     for data in (b"one", b"two"):
-        Saved(place, spark).write(METADATA, {"weights": data}, overwrite=True)
+        SaveDirectory(place, spark).write_save(METADATA, {"weights": data}, overwrite=True)
     (row,) = spark.read.parquet(f"{place}/data").collect()
     assert (row.part, row.chunk, bytes(row.bytes)) == ("weights", 0, b"two")
     assert json.loads(spark.read.text(f"{place}/metadata").first()[0])["class"] == "an.Object"
 
 
 def test_a_save_of_a_newer_format_is_refused(spark, place, monkeypatch):
-    monkeypatch.setattr(module, "FORMAT", module.FORMAT + 1)
-    Saved(place, spark).write(METADATA, {"weights": b"newer"}, overwrite=False)
+    monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"newer"}, overwrite=False)
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match=f"has format {module.FORMAT + 1}, .* reads up to format {module.FORMAT}:"
+        ValueError,
+        match=f"has format {module.FORMAT_VERSION + 1}, .* reads up to format "
+        f"{module.FORMAT_VERSION}:",
     ):
         read(place, spark)
 
 
 def test_metadata_cannot_point_outside(spark, place):
-    Saved(place, spark).write(METADATA, {}, overwrite=False)
-    found = Saved(place, spark)
-    metadata = found.metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
+    SaveDirectory(place, spark).write_save(METADATA, {}, overwrite=False)
+    found = SaveDirectory(place, spark)
+    metadata = found.read_metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
     with pytest.raises(ValueError, match="names no directory of its data"):
-        found.parts(metadata)
+        found.read_parts(metadata)
 
 
 def damaged(place, spark, table):
     """An object whose rows are this table; written as a dictionary is, and packed."""
     file = pa.BufferOutputStream()
     pq.write_table(table, file, compression="zstd", row_group_size=1 << 20)
-    save = Saved(place, spark)
-    save.write(METADATA, {"weights": b"sound"}, overwrite=False)
-    directory = save.metadata()["save"]["data"]
+    save = SaveDirectory(place, spark)
+    save.write_save(METADATA, {"weights": b"sound"}, overwrite=False)
+    directory = save.read_metadata()["save"]["data"]
     store = native.Store(place)
     for name, _ in store.list():
         if name.startswith(directory):
@@ -165,7 +169,7 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
 
     A foreign file may be like that, and so may weights of zeros that an earlier version saved.
     """
-    monkeypatch.setattr(module, "_ROOM", 8 << 20)
+    monkeypatch.setattr(module, "_BASE_ROW_BYTES", 8 << 20)
     rows = 200
     points = pa.DictionaryArray.from_arrays(
         pa.array([0] * rows, pa.int32()), pa.array([b"x" * (1 << 20)])
@@ -174,26 +178,29 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
     damaged(place, spark, pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]))
     with pytest.raises(
         ValueError,
-        match=rf"take more than files of their size .* set {module.VARIABLE} to the bytes",
+        match=rf"take more than files of their size .* set {module.SAVED_BYTES_VARIABLE} to the "
+        rf"bytes",
     ):
         read(place, spark)
-    monkeypatch.setenv(module.VARIABLE, str(rows + 10 << 20))
+    monkeypatch.setenv(module.SAVED_BYTES_VARIABLE, str(rows + 10 << 20))
     assert read(place, spark) == {"weights": b"x" * (rows << 20)}
-    monkeypatch.setenv(module.VARIABLE, "much")
-    with pytest.raises(ValueError, match=f"{module.VARIABLE} is a number of bytes: 'much'"):
+    monkeypatch.setenv(module.SAVED_BYTES_VARIABLE, "much")
+    with pytest.raises(
+        ValueError, match=f"{module.SAVED_BYTES_VARIABLE} is a number of bytes: 'much'"
+    ):
         read(place, spark)
 
 
 def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, monkeypatch):
     synchronized = []
-    monkeypatch.setattr(module.durable, "synchronize", synchronized.append)
+    monkeypatch.setattr(module.durable, "sync_tree", synchronized.append)
     place = os.path.relpath(
         tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir")
     )
     elsewhere = tmp_path / "some" / "other" / "directory"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    Saved(place, spark).write(METADATA, {"weights": b"here"}, overwrite=False)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"here"}, overwrite=False)
     assert (tmp_path / "object" / "metadata").is_dir()
     assert synchronized == [tmp_path / "object"] * 2
 
@@ -208,7 +215,9 @@ def test_files_with_other_columns_are_an_error_that_names_the_place(spark, place
 def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(
     spark, place
 ):
-    Saved(place, spark).write(METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False)
+    SaveDirectory(place, spark).write_save(
+        METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False
+    )
     assert read(place, spark) == {"weights": bytes(40 << 20), "rest": b""}
     (size,) = (size for name, size in native.Store(place).list() if name.endswith(".parquet"))
     assert 40 << 20 < size < 41 << 20, "what is packed could be larger than its file says"
@@ -220,14 +229,16 @@ def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than
 def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
     place = f"{tmp_path}/object"
     LightningEstimator(model=torch.nn.Linear(1, 1), allow_pickle=True, epochs=3).write().save(place)
-    found = Saved(place, spark)
-    metadata = found.metadata()
+    found = SaveDirectory(place, spark)
+    metadata = found.read_metadata()
     assert "allow_pickle" not in json.dumps(metadata)
     forged = {
         name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")
     }
-    objects = payload.unpack(found.parts(metadata)["objects"]) | {"allow_pickle": True}
-    Saved(place, spark).write(metadata | forged, {"objects": payload.pack(objects)}, overwrite=True)
+    objects = payload.unpack_pickle(found.read_parts(metadata)["objects"]) | {"allow_pickle": True}
+    SaveDirectory(place, spark).write_save(
+        metadata | forged, {"objects": payload.pack_pickle(objects)}, overwrite=True
+    )
     loaded = LightningEstimator.load(place)
     assert (loaded.getEpochs(), loaded.getAllowPickle()) == (3, None)
     # Spark saves the param maps of a CrossValidator, which it applies by `copy`.

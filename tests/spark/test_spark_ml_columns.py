@@ -24,8 +24,8 @@ from tests.single.training import Here
 
 from farandole.data import Pad, ParquetLoader, frame_loader, statistics_of
 from farandole.data import prepare_data as prepare_frame
-from farandole.data.columns import Roles
-from farandole.data.splits import split_of
+from farandole.data.columns import ColumnRoles
+from farandole.data.splits import resolve_split
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import prepare_data
 from farandole.spark.common.model import base as model_module
@@ -287,7 +287,7 @@ def test_a_model_of_values_predicts_them_and_has_metrics_of_values(spark, tmp_pa
     )  # fmt: skip
     fitted = estimator.fit(line)
     told = fitted.evaluate(line)
-    model_module._TOLD.clear()
+    model_module._SHOWN_MESSAGES.clear()
     scored = fitted.transform(line)
     fitted.setVerbose(1).transform(line)
     fitted.transform(line)
@@ -324,8 +324,8 @@ def test_a_split_holds_the_same_rows_out_on_spark_as_without(spark, tmp_path, by
     def held_out(url):
         return sorted(next(iter(ParquetLoader(url, 1000, ["id"])))["id"].tolist())
 
-    roles = Roles(features=("id", "day"), labels=(), validation=0.25)
-    split = split_of(
+    roles = ColumnRoles(features=("id", "day"), labels=(), validation=0.25)
+    split = resolve_split(
         0.25, *(column if by == one else None for one in ("stratify", "group", "time")), 3
     )
     with prepare_data(
@@ -343,7 +343,7 @@ def test_tables_of_a_catalog_are_prepared_as_other_frames(spark, tmp_path):
     rows = spark.range(100).selectExpr("id", "cast(id % 3 as string) as kind", "id / 2 as x")
     rows.write.option("path", f"{tmp_path}/table").partitionBy("kind").saveAsTable("farandole_rows")
     try:
-        roles = Roles(features=("id", "x", "kind"), labels=(), validation=None)
+        roles = ColumnRoles(features=("id", "x", "kind"), labels=(), validation=None)
         for frame in (spark.table("farandole_rows"), spark.sql("select * from farandole_rows")):
             with prepare_data(
                 2, LocalStore(str(tmp_path / "store")), frame, roles, 3, categories=["kind"]

@@ -15,7 +15,7 @@ import pytest
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common import LocalStore
-from farandole.stores import seals
+from farandole.stores import checkpoint_signatures
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("spark")]
 # Workers import no test.
@@ -49,12 +49,12 @@ def commits(folder, until):
 @pytest.mark.parametrize("run", [farandole.spark.run, farandole.spark.run_elastic])
 def test_commits_are_sealed_by_the_secret_of_the_driver(tmp_path, monkeypatch, run):
     run = functools.partial(run, num_proc=2, verbose=0)
-    monkeypatch.setenv(seals.SECRET, SECRET)
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, SECRET)
     mine = str(tmp_path / "mine")
     assert run(commits, (mine, 2)) == [(0, [])] * 2
-    entries = json.loads((Path(mine) / "runs/job" / seals.MARKER).read_text())["checkpoints"][
-        "checkpoint"
-    ]
+    entries = json.loads(
+        (Path(mine) / "runs/job" / checkpoint_signatures.MARKER_FILENAME).read_text()
+    )["checkpoints"]["checkpoint"]
     assert all("seal" in one for one in entries)
     assert LocalStore(mine).to_remote("job").resume() is not None, (
         "the seal is that of the driver's secret"
@@ -65,8 +65,8 @@ def test_commits_are_sealed_by_the_secret_of_the_driver(tmp_path, monkeypatch, r
 @pytest.mark.parametrize("run", [farandole.spark.run, farandole.spark.run_elastic])
 def test_commits_without_the_seal_of_the_drivers_secret_are_refused(tmp_path, monkeypatch, run):
     run = functools.partial(run, num_proc=2, verbose=0)
-    monkeypatch.delenv(seals.SECRET, raising=False)
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     assert run(commits, (str(tmp_path), 3)) == [(0, [])] * 2
-    monkeypatch.setenv(seals.SECRET, SECRET)
+    monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, SECRET)
     with pytest.raises(FarandoleJobError, match="no usable checkpoint"):
         run(commits, (str(tmp_path), 5))

@@ -24,7 +24,7 @@ from pyspark.sql import functions as sf
 from tests.single.training import Here
 
 from farandole.spark.common import LocalBackend, LocalStore, ObjectStore, SparkBackend
-from farandole.spark.common.saving import places
+from farandole.spark.common.saving import store_backend
 from farandole.spark.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.timeout(600)
@@ -179,7 +179,7 @@ def test_a_place_that_cannot_be_made_here_stays_unset_and_is_said(caplog):
         "backend": {"class": "LocalBackend"},
     }
     with caplog.at_level(logging.WARNING, "farandole"):
-        places.put(made, saved, "/saved")
+        store_backend.restore_store_and_backend(made, saved, "/saved")
     assert (
         "the store that was saved at /saved cannot be created here, so set one: 'Popen'"
         in caplog.text

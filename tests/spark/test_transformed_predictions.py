@@ -21,7 +21,7 @@ from tests.single.training import Here
 
 from farandole.data import Decode, Image
 from farandole.spark.common import LocalStore
-from farandole.spark.common.transform import Transformation
+from farandole.spark.common.transform import UserTransformation
 from farandole.spark.keras import KerasEstimator, KerasModel
 from farandole.spark.torch import TorchEstimator, TorchModel
 
@@ -118,17 +118,17 @@ def test_only_columns_of_training_are_reported_as_absent():
     def looks_up(row):
         return {"x": {"known": 1.0}[row["x"]]}
 
-    made = Transformation(looks_up, [("made", "float32", (), False)], ["text"]).of_features(
+    made = UserTransformation(looks_up, [("made", "float32", (), False)], ["text"]).for_prediction(
         ["x"], ["y"]
     )
-    assert made.predicted({"x": np.array(["known"])}, ["x"])["x"].tolist() == [1.0]
+    assert made.transform_features({"x": np.array(["known"])}, ["x"])["x"].tolist() == [1.0]
     with pytest.raises(KeyError, match="unknown"):
-        made.predicted({"x": np.array(["unknown"], object)}, ["x"])
+        made.transform_features({"x": np.array(["unknown"], object)}, ["x"])
     for name in ("y", "made", "text"):
         with pytest.raises(
             ValueError, match=f"transformation_fn asks for column '{name}'.* which are x"
         ) as told:
-            made.predicted({"x": np.array([name], object)}, ["x"])
+            made.transform_features({"x": np.array([name], object)}, ["x"])
         assert isinstance(told.value.__cause__, KeyError)
 
 

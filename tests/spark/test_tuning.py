@@ -133,13 +133,13 @@ def searched(spark, tmp_path, monkeypatch):
     parents of ranks.
     """
     prepared = []
-    original = prepare._prepare
+    original = prepare._write_prepared_data
 
     def counting(*args, **kwargs):
         prepared.append(args)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(prepare, "_prepare", counting)
+    monkeypatch.setattr(prepare, "_write_prepared_data", counting)
     frame = spark.createDataFrame([(x / 64, 2 * x / 64) for x in range(64)], "x float, y float")
     network = torch.nn.Linear(1, 1)
     for name in ("most", "parents"):
@@ -245,7 +245,7 @@ def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slot
 def test_rows_that_are_said_to_be_the_same_are_prepared_once_though_no_plan_tells(
     searched, monkeypatch
 ):
-    monkeypatch.setattr(prepare.plan, "fingerprint", lambda _frame: None)
-    monkeypatch.setattr(prepare.plan, "lasting", lambda _frame: None)
+    monkeypatch.setattr(prepare.plan, "plan_fingerprint", lambda _frame: None)
+    monkeypatch.setattr(prepare.plan, "portable_plan_text", lambda _frame: None)
     _, prepared, _, _ = searched(TrainValidationSplit, 2, trainRatio=0.7, epochs=(1, 2))
     assert prepared == 2, "as on Spark Connect"

@@ -19,7 +19,7 @@ from tests.spark.deployments import PATIENCE, can_unshare, drive, pod, standalon
 import farandole.spark
 from farandole.spark import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
-from farandole.spark.task import choose_device
+from farandole.spark.task import choose_gpu
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=True)]
 
@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 * PATIENCE, func_only=Tr
 def test_13_an_invalid_device_ordinal_or_several_ranks_on_one_gpu(
     count, local_rank, addresses, visible, index
 ):
-    choice = choose_device(count, local_rank, 4, addresses, visible)
+    choice = choose_gpu(count, local_rank, 4, addresses, visible)
     assert choice is not None
     assert choice.index == index
     assert (addresses[0] if addresses else "Spark assigned none") in choice.reason
@@ -53,10 +53,10 @@ def test_13_the_choice_of_a_gpu_is_logged_by_every_rank_and_the_old_switch_is_ho
         from farandole.spark import task
 
         # Two GPUs and an assignment, as far as this code can tell.
-        os.environ[task.RESOURCES] = '{"gpu": ["1"]}'
-        first = task.device(2, 0, 2)
+        os.environ[task.RESOURCES_VARIABLE] = '{"gpu": ["1"]}'
+        first = task.choose_own_gpu(2, 0, 2)
         os.environ["HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"] = "1"
-        second = task.device(2, 0, 2)
+        second = task.choose_own_gpu(2, 0, 2)
         return first.index, second.index
 
     import io
@@ -68,7 +68,7 @@ def test_13_the_choice_of_a_gpu_is_logged_by_every_rank_and_the_old_switch_is_ho
             f"[{rank}]<stderr>:farandole: rank {rank} takes GPU 1 of 2: Spark assigned 1"
             in log.getvalue()
         )
-    assert choose_device(0, 0, 1, ["0"]) is None
+    assert choose_gpu(0, 0, 1, ["0"]) is None
 
 
 def test_15_ten_minutes_of_waiting_and_then_timed_out(spark):

@@ -12,7 +12,7 @@ from tests.spark.test_saved import METADATA, WRITES, Broken, breaking
 from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
-from farandole.spark.common.saving import saved
+from farandole.spark.common.saving import save_directory
 
 HADOOP = ["hdfs", "name_service", "kerberos", "kerberos_privacy"]
 KINDS = ["local", "memory", "dbfs", "s3", "gcs", "azure", *HADOOP]
@@ -49,7 +49,7 @@ def test_files_appear_whole_are_listed_and_go(store):
     assert store.read(note) == b"two"
     run = native.Store(store.get_run_path("r"))
     assert run.list() == [("note.txt", 3)]
-    assert [item[0] for item in native.Store(store.get_runs_path()).look()] == ["r"]
+    assert [item[0] for item in native.Store(store.get_runs_path()).list_directory()] == ["r"]
     assert run.read_range("note.txt", 1, 3) == b"wo"
     with pytest.raises(FileNotFoundError, match="absent"):
         store.read(f"{store.get_run_path('r')}/absent")
@@ -62,18 +62,18 @@ def test_files_appear_whole_are_listed_and_go(store):
 @pytest.mark.parametrize("call", WRITES)
 def test_an_overwriting_save_that_fails_leaves_an_object(store, monkeypatch, call, after):
     # As where Spark does not know the store: the object is written by the store itself.
-    monkeypatch.setattr(saved, "_spark_knows", lambda *_: False)
+    monkeypatch.setattr(save_directory, "_spark_has_scheme", lambda *_: False)
     place = f"{store.prefix_path}/object"
 
     def overwrite(data, *broken):
-        writing = saved.Saved(place, None)
+        writing = save_directory.SaveDirectory(place, None)
         for name in broken:
             breaking(monkeypatch, writing, name, after=after)
-        writing.write(METADATA, {"weights": data}, overwrite=True)
+        writing.write_save(METADATA, {"weights": data}, overwrite=True)
 
     def found():
-        reading = saved.Saved(place, None)
-        return reading.parts(reading.metadata())["weights"]
+        reading = save_directory.SaveDirectory(place, None)
+        return reading.read_parts(reading.read_metadata())["weights"]
 
     overwrite(b"old")
     with pytest.raises(Broken):
@@ -133,15 +133,15 @@ def test_of_many_creators_of_a_file_one_succeeds(store):
     with ThreadPoolExecutor(8) as pool:
         made = list(
             pool.map(
-                lambda name: place.create("lease.json", name),
+                lambda name: place.create_if_absent("lease.json", name),
                 [b"%d" % number for number in range(8)],
             )
         )
     assert made.count(True) == 1
     assert place.read("lease.json") == b"%d" % made.index(True)
-    assert not place.create("lease.json", b"late")
+    assert not place.create_if_absent("lease.json", b"late")
     place.delete("lease.json")
-    assert place.create("lease.json", b"again")
+    assert place.create_if_absent("lease.json", b"again")
 
 
 def test_data_is_prepared_found_again_and_read(store):

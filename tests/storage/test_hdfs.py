@@ -141,7 +141,7 @@ def test_the_next_preparation_deletes_the_remains_of_killed_uploads(hdfs, prefix
     leavings = [".part-0.parquet.tmp.1", "inner/.part-1.parquet.tmp.1"]
     for name in (*leavings, "part-0.parquet", ".tmp", "x.tmp.1"):
         place.write(name, b"x")
-    place.tidy()
+    place.remove_partial_uploads()
     left = [name for name, _ in place.list()]
     assert left == [".tmp", leavings[1], "part-0.parquet", "x.tmp.1"], (
         "those directly in the directory"

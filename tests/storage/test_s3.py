@@ -82,7 +82,7 @@ assert store.read(store.prefix_path + "/child") == b"y"
 
 def test_large_files_go_in_parts(s3_options, prefix):
     store = native.Store(f"s3://bucket/{prefix}")
-    native.configure(
+    native.configure_options(
         f"s3://bucket/{prefix}", {key: str(value) for key, value in s3_options.items()}
     )
     store = native.Store(f"s3://bucket/{prefix}")
@@ -99,9 +99,9 @@ def test_a_delta_table_in_a_bucket_is_opened_by_the_same_options(s3_options, pre
     store = Store.create(f"s3://bucket/{prefix}", storage_options=s3_options)
     url = f"{store.prefix_path}/table"
     deltalake.write_deltalake(
-        url, pa.table({"x": np.arange(100)}), storage_options=native.options_of(url)
+        url, pa.table({"x": np.arange(100)}), storage_options=native.object_store_options(url)
     )
-    deltalake.DeltaTable(url, storage_options=native.options_of(url)).delete("x >= 50")
+    deltalake.DeltaTable(url, storage_options=native.object_store_options(url)).delete("x >= 50")
     rows = np.concatenate([batch["x"] for batch in ParquetLoader(url, 20)])
     assert sorted(rows.tolist()) == list(range(50))
     with prepare_data(url, store, label_cols=["x"]) as prepared:

@@ -153,7 +153,7 @@ def soak(kind, seconds, seed):
     """Works for so long; the base, and samples of what was alive, what was resident, and what
     malloc had given away.
     """
-    from farandole.common.heap import Heap
+    from farandole.common.heap import MallocHeap
 
     ops = {"torch": Torch, "tensorflow": TensorFlow}[kind]()
     hvd = ops.hvd
@@ -163,12 +163,12 @@ def soak(kind, seconds, seed):
         one(ops, draw, own, held, sets)
     held.clear()
     tidy()
-    heap, base, samples, looked = Heap(), resident(), [], time.monotonic()
+    heap, base, samples, looked = MallocHeap(), resident(), [], time.monotonic()
     most, end = 0, time.monotonic() + seconds
     while hvd.broadcast_object(time.monotonic() < end):
         for _ in range(10):
             most = max(most, one(ops, draw, own, held, sets))
         if time.monotonic() - looked > 0.5:
-            samples.append((most, resident(), heap.used()))
+            samples.append((most, resident(), heap.used_bytes()))
             most, looked = 0, time.monotonic()
     return base, samples

@@ -33,8 +33,8 @@ import farandole
 from farandole._native import store as native
 from farandole.data import ParquetLoader
 from farandole.numpy import plain
-from farandole.runner import warm
-from farandole.spark.common.saving import saved
+from farandole.runner import warm_workers
+from farandole.spark.common.saving import save_directory
 from farandole.spark.torch.saving import tensorfile
 
 pytestmark = pytest.mark.timeout(120 + 4 * seconds())
@@ -76,7 +76,7 @@ def test_a_damaged_state_of_a_reader_is_an_error_and_leaves_the_reader_as_it_was
 
 def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
     tensors = {"weight": torch.ones(3, 4), "steps": torch.tensor(7), "empty": torch.ones(0, 2)}
-    sound = tensorfile.dump(tensors)
+    sound = tensorfile.dump_tensors(tensors)
     (length,) = struct.unpack_from("<Q", sound)
     header, data = json.loads(sound[8 : 8 + length]), sound[8 + length :]
     taken = refused = 0
@@ -89,7 +89,7 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
             text = json.dumps(altered(draw, header)).encode()
             damaged = struct.pack("<Q", len(text)) + text + data
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        error = raised(ValueError, tensorfile.load, damaged)
+        error = raised(ValueError, tensorfile.load_tensors, damaged)
         if error is None:
             taken += 1
         else:
@@ -103,8 +103,8 @@ def test_a_damaged_file_of_tensors_is_an_error_and_takes_no_memory():
 
 
 def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(saved, "_ROOM", 8 << 20)
-    files = saved._StoreFiles(native.Store(str(tmp_path)))
+    monkeypatch.setattr(save_directory, "_BASE_ROW_BYTES", 8 << 20)
+    files = save_directory._StoreFiles(native.Store(str(tmp_path)))
     rows = [
         (part, chunk, bytearray(part.encode() * 2_000))
         for part in ("state", "objects")
@@ -121,7 +121,7 @@ def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkey
     sound = [path.read_bytes(), (tmp_path / "older.parquet").read_bytes()]
     for one in sound:
         path.write_bytes(one)
-        assert list(files.rows("data")) == [
+        assert list(files.read_rows("data")) == [
             (part, chunk, bytes(data)) for part, chunk, data in rows
         ]
     taken = refused = 0
@@ -130,7 +130,7 @@ def test_a_damaged_saved_object_is_an_error_and_takes_no_memory(tmp_path, monkey
         nonlocal taken, refused
         path.write_bytes(mutated(draw, draw.choice(sound)))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        error = raised((ValueError, OSError), lambda: list(files.rows("data")))
+        error = raised((ValueError, OSError), lambda: list(files.read_rows("data")))
         if error is None:
             taken += 1
         else:
@@ -158,27 +158,27 @@ def test_deep_and_huge_headers_of_tensors_are_errors():
     ]
     for text in (b"[" * 100_000, b"[]", b"7", *((one % shape).encode() for shape in shapes)):
         with pytest.raises(ValueError, match="not a whole file of tensors"):
-            tensorfile.load(struct.pack("<Q", len(text)) + text)
+            tensorfile.load_tensors(struct.pack("<Q", len(text)) + text)
 
 
 @pytest.fixture
 def meeting():
     # By its path: the package around it loads TensorFlow, which it does without.
-    path = Path(farandole.__file__).parent / "tensorflow" / "data" / "_meeting.py"
+    path = Path(farandole.__file__).parent / "tensorflow" / "data" / "_registry.py"
     spec = importlib.util.spec_from_file_location("meeting_of_data", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    server = module.MeetingServer(1, 1)
+    server = module.DataServiceRegistryServer(1, 1)
     yield server, module
     server.close()
 
 
 def address(server):
-    return "127.0.0.1", server.addresses[0][1]
+    return "127.0.0.1", server.listen_addresses[0][1]
 
 
 def client(server, module):
-    return module.MeetingClient([address(server)], server.key, 10.0)
+    return module.DataServiceRegistryClient([address(server)], server.key, 10.0)
 
 
 def request(server, module, text):
@@ -186,9 +186,9 @@ def request(server, module, text):
     line = socket.create_connection(address(server), 10.0)
     with line:
         until = time.monotonic() + 10.0
-        randoms = module._exactly(line, 32, until) + b"c" * 32
+        randoms = module._receive_exactly(line, 32, until) + b"c" * 32
         proof = module.hmac.digest(server.key, b"request" + randoms + text, "sha256")
-        module._say(line, randoms[32:] + proof + text, until)
+        module._send_message(line, randoms[32:] + proof + text, until)
         line.shutdown(socket.SHUT_WR)
         return line.makefile("rb").read()
 
@@ -245,7 +245,7 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
     meeting, monkeypatch
 ):
     server, module = meeting
-    monkeypatch.setattr(module, "REACH", 1.0)
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_SECONDS", 1.0)
     began = time.monotonic()
     with socket.create_connection(address(server), 10.0) as line:
         assert len(line.recv(100)) == 32
@@ -259,8 +259,8 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
 
 def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monkeypatch):
     server, module = meeting
-    server._places = 50
-    monkeypatch.setattr(module, "REACH", 60.0)
+    server._max_connections = 50
+    monkeypatch.setattr(module, "REQUEST_TIMEOUT_SECONDS", 60.0)
     asker = client(server, module)
     asker.register_dispatcher(0, "here:1")
     strangers = []
@@ -270,7 +270,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monk
             began = time.monotonic()
             assert asker.wait_for_dispatcher_registration(0) == "here:1"
             assert time.monotonic() - began < 20.0
-        assert len(server._unproven) <= 50
+        assert len(server._unproven_connections) <= 50
     finally:
         for stranger in strangers:
             stranger.close()
@@ -284,14 +284,14 @@ def test_a_request_that_was_changed_on_the_way_is_refused(meeting):
         near, _ = door.accept()
         with near, socket.create_connection(address(server), 10.0) as far:
             until = time.monotonic() + 10.0
-            module._send(near, module._exactly(far, 32, until), until)
-            said = module._whole(near, 64, until)
-            module._say(far, said.replace(b"here", b"evil"), until)
+            module._send_bytes(near, module._receive_exactly(far, 32, until), until)
+            said = module._receive_message(near, 64, until)
+            module._send_message(far, said.replace(b"here", b"evil"), until)
             near.sendall(far.recv(1000))
 
     thread = threading.Thread(target=relay)
     thread.start()
-    misled = module.MeetingClient([door.getsockname()], server.key, 5.0)
+    misled = module.DataServiceRegistryClient([door.getsockname()], server.key, 5.0)
     with pytest.raises(ConnectionError, match="gave no answer"):
         misled.register_dispatcher(0, "here:1")
     thread.join(10.0)
@@ -310,8 +310,8 @@ def forks(tmp_path, monkeypatch):
     """Yields the socket of a fork server that has imported little, and its process id."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     place = tmp_path / "w"
-    told = warm.Warm(("json",), 30.0)
-    warm._start(told, sys.executable, dict(os.environ), os.getpid(), place)
+    told = warm_workers.WarmWorkers(("json",), 30.0)
+    warm_workers._start_server(told, sys.executable, dict(os.environ), os.getpid(), place)
     pid = int(_server_of(place))
     yield place, pid
     os.kill(pid, signal.SIGTERM)
@@ -468,7 +468,7 @@ def test_another_user_gets_nothing_from_the_fork_server_and_keeps_nobody_from_it
 
 def test_a_damaged_message_of_plain_values_is_an_error():
     arrays = np.arange(6.0).reshape(2, 3), np.ones((0, 4)), np.float32(1)
-    sound = plain.pack({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
+    sound = plain.pack_plain({"a": [1, 2.5, ("x", b"yz", *arrays)], 7: None})
     text, _, rest = sound.partition(b"\0")
     told = json.loads(text)
     taken = refused = 0
@@ -478,7 +478,7 @@ def test_a_damaged_message_of_plain_values_is_an_error():
         damaged = mutated(draw, sound)
         if draw.random() < 0.7:
             damaged = json.dumps(altered(draw, told)).encode() + b"\0" + rest
-        if raised(ValueError, plain.unpack, damaged) is None:
+        if raised(ValueError, plain.unpack_plain, damaged) is None:
             taken += 1
         else:
             refused += 1

@@ -118,13 +118,13 @@ def test_a_local_job_listens_on_loopback_alone(monkeypatch, setting, method):
     from farandole.runner import backend
 
     before, driver = sockets.listening(), set()
-    conduct = backend.conduct
+    conduct = backend.run_gang
 
     def watching(*given):
         driver.update(sockets.listening() - before)
         return conduct(*given)
 
-    monkeypatch.setattr(backend, "conduct", watching)
+    monkeypatch.setattr(backend, "run_gang", watching)
     ranks = LocalBackend(2, verbose=0, warm=False).run(opened, (method,))
     assert [address for address, _ in driver] == [LOOPBACK], "the registrar"
     for engine, group in ranks:
@@ -149,13 +149,13 @@ def test_torchs_debug_server_opens_ports_only_after_consent():
 
 MEETING = """
 from tests.sockets import listening
-from farandole.tensorflow.data._meeting import MeetingClient, MeetingServer
+from farandole.tensorflow.data._registry import DataServiceRegistryClient, DataServiceRegistryServer
 before = listening()
-server = MeetingServer(1, 1)
+server = DataServiceRegistryServer(1, 1)
 ((address, port),) = listening() - before
 assert address == "0100007F" and 41820 <= port < 41860, (address, port)
-assert server.addresses == [("127.0.0.1", port)]
-MeetingClient(server.addresses, server.key, 20.0).shutdown()
+assert server.listen_addresses == [("127.0.0.1", port)]
+DataServiceRegistryClient(server.listen_addresses, server.key, 20.0).shutdown()
 server.close()
 assert listening() == before
 """

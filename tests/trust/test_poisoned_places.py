@@ -24,11 +24,11 @@ from tests.single.training import estimator, line, linear, write
 from farandole.common import elastic
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
-from farandole.spark.common.saving.saved import Saved
+from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.lightning import TorchModel as LightningModel
 from farandole.spark.torch import TorchEstimator, TorchModel
-from farandole.stores import seals
+from farandole.stores import checkpoint_signatures
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -120,9 +120,9 @@ def each_poisoned(folder, mark, read, poison):
         with contextlib.suppress(Exception):
             read(copy)
         assert not mark.exists(), name
-        if name.startswith("runs/") and seals.MARKER not in name:
+        if name.startswith("runs/") and checkpoint_signatures.MARKER_FILENAME not in name:
             # A writer of that place can remove the marker, too.
-            (copy / "runs" / "r" / seals.MARKER).unlink()
+            (copy / "runs" / "r" / checkpoint_signatures.MARKER_FILENAME).unlink()
             with contextlib.suppress(Exception):
                 read(copy)
             assert not mark.exists(), name
@@ -160,9 +160,11 @@ def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted
     fitted(folder, "r", 1)
     fitted(folder, "r", 2)
     names = each_poisoned(folder, mark, lambda copy: fitted(copy, "r", 3), poison)
-    assert {"runs/r/checkpoint", "runs/r/checkpoint.previous", f"runs/r/{seals.MARKER}"} <= set(
-        names
-    )
+    assert {
+        "runs/r/checkpoint",
+        "runs/r/checkpoint.previous",
+        f"runs/r/{checkpoint_signatures.MARKER_FILENAME}",
+    } <= set(names)
     assert any(name.endswith(".parquet") for name in names)
 
 
@@ -249,7 +251,7 @@ def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made,
     assert set(names) == {
         "runs/r/checkpoint",
         "runs/r/checkpoint.previous",
-        f"runs/r/{seals.MARKER}",
+        f"runs/r/{checkpoint_signatures.MARKER_FILENAME}",
     }
 
 
@@ -369,11 +371,13 @@ def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(
     names = each_poisoned(folder, mark, lambda copy: load(str(copy)), poison)
     assert any(name.endswith(".parquet") for name in names)
     # A file of parts that is whole, and whose parts are poisoned.
-    reader = Saved(str(folder), spark)
-    metadata = reader.metadata()
-    parts = reader.parts(metadata)
+    reader = SaveDirectory(str(folder), spark)
+    metadata = reader.read_metadata()
+    parts = reader.read_parts(metadata)
     for name in parts:
-        Saved(str(folder), spark).write(metadata, parts | {name: poison(mark)}, overwrite=True)
+        SaveDirectory(str(folder), spark).write_save(
+            metadata, parts | {name: poison(mark)}, overwrite=True
+        )
         with contextlib.suppress(Exception):
             load(str(folder))
         assert not mark.exists(), name

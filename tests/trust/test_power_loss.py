@@ -25,13 +25,13 @@ from tests.single.test_data_prepare import arrays, write
 
 from farandole._native import prepare
 from farandole._native import store as native
-from farandole.data import places
 from farandole.data import prepare as preparing
+from farandole.data import prepared_directories
 from farandole.data.prepare import prepare_data
 from farandole.spark.common import LocalStore
-from farandole.spark.common.model.onnx import placed
-from farandole.spark.common.saving import saved
-from farandole.stores import durable, seals
+from farandole.spark.common.model.onnx import write_atomically
+from farandole.spark.common.saving import save_directory
+from farandole.stores import checkpoint_signatures, durable
 
 pytestmark = pytest.mark.timeout(300)
 SIZE = 48 << 20
@@ -139,7 +139,9 @@ def test_prepared_data_that_is_complete_is_whole(disk):
 
 @needs
 def test_the_marker_and_the_records_of_a_run_are_there_with_its_checkpoint(disk, monkeypatch):
-    monkeypatch.setenv(seals.SECRET, "nobody may write a marker without it")
+    monkeypatch.setenv(
+        checkpoint_signatures.SECRET_VARIABLE, "nobody may write a marker without it"
+    )
     folder, lose_power = disk
     records = ("_record.json", "logs/steps.jsonl", "logs/history.jsonl")
     for epoch in range(1, 4):
@@ -171,22 +173,27 @@ def test_data_that_is_prepared_is_no_data_set_at_any_step_before_all_of_it_is_th
                 steps.append((name, None))
 
     for owner, name in (
-        (preparing._Part, "finish"),
-        (places, "note"),
-        (prepare, "commit"),
-        (places.Place, "finish"),
+        (preparing._OpenPartition, "finish_partition"),
+        (prepared_directories, "note_finished_partition"),
+        (prepare, "commit_partitions"),
+        (prepared_directories.PreparedDirectory, "mark_complete"),
     ):
         followed(monkeypatch, owner, name, step)
     rows = list(map(float, range(5_000)))
     prepare_data(pd.DataFrame({"x": rows, "y": rows}), LocalStore(str(folder)), label_cols=["y"])
-    assert steps == [("finish", None), ("note", None), ("commit", rows), ("finish", rows)]
+    assert steps == [
+        ("finish_partition", None),
+        ("note_finished_partition", None),
+        ("commit_partitions", rows),
+        ("mark_complete", rows),
+    ]
 
 
 @needs
 def test_a_model_that_was_exported_is_there_and_so_is_the_one_before_until_then(disk):
     folder, lose_power = disk
     for number in range(2):
-        with placed(folder / "model.onnx") as made:
+        with write_atomically(folder / "model.onnx") as made:
             made.write_bytes(b"%d" % number * 5_000)
             made.with_name("weights").write_bytes(b"w%d" % number * 5_000)
             if number:
@@ -214,7 +221,7 @@ def sync_names(folder):
     contents.
     """
     for place, _, _ in os.walk(folder):
-        durable.Disk().sync(Path(place))
+        durable.DurableFiles().sync_path(Path(place))
 
 
 @needs
@@ -223,7 +230,7 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
     disk, request, monkeypatch, by_spark
 ):
     session = request.getfixturevalue("spark")
-    monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
+    monkeypatch.setattr(save_directory, "_spark_has_scheme", lambda *_: by_spark)
     folder, lose_power = disk
     weights = [bytes([number]) * 300_000 for number in range(2)]
     place, steps = folder / "model", []
@@ -231,21 +238,21 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
     def step(_name):
         # The worst of what the kernel may write back by itself: the metadata without the data.
         for path in (place / "metadata").iterdir():
-            durable.Disk().sync(path)
+            durable.DurableFiles().sync_path(path)
         sync_names(folder)
         with lose_power() as after:
-            left = saved.Saved(str(after / "model"), session)
-            found = left.metadata("m")
-            assert left.parts(found) == {"weights": weights[found["n"]]}
+            left = save_directory.SaveDirectory(str(after / "model"), session)
+            found = left.read_metadata("m")
+            assert left.read_parts(found) == {"weights": weights[found["n"]]}
             steps.append(found["n"])
 
-    saved.Saved(str(place), session).write(
+    save_directory.SaveDirectory(str(place), session).write_save(
         {"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False
     )
-    second = saved.Saved(str(place), session)
-    for call in ("write_rows", "write_text", "delete"):
+    second = save_directory.SaveDirectory(str(place), session)
+    for call in ("write_rows", "write_text", "delete_name"):
         followed(monkeypatch, second._files, call, step)
-    second.write({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
+    second.write_save({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
     assert steps[:2] == [0, 1]
     assert set(steps[2:]) == {1}
 
@@ -256,15 +263,15 @@ def test_a_model_that_was_saved_is_there_and_so_is_one_that_is_saved_over_it(
     disk, request, monkeypatch, by_spark
 ):
     session = request.getfixturevalue("spark")
-    monkeypatch.setattr(saved, "_spark_knows", lambda *_: by_spark)
+    monkeypatch.setattr(save_directory, "_spark_has_scheme", lambda *_: by_spark)
     folder, lose_power = disk
     for number in range(2):
         metadata = {"class": "m", "n": number}
-        saved.Saved(str(folder / "model"), session).write(
+        save_directory.SaveDirectory(str(folder / "model"), session).write_save(
             metadata, {"weights": b"%d" % number}, overwrite=True
         )
         with lose_power() as after:
-            left = saved.Saved(str(after / "model"), session)
-            found = left.metadata("m")
+            left = save_directory.SaveDirectory(str(after / "model"), session)
+            found = left.read_metadata("m")
             assert found["n"] == number
-            assert left.parts(found) == {"weights": b"%d" % number}
+            assert left.read_parts(found) == {"weights": b"%d" % number}

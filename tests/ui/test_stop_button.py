@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from farandole.spark.common.show.stop_button import Endpoint
-from farandole.spark.common.show.stop_button import page as button_page
+from farandole.spark.common.show.stop_button import StopEndpoint
+from farandole.spark.common.show.stop_button import button_html as button_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +23,10 @@ class Fake:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         self.calls.append("ask")
 
-    def end(self) -> None:
+    def end_at_once(self) -> None:
         self.calls.append("interrupt")
 
 
@@ -63,9 +63,9 @@ def notebook() -> Iterator[Any]:
 
 def test_the_first_click_stops_and_the_second_ends_at_once_also_after_a_reload(page, notebook):
     stop: Any = Fake()
-    endpoint = Endpoint(stop)
+    endpoint = StopEndpoint(stop)
     try:
-        page.goto(notebook(button_page(endpoint.link, in_order=True)))
+        page.goto(notebook(button_page(endpoint.browser_url, in_order=True)))
         page.reload()
         button = page.locator(".farandole-stop button")
         assert button.inner_text() == "Stop"
@@ -82,8 +82,8 @@ def test_the_first_click_stops_and_the_second_ends_at_once_also_after_a_reload(p
 
 
 def test_a_browser_that_does_not_reach_the_kernel_says_how_to_end_the_fit(page, notebook, errors):
-    endpoint = Endpoint(Fake())  # pyright: ignore[reportArgumentType]
-    page.goto(notebook(button_page(endpoint.link, in_order=True)))
+    endpoint = StopEndpoint(Fake())  # pyright: ignore[reportArgumentType]
+    page.goto(notebook(button_page(endpoint.browser_url, in_order=True)))
     endpoint.close()
     page.click(".farandole-stop button")
     page.wait_for_selector(
