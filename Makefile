@@ -194,6 +194,7 @@ lint: $(VENV)/.packages .tools/bin/vale
 	cargo fmt --all --check
 	cargo clippy --release --workspace --all-targets -- -D warnings
 	cargo xtask check
+	.ci/commits
 	$(BIN)/ruff check python tests examples bench release docs
 	$(BIN)/ruff format --check python tests examples bench release docs
 	$(BIN)/pyright

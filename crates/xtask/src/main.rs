@@ -2,20 +2,23 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes
-//! generated pages), `cargo xtask proto` (refreshes generated code).
+//! generated pages), `cargo xtask proto` (refreshes generated code), `cargo xtask quiz SEED` (draws
+//! names for a reader who does not know the code).
 //!
 //! ```text
-//! check ── edges, config_docs, proto, files, openings, width ──> an error that names each file
+//! check ── crate_dependencies, config_docs, proto, source_files, doc_openings, comment_width,
+//!          naming ───────> an error that names each file
 //! docs ─── config_docs ──> docs/reference/configuration.md
 //! proto ── proto ────────> crates/registrar/src/generated
 //! ```
 
+mod comment_width;
 mod config_docs;
-mod edges;
-mod files;
-mod openings;
+mod crate_dependencies;
+mod doc_openings;
+mod naming;
 mod proto;
-mod width;
+mod source_files;
 
 use std::env;
 use std::path::{Path, PathBuf};
@@ -23,24 +26,30 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 
 fn main() -> Result<()> {
-    let root = root()?;
+    let root = workspace_root()?;
     match env::args().nth(1).as_deref() {
         Some("check") => {
-            edges::check(&root)?;
-            config_docs::check(&root)?;
-            proto::check(&root)?;
-            files::check(&root)?;
-            openings::check(&root)?;
-            width::check(&root)
+            crate_dependencies::check_dependencies(&root)?;
+            config_docs::check_page(&root)?;
+            proto::check_generated(&root)?;
+            source_files::check_files(&root)?;
+            doc_openings::check_first_words(&root)?;
+            comment_width::check_comment_width(&root)?;
+            naming::check_names(&root)
         }
-        Some("deps") => edges::check(&root),
-        Some("docs") => config_docs::write(&root),
-        Some("proto") => proto::write(&root),
-        other => bail!("usage: cargo xtask check|deps|docs|proto, not {other:?}"),
+        Some("deps") => crate_dependencies::check_dependencies(&root),
+        Some("docs") => config_docs::write_page(&root),
+        Some("proto") => proto::write_generated(&root),
+        Some("names") => naming::check_names(&root),
+        Some("quiz") => {
+            let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
+            naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)
+        }
+        other => bail!("usage: cargo xtask check|deps|docs|names|proto|quiz, not {other:?}"),
     }
 }
 
-fn root() -> Result<PathBuf> {
+fn workspace_root() -> Result<PathBuf> {
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
     manifest
         .ancestors()

@@ -8,15 +8,15 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::files::tracked;
+use crate::source_files::tracked_files;
 
-const MOST_COLUMNS: usize = 100;
+const MAX_COLUMNS: usize = 100;
 
 /// Fails if a line of a `//` comment of a tracked file is too long, except in fences, tables and
 /// generated files.
-pub(crate) fn check(root: &Path) -> Result<()> {
+pub(crate) fn check_comment_width(root: &Path) -> Result<()> {
     let mut wrong = Vec::new();
-    for path in tracked(root)? {
+    for path in tracked_files(root)? {
         let name = path.to_string_lossy().into_owned();
         let extension = path.extension().and_then(|end| end.to_str()).unwrap_or_default();
         let has_comments =
@@ -25,14 +25,14 @@ pub(crate) fn check(root: &Path) -> Result<()> {
             continue;
         }
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
-        for line in long(&text) {
-            wrong.push(format!("{name}:{line}: a comment of more than {MOST_COLUMNS} columns"));
+        for line in long_comment_lines(&text) {
+            wrong.push(format!("{name}:{line}: a comment of more than {MAX_COLUMNS} columns"));
         }
     }
     if wrong.is_empty() { Ok(()) } else { bail!("width:\n  {}", wrong.join("\n  ")) }
 }
 
-fn long(text: &str) -> Vec<usize> {
+fn long_comment_lines(text: &str) -> Vec<usize> {
     let mut found = Vec::new();
     let mut fenced = false;
     for (at, line) in text.lines().enumerate() {
@@ -45,7 +45,7 @@ fn long(text: &str) -> Vec<usize> {
             fenced = !fenced;
         }
         let can_be_wrapped = !fenced && !comment.starts_with('|') && comment.contains(' ');
-        if can_be_wrapped && line.chars().count() > MOST_COLUMNS {
+        if can_be_wrapped && line.chars().count() > MAX_COLUMNS {
             found.push(at + 1);
         }
     }
@@ -54,7 +54,7 @@ fn long(text: &str) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::long;
+    use super::long_comment_lines;
 
     #[test]
     fn a_long_comment_is_found_and_a_drawing_is_not() {
@@ -63,6 +63,6 @@ mod tests {
             "//! Short.\n/// {words}\n//! ```text\n//! {words}\n//! ```\n// {words}\n// | \
              {words}\nlet x = 1;"
         );
-        assert_eq!(long(&text), [2, 6]);
+        assert_eq!(long_comment_lines(&text), [2, 6]);
     }
 }

@@ -9,23 +9,23 @@ use std::process::Command;
 
 use anyhow::{Context, Result, bail};
 
-const MOST_RUST_LINES: usize = 800;
-const MOST_PYTHON_LINES: usize = 700;
-const SPDX: &str = "SPDX-License-Identifier: Apache-2.0";
+const MAX_RUST_LINES: usize = 700;
+const MAX_PYTHON_LINES: usize = 700;
+const SPDX_LINE: &str = "SPDX-License-Identifier: Apache-2.0";
 
 /// Fails when a tracked source file lacks its SPDX line or is longer than the house allows.
-pub(crate) fn check(root: &Path) -> Result<()> {
+pub(crate) fn check_files(root: &Path) -> Result<()> {
     let mut wrong = Vec::new();
-    for path in tracked(root)? {
+    for path in tracked_files(root)? {
         let name = path.to_string_lossy().into_owned();
         let most = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("rs") => MOST_RUST_LINES,
-            Some("py" | "pyi") => MOST_PYTHON_LINES,
+            Some("rs") => MAX_RUST_LINES,
+            Some("py" | "pyi") => MAX_PYTHON_LINES,
             _ => continue,
         };
         let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
-        if !text.is_empty() && !text.lines().take(3).any(|line| line.contains(SPDX)) {
-            wrong.push(format!("{name}: the first lines lack `{SPDX}`"));
+        if !text.is_empty() && !text.lines().take(3).any(|line| line.contains(SPDX_LINE)) {
+            wrong.push(format!("{name}: the first lines lack `{SPDX_LINE}`"));
         }
         let lines = text.lines().count();
         let exempt = name.contains("tests") || name.contains("generated");
@@ -37,7 +37,7 @@ pub(crate) fn check(root: &Path) -> Result<()> {
 }
 
 /// Returns the paths of all files that git tracks.
-pub(crate) fn tracked(root: &Path) -> Result<Vec<PathBuf>> {
+pub(crate) fn tracked_files(root: &Path) -> Result<Vec<PathBuf>> {
     let output = Command::new("git")
         .args(["ls-files"])
         .current_dir(root)

@@ -12,7 +12,7 @@ use serde_json::Value;
 
 /// Room, and the rooms it may use. The facade and what stands on it are written out, too: the table
 /// is the truth.
-const ALLOWED: &[(&str, &[&str])] = &[
+const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("world", &[]),
     ("config", &[]),
     ("telemetry", &["config"]),
@@ -74,7 +74,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("ffi", &["door", "facade"]),
     ("tensorflow", &["door"]),
     ("python", &["facade", "cli", "ffi"]),
-    // Development only: testkit may see what it plays, xtask what it generates from.
+    // Development only: testkit may use the crates that it imitates, xtask the crates that it
+    // generates from.
     ("testkit", &["world", "config", "shm", "transport", "collectives", "engine"]),
     ("xtask", &["config"]),
     ("fuzz", &["config"]),
@@ -82,7 +83,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
 
 /// Fails on the first edge that the table does not have. Dev-dependencies are free, except on
 /// xtask.
-pub(crate) fn check(root: &Path) -> Result<()> {
+pub(crate) fn check_dependencies(root: &Path) -> Result<()> {
     let output = Command::new("cargo")
         .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
         .current_dir(root)
@@ -94,13 +95,15 @@ pub(crate) fn check(root: &Path) -> Result<()> {
     let metadata: Value = serde_json::from_slice(&output.stdout)?;
     let mut wrong = Vec::new();
     for package in metadata["packages"].as_array().context("packages")? {
-        let from = room(package["name"].as_str().unwrap_or_default()).unwrap_or_default();
-        let Some((_, allowed)) = ALLOWED.iter().find(|(name, _)| *name == from) else {
+        let from = crate_label(package["name"].as_str().unwrap_or_default()).unwrap_or_default();
+        let Some((_, allowed)) = ALLOWED_DEPENDENCIES.iter().find(|(name, _)| *name == from) else {
             wrong.push(format!("{from} has no row in the table"));
             continue;
         };
         for dependency in package["dependencies"].as_array().context("dependencies")? {
-            let Some(to) = room(dependency["name"].as_str().unwrap_or_default()) else { continue };
+            let Some(to) = crate_label(dependency["name"].as_str().unwrap_or_default()) else {
+                continue;
+            };
             if dependency["kind"].is_null() && !allowed.contains(&to) {
                 wrong.push(format!("{from} may not use {to}"));
             }
@@ -109,7 +112,7 @@ pub(crate) fn check(root: &Path) -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { bail!("edges between rooms:\n  {}", wrong.join("\n  ")) }
 }
 
-fn room(package: &str) -> Option<&str> {
+fn crate_label(package: &str) -> Option<&str> {
     match package {
         "farandole" => Some("facade"),
         other => other.strip_prefix("farandole-"),
