@@ -41,8 +41,8 @@ impl GatherList {
         });
     }
 
-    /// Gives `len` bytes from position `at` on for writing, piece by piece, each with its offset
-    /// from `at`.
+    /// Calls `fill` with `len` writable bytes, starting at position `at`: one piece a call, each
+    /// with its offset from `at`.
     pub(crate) fn fill_range(&self, at: usize, len: usize, mut fill: impl FnMut(usize, &mut [u8])) {
         self.for_each_piece(at, len, |offset, buffer| {
             // SAFETY: no other code uses the operation's buffers (see the type), and this slice

@@ -84,7 +84,7 @@ impl Buffer {
         self.bytes
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the buffer has no bytes.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
@@ -253,7 +253,7 @@ impl HostMemory {
         self.0.bytes
     }
 
-    /// Returns whether it has no bytes.
+    /// Returns whether the memory has no bytes.
     pub fn is_empty(&self) -> bool {
         self.0.bytes == 0
     }

@@ -3,24 +3,27 @@
 
 //! Allreduce by Adasum: vector halving, distance doubling.
 //!
-//! Members are leaves of a binary tree of neighbours, `log2 P` levels. At each level the two sides,
-//! of `d` members each, hold a vector each, spread over their members; a member swaps one half of
-//! its piece with the member `d` away, sums the three products of the halves it now has both of,
-//! agrees on the sums with the `2 d` members that have the rest of the two vectors, and combines.
-//! Afterwards the halves go back the same way. Per member `2 * (P - 1) / P * N` bytes and `log2 P *
-//! (log2 P + 5) / 2` swaps. Every tensor is halved and summed by itself, so fusing changes no bits;
-//! each element of the result is computed by one member, so all have the same bits.
+//! Members are the leaves of a binary tree of neighbours with `log2 P` levels. At each level each
+//! of the two sides, of `d` members, holds one vector, which is spread over its members. A member
+//! swaps one half of its piece with the member `d` away and then has the same half of both vectors.
+//! It computes the three products of these halves, adds them up with the `2 d` members that have
+//! the rest of the two vectors, and combines the halves. Afterwards the halves are sent back in
+//! reverse order. Each member sends `2 * (P - 1) / P * N` bytes and takes part in
+//! `log2 P * (log2 P + 5) / 2` swaps. Every tensor is halved and summed separately, so fusion
+//! changes no bits. Each element of the result is computed by one member, so all members have the
+//! same bits.
 //!
-//! **Any number of members.** With `p` the largest power of two, `2 * (P - p)` first members are
-//! folded in pairs: the odd one sends its whole vector to the even one before it, which combines
-//! both and takes part for the two; at the end it sends the result back. Two more messages of `N`
-//! bytes for those.
+//! **Any number of members.** Let `p` be the largest power of two up to `P`. The first
+//! `2 * (P - p)` members form pairs. The odd member of a pair sends its whole vector to the even
+//! member before it, which combines both vectors and takes part for both members. At the end the
+//! even member sends the result back. A pair exchanges two more messages of `N` bytes.
 //!
-//! `float16` and `bfloat16` are `float32` from the first input to the last scaling, on links too.
+//! `float16` and `bfloat16` are converted to `float32` from the first input to the last scaling,
+//! also on links.
 //!
-//! **No deadlock.** Steps are the same sequence on the two ends of every link, a member reads
-//! whatever comes from its partner while it writes to it, and the earliest unfinished step has both
-//! its ends in it.
+//! **No deadlock.** Both ends of every link have the same sequence of steps. A member reads from
+//! its partner while it writes to it. Both ends of the earliest unfinished step have reached this
+//! step.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
@@ -31,7 +34,7 @@ use crate::buffer::GatherList;
 use crate::kernel::{AdasumPrecision, AdasumProducts, BlockReducer};
 use crate::{DataType, Result};
 
-/// Bytes of elements converted at a time.
+/// Bytes of elements that are converted at a time.
 const CONVERSION_BLOCK_BYTES: usize = 16 << 10;
 
 /// Ranges of a vector, one for each tensor.
@@ -39,13 +42,15 @@ type Piece = Vec<Range<usize>>;
 
 #[derive(Debug, PartialEq)]
 enum AdasumStep {
-    /// Sends `gives` to a member and receives `takes`, as the other vector or as results.
+    /// Sends `gives` to a member, and receives `takes` either as the other vector or, if `results`
+    /// is true, as results.
     Swap { with: usize, gives: Piece, takes: Piece, results: bool },
-    /// Sums products over this piece of the two vectors.
+    /// Computes the products of the two vectors over this piece. `first`: whether the own vector is
+    /// the first one.
     ComputeProducts { piece: Piece, first: bool },
-    /// Adds the other member's sums.
+    /// Adds the products of another member.
     SumProducts { with: usize },
-    /// Writes the sum of the two vectors over this piece of the own.
+    /// Writes the Adasum of the two vectors to this piece of the own vector.
     CombineVectors { piece: Piece, first: bool },
 }
 
@@ -55,16 +60,16 @@ pub(super) struct AdasumJob {
     carrier: AdasumPrecision,
     own: Vec<u8>,
     other: Vec<u8>,
-    /// One for each tensor, as bytes.
+    /// Products of each tensor, encoded.
     measures: Vec<u8>,
     theirs: Vec<u8>,
     steps: VecDeque<AdasumStep>,
-    /// The messages of the present step, sent and received.
+    /// Messages of the current step, sent and received.
     swap: Option<(MessageProgress, MessageProgress)>,
 }
 
 impl AdasumJob {
-    /// The reducer converts and scales.
+    /// Creates the job. The reducer only converts and scales.
     pub(super) fn new(
         peers: &PeerLinks,
         reducer: BlockReducer,
@@ -111,7 +116,7 @@ impl AdasumJob {
         }
     }
 
-    /// True when the step is over.
+    /// Advances the current step. Returns true when the step is finished.
     fn advance_step(&mut self, peers: &mut PeerLinks, any: &mut bool) -> Result<bool> {
         let Some(step) = self.steps.front() else { return Ok(true) };
         match step {
@@ -231,8 +236,8 @@ fn piece_bytes(piece: &[Range<usize>]) -> usize {
     piece.iter().map(Range::len).sum()
 }
 
-/// The ranges of `piece` that make up `len` bytes of it from `at` on, each with its place among
-/// them.
+/// Calls `each` with the ranges of `piece` that hold `len` of its bytes, starting at position `at`;
+/// each range with its offset from `at`.
 fn visit_piece(
     piece: &[Range<usize>],
     at: usize,
@@ -263,14 +268,14 @@ fn scatter_piece(vector: &mut [u8], piece: &[Range<usize>], at: usize, from: &[u
     });
 }
 
-/// The plan of the steps.
+/// Planner of the steps of an Adasum.
 struct AdasumPlan {
-    /// Bytes of an element in the vectors.
+    /// Number of bytes of an element in the vectors.
     element: usize,
 }
 
 impl AdasumPlan {
-    /// Returns the steps of a member; `tensors` holds numbers of elements.
+    /// Returns the steps of a member. `tensors` holds the number of elements of each tensor.
     fn plan_steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<AdasumStep> {
         let full = 1 << size.checked_ilog2().unwrap_or(0);
         let folded = 2 * (size - full);

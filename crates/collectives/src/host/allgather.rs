@@ -2,16 +2,16 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Allgather: every member sends its parts of all tensors, end to end as one message, to all
-//! members on its host and to one member of each other host, which distributes them there.
+//! members on its host and to one member of each other host, which distributes them on its host.
 //!
-//! On one host 1 step, `(P - 1) * n` bytes sent by a member with `n` bytes. On `H` hosts 2 steps;
-//! `n` bytes cross to each other host once, whatever the number of its members, and its members
-//! take turns at handing out.
+//! On one host, 1 step; a member with `n` bytes sends `(P - 1) * n` bytes. On `H` hosts, 2 steps;
+//! the `n` bytes are sent once to each other host, for any number of members on it. The members of
+//! a host take turns in distributing.
 //!
-//! **No deadlock.** A link carries the sender's own parts first. A link within a host then carries
-//! the parts from other hosts that the sender distributes, in member order of their owners. All
-//! arriving bytes can be stored at once, so no ring stays full. A part that is distributed within
-//! the host has arrived from another host, on a link with no other traffic.
+//! **No deadlock.** A link carries the sender's own parts first. Within a host, the parts that the
+//! sender distributes follow, ordered by their member. All arriving bytes can be stored at once, so
+//! no ring stays full. Bytes that are distributed within the host come from another host, on a link
+//! with no other traffic.
 
 use std::collections::VecDeque;
 
@@ -24,19 +24,19 @@ use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::buffer::GatherList;
 use crate::{Result, TensorSegment};
 
-/// Bytes sent to one member before turning to the next: they are still in the cache.
+/// Bytes that are sent to one member before the next member gets some: they are still in the cache.
 const ALLGATHER_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
 pub(super) struct AllgatherJob {
-    /// Every member's places in all outputs.
+    /// Range of each member in all outputs.
     places: Vec<GatherList>,
     own: GatherList,
     streams: Vec<AllgatherStream>,
-    /// Bytes of each member's parts that are in the outputs, from their beginning on.
+    /// Number of bytes of each member's parts that are in the outputs, from the start of the parts.
     stored: Vec<usize>,
 }
 
-/// The data on one link: members' parts, one after the other.
+/// Data on one link: parts of members, one after the other.
 struct AllgatherStream {
     out: VecDeque<AllgatherPart>,
     incoming: VecDeque<AllgatherPart>,
@@ -77,7 +77,7 @@ impl AllgatherJob {
     }
 }
 
-/// Returns the members whose parts go from one member to another.
+/// Returns the members whose parts `from` sends to `to`.
 fn members_sent_between(
     hosts: &MembersByHost,
     from: usize,

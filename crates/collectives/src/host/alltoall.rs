@@ -3,14 +3,15 @@
 
 //! Alltoall: one message to and from every member, directly between the tensors.
 //!
-//! 1 step; a member sends its values for others in pieces, to all links in turn. It begins with its
-//! successor, so that members do not all start with the same ring.
+//! 1 step; a member sends its blocks in pieces, to all links in turn. It begins with its successor,
+//! so that members do not all start with the same ring.
 //!
-//! Across hosts too: every block is for one member alone, so hosts could not send fewer bytes, only
-//! fewer messages, and would copy everything twice for that.
+//! The algorithm is the same across hosts. Every block is for a single member, so joining blocks on
+//! a host would not reduce the bytes. It would only reduce the number of messages, and would copy
+//! all bytes twice.
 //!
-//! **No deadlock.** On every link lies one message each way, and whatever arrives can be stored at
-//! once: no ring stays full while its reader is polled.
+//! **No deadlock.** Every link carries one message in each direction, and arriving bytes can be
+//! stored at once. So no ring stays full while its reader is polled.
 
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
@@ -19,14 +20,14 @@ use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::buffer::GatherList;
 use crate::{Buffer, Result, TensorSegment};
 
-/// Bytes sent to one member before turning to the next.
+/// Bytes that are sent to one member before the next member gets some.
 const ALLTOALL_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
 pub(super) struct AlltoallJob {
     streams: Vec<AlltoallStream>,
 }
 
-/// The data on one link.
+/// Data on one link.
 struct AlltoallStream {
     out: MessageProgress,
     incoming: MessageProgress,
@@ -34,7 +35,7 @@ struct AlltoallStream {
     theirs: GatherList,
 }
 
-/// Returns the block of a member where blocks lie end to end.
+/// Returns the block of a member in a buffer with blocks end to end.
 fn member_block(buffer: &Buffer, bytes: &[usize], member: usize) -> GatherList {
     GatherList::new([buffer.slice(bytes[..member].iter().sum(), bytes[member])])
 }

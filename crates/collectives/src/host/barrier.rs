@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Barrier: one token from every member to every member, or dissemination among many members.
+//! Barrier: one token from every member to every other member, or dissemination among many members.
 //!
-//! Up to `MAX_ALL_TO_ALL_MEMBERS` members, a barrier takes 1 step of `P - 1` tokens for each
-//! member. With more members, it takes `log2 P` steps of one token: in step `k`, a member sends a
-//! token to the member `2^k` ahead and receives a token from the member `2^k` behind. The distances
-//! differ, so a link carries at most one token a barrier.
+//! Up to `MAX_ALL_TO_ALL_MEMBERS` members, 1 step with `P - 1` tokens from each member. With more
+//! members, `log2 P` steps with one token from each: in step `k` a member sends a token to the
+//! member `2^k` ahead and receives one from the member `2^k` behind. The distances differ, so a
+//! link carries at most one token per barrier.
 
 use std::collections::BTreeSet;
 
@@ -15,16 +15,16 @@ use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 
-/// Greatest number of members in which each sends to all others.
+/// Most members for which each member sends a token to all others.
 const MAX_ALL_TO_ALL_MEMBERS: usize = 8;
 
 pub(super) struct BarrierJob {
-    /// The messages of each round, which end before the next round begins.
+    /// Exchanges of each round. A round begins after all exchanges of the previous round.
     rounds: Vec<Vec<TokenExchange>>,
     round: usize,
 }
 
-/// A token to one link and one from another.
+/// Token sent on one link and token received on another.
 struct TokenExchange {
     to: usize,
     from: usize,

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Broadcast down a tree, in a pipeline of windows: a tree of hosts, each fed at one member, and
-//! one within each host.
+//! Broadcast down a tree, pipelined through the windows of links. One tree connects the hosts, and
+//! one member of each host receives for its host. Another tree connects the members within each
+//! host.
 //!
-//! Among few members the root sends to all: 1 step, `(P - 1) * N` bytes sent by the root. Among
-//! more a small message goes down a binomial tree, `log2 P` steps, and a large one down a chain in
-//! which every member sends `N` bytes once, the root to its successor and so on, all at the same
-//! time. Between hosts a large message goes down a chain if there are more than two: the root's
-//! network would carry it several times otherwise.
+//! With few members the root sends to all: 1 step, and the root sends `(P - 1) * N` bytes. With
+//! more members a small message uses a binomial tree with `log2 P` steps. A large message uses a
+//! chain: the root sends to its successor and so on, and every member sends `N` bytes once, all at
+//! the same time. Between more than two hosts a large message also uses a chain; otherwise the
+//! root's network would carry the message several times.
 
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
@@ -18,23 +19,23 @@ use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
 use crate::buffer::GatherList;
 
-/// Greatest number of members in which the root sends to all.
+/// Most members to which the root sends directly.
 const MAX_FLAT_MEMBERS: usize = 4;
-/// Hosts up to which the root's feeds all others.
+/// Most hosts for which the host of the root sends to all others directly.
 const MAX_FLAT_HOSTS: usize = 2;
-/// Bytes from which a chain is faster than a tree.
+/// Most bytes for a binomial tree: above, a chain is faster.
 const MAX_BINOMIAL_BYTES: usize = 64 << 10;
-/// Bytes handed to all children before the next are read: they are still in the cache.
+/// Bytes that are sent to all children before the next bytes are read: they are still in the cache.
 const BROADCAST_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
 
 pub(super) struct BroadcastJob {
-    /// Link towards the root; none at the root.
+    /// Link towards the root; `None` at the root.
     parent: Option<usize>,
-    /// Links away from it.
+    /// Links away from the root.
     children: Vec<usize>,
     inputs: GatherList,
     outputs: GatherList,
-    /// All links in step.
+    /// Progress of the message, the same on all links.
     message: MessageProgress,
 }
 
@@ -56,7 +57,7 @@ impl BroadcastJob {
         }
     }
 
-    /// Returns the bytes that can go in one step through every window.
+    /// Returns the number of bytes that can pass through every window in one step.
     fn ready_bytes(&self, peers: &mut PeerLinks) -> Result<usize> {
         let mut ready = self.message.remaining_bytes().min(BROADCAST_PIECE_BYTES);
         if let Some(parent) = self.parent {
@@ -72,15 +73,15 @@ impl BroadcastJob {
     }
 }
 
-/// Towards the root, and away from it.
+/// Parent of a position in a tree, and its children.
 type Place = (Option<usize>, Vec<usize>);
 
-/// Returns the members that feed this one and that it feeds.
+/// Returns the member from which this member receives, and the members to which it sends.
 fn parent_and_children(hosts: &MembersByHost, member: usize, root: usize, bytes: usize) -> Place {
     let host = hosts.host_of(member);
     let first = hosts.host_of(root);
     let members = hosts.host_members(host);
-    // The root is the one that is fed on its host.
+    // The member that receives from another host. On the host of the root, it is the root.
     let fed = if host == first { root } else { members.start };
     let turned = |tree: fn(usize, usize) -> Place, size: usize, own: usize, first: usize| {
         let (parent, children) = tree((own + size - first) % size, size);
@@ -121,7 +122,8 @@ fn chain_tree(position: usize, size: usize) -> Place {
     (position.checked_sub(1), (position + 1..size).take(1).collect())
 }
 
-/// The parent lacks the lowest set bit; children add one below it, the largest subtree first.
+/// Returns the neighbours in a binomial tree. The parent has the position without the lowest set
+/// bit. The children have the position plus one lower bit, the largest subtree first.
 fn binomial_tree(position: usize, size: usize) -> Place {
     let lowest =
         if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };

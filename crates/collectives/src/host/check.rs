@@ -20,7 +20,7 @@ pub(super) fn check_allreduce(dtype: DataType, segments: &[TensorSegment]) -> Re
     Ok(())
 }
 
-/// Adasum is for vectors of floats.
+/// Checks that the type is a float, because Adasum is only defined for vectors of floats.
 pub(super) fn check_adasum(dtype: DataType) -> Result<()> {
     match dtype {
         DataType::F16 | DataType::Bf16 | DataType::F32 | DataType::F64 => Ok(()),

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies into a ring of shared memory, through the caches or past them.
+//! Copies into a ring of shared memory, through the caches or bypassing them.
 //!
-//! The lines of a ring lie in the cache of the core that read them last, and the core that writes
-//! them has to fetch them from there. How long that takes depends on where the system runs the two
-//! processes, and that may change at any time. Measured with two cores of an EPYC: 10 to 25 GB/s,
-//! and minutes later 2.4 GB/s. Past the caches it is 25 to 35 GB/s in both cases; then the reader
-//! gets 17 GB/s from memory instead of 20 to 37 GB/s. So a link measures its copies. While
-//! they are slow and copies past the caches are much faster, it makes those.
+//! The cache lines of a ring are in the cache of the core that read them last, and the writing core
+//! has to fetch them from there. How long this takes depends on the cores on which the system runs
+//! the two processes, and these may change at any time. Measured with two cores of an EPYC: copies
+//! through the caches reached 10 to 25 GB/s, and minutes later 2.4 GB/s. Copies that bypass the
+//! caches reached 25 to 35 GB/s in both cases, but the reader then gets 17 GB/s from memory instead
+//! of 20 to 37 GB/s. So a link measures its copies. While copies through the caches are slow and
+//! copies that bypass them are much faster, the link uses the second kind.
 
 use std::time::Instant;
 
@@ -16,33 +17,37 @@ use farandole_transport::LinkKind;
 
 use crate::buffer::{GatherList, copy_nontemporal};
 
-/// Bytes from which on a copy is measured.
+/// Fewest bytes for which a copy is measured.
 const MIN_MEASURED_COPY_BYTES: usize = 16 << 10;
-/// Copies of fewer bytes in a nanosecond are slow.
+/// Speed, in bytes per nanosecond, below which a copy is slow.
 const SLOW_COPY_BYTES_PER_NS: f32 = 5.0;
-/// Slow copies in a row before the next go past the caches: one alone may have been interrupted. As
-/// many go past them before it is clear whether that is faster.
+/// Number of consecutive slow copies after which the next copies bypass the caches; a single slow
+/// copy may have been interrupted. After the same number of nontemporal copies, the link decides
+/// whether they are faster.
 const SLOW_COPIES_BEFORE_SWITCH: u32 = 8;
-/// Ratio of both speeds from which on copies go past the caches: their reader is slower.
+/// Smallest speed-up for which copies bypass the caches, because the reader of such copies is
+/// slower.
 const MIN_NONTEMPORAL_SPEEDUP: f32 = 2.0;
-/// Copies until the other way is tried again.
+/// Number of copies after which the other path is tried again.
 const COPIES_BETWEEN_PROBES: u32 = 256;
 
-/// The way that copies take.
+/// Path of the copies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum CopyPath {
-    /// Through the caches. So many in a row were slow, the fastest with this speed.
+    /// Through the caches. The last `slow` copies were slow, the fastest of them with speed
+    /// `fastest`.
     Cached { slow: u32, fastest: f32 },
-    /// Past them, for so many more copies; those through the caches had this speed. The first ones
-    /// decide whether it goes on.
+    /// Bypassing the caches, for `left` more copies. `through` is the speed of copies through the
+    /// caches. The first copies decide whether the link keeps this path.
     NonTemporal { left: u32, through: f32, fastest: f32 },
-    /// Through the caches for so many more copies, slow or not: past them is no faster.
+    /// Through the caches for `left` more copies, also if they are slow: bypassing the caches is
+    /// not faster.
     CachedUnmeasured { left: u32 },
 }
 
 const INITIAL_COPY_PATH: CopyPath = CopyPath::Cached { slow: 0, fastest: 0.0 };
 
-/// The copies of one link.
+/// Copier of one link.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RingCopier {
     /// Whether another process reads the ring.
@@ -55,12 +60,12 @@ impl RingCopier {
         Self { is_shared: kind == LinkKind::SharedMemory, path: INITIAL_COPY_PATH }
     }
 
-    /// Returns whether copies go past the caches now.
+    /// Returns whether copies currently bypass the caches.
     pub(super) fn is_nontemporal(&self) -> bool {
         matches!(self.path, CopyPath::NonTemporal { .. })
     }
 
-    /// Copies `into.len()` bytes of a list, from position `at` on.
+    /// Copies `into.len()` bytes of a list, starting at position `at`.
     pub(super) fn copy_from_list(&mut self, from: &GatherList, at: usize, into: &mut [u8]) {
         from.visit_range(at, into.len(), |offset, bytes| {
             self.copy_bytes(bytes, &mut into[offset..offset + bytes.len()]);
@@ -82,7 +87,7 @@ impl RingCopier {
         self.record_speed(from.len() as f32 / nanoseconds as f32);
     }
 
-    /// Notes the speed of a copy, in bytes in a nanosecond.
+    /// Records the speed of a copy, in bytes per nanosecond.
     fn record_speed(&mut self, speed: f32) {
         self.path = match self.path {
             CopyPath::Cached { .. } if speed >= SLOW_COPY_BYTES_PER_NS => INITIAL_COPY_PATH,

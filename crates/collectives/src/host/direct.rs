@@ -4,8 +4,8 @@
 //! Allreduce in one hop: every member sends its tensor to all others, and each reduces in rank
 //! order.
 //!
-//! 1 step, `(P - 1) * N` bytes sent by each member. Tensors are packed once: small ones cost more
-//! to walk than to copy.
+//! 1 step; each member sends `(P - 1) * N` bytes. Tensors are packed once, because visiting a list
+//! of small tensors several times costs more than a copy.
 
 use super::message::{MessageProgress, padded_bytes};
 use super::peers::{
@@ -19,7 +19,7 @@ pub(super) struct DirectJob {
     reducer: BlockReducer,
     outputs: GatherList,
     out: Vec<MessageProgress>,
-    /// All links at once.
+    /// Progress of reading, in step on all links.
     incoming: MessageProgress,
     unsent: bool,
 }
@@ -61,7 +61,7 @@ impl CollectiveJob for DirectJob {
             if ready == 0 {
                 break;
             }
-            // No element is cut.
+            // Only whole units, so that no element is cut.
             ready = ready.min(whole_unit_bytes(link)?);
         }
         if ready > 0 {

@@ -29,23 +29,24 @@ use crate::kernel::BlockReducer;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DoublingStep {
-    /// To the member that collects.
+    /// Sends the input to the member that collects.
     SendInput { to: usize },
-    /// From the others on this host.
+    /// Receives the inputs of the other members on this host.
     CollectInputs,
-    /// The own partial for another's; the own one is the earlier of the two.
+    /// Swaps partials with another host. `earlier`: whether the own partial is the earlier one in
+    /// the order of sums.
     SwapPartials { with: usize, earlier: bool },
-    /// A partial one way.
+    /// Sends the partial without receiving one.
     SendPartial { to: usize },
-    /// A partial one way; it is the later one.
+    /// Receives a partial without sending one. The received partial is the later one.
     ReceivePartial { from: usize },
-    /// Makes the result.
+    /// Computes the result.
     ComputeResult,
-    /// The result.
+    /// Receives the result.
     ReceiveResult { from: usize },
-    /// The result, to the others on this host.
+    /// Sends the result to the other members on this host.
     DistributeResult,
-    /// The result, to one member.
+    /// Sends the result to one member.
     SendResult { to: usize },
 }
 
@@ -53,11 +54,11 @@ pub(super) struct DoublingJob {
     reducer: BlockReducer,
     outputs: GatherList,
     steps: VecDeque<DoublingStep>,
-    /// Messages of the present step.
+    /// Messages of the current step, sent and received.
     under_way: Option<Vec<(MessageProgress, MessageProgress)>>,
-    /// The own input, later the result.
+    /// Input of this member, later the result.
     values: Vec<u8>,
-    /// The inputs of the others on this host.
+    /// Inputs of the other members on this host.
     inputs: Vec<Vec<u8>>,
     partial: Vec<u8>,
     theirs: Vec<u8>,
@@ -153,7 +154,7 @@ impl DoublingJob {
     fn finish_step(&mut self, step: DoublingStep) {
         match step {
             DoublingStep::CollectInputs => {
-                // The member that collects is the host's first.
+                // The collecting member is the first member of its host.
                 let own = std::iter::once(self.values.as_slice());
                 let inputs: Vec<&[u8]> = own.chain(self.inputs.iter().map(Vec::as_slice)).collect();
                 self.reducer.accumulate_inputs(&inputs, &mut self.partial);

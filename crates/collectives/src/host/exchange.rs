@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The exchange of a few bytes between all members.
+//! Exchange of a few bytes among all members.
 
 use super::message::MessageProgress;
 use super::peers::PeerLinks;
 use crate::Result;
 
-/// A member waits for others only after it has sent its own bytes, and takes arriving bytes at
-/// once.
+/// Exchange of a message of each member with all others. A member waits for others only after it
+/// has sent its own bytes, and takes arriving bytes at once.
 pub(super) struct MemberExchange {
     own: Vec<u8>,
     out: Vec<MessageProgress>,
@@ -25,7 +25,7 @@ impl MemberExchange {
         }
     }
 
-    /// Moves all bytes that can move. True when anything has.
+    /// Moves all bytes that can move. Returns true if any bytes moved.
     pub(super) fn poll(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let mut any = false;
         let Self { own, out, incoming } = self;
@@ -48,7 +48,7 @@ impl MemberExchange {
         self.incoming.iter().all(|(message, _)| message.is_finished())
     }
 
-    /// Returns the messages of all members, with the own one, in member order.
+    /// Returns the messages of all members, including this one, in member order.
     pub(super) fn member_messages(&self, member: usize) -> impl Iterator<Item = &[u8]> {
         let theirs =
             |links: std::ops::Range<usize>| self.incoming[links].iter().map(|(_, said)| &**said);

@@ -19,12 +19,13 @@ use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::{CrossoverTable, Result};
 
-/// Counts incompatible changes of the protocol on links.
+/// Version of the protocol on links. Increment it with every incompatible change.
 const PROTOCOL_VERSION: u32 = 5;
 const GREETING_MAGIC: u32 = u32::from_le_bytes(*b"frdl");
 
-/// `magic, protocol, size, rank, topology, algorithms: u32; capacity: u64`, little endian, in one
-/// unit.
+/// Job that exchanges greetings. A greeting is
+/// `magic, protocol, size, rank, topology, algorithms: u32; capacity:
+/// u64`, little endian, in one unit.
 pub(super) struct GreetingJob {
     parameters: GreetingParameters,
     encoded: [u8; UNIT_BYTES],
@@ -51,17 +52,17 @@ impl GreetingJob {
     }
 }
 
-/// The values on which all members must agree.
+/// Parameters on which all members must agree.
 #[derive(Clone, Copy, Debug)]
 struct GreetingParameters {
     size: u32,
-    /// Digest of the members on each host.
+    /// Digest of the number of members on each host.
     hosts: u32,
     /// Digest of the choice of algorithms.
     algorithms: u32,
 }
 
-/// FNV-1a: detects accidental differences.
+/// Returns the FNV-1a digest, which detects accidental differences.
 fn fnv1a_digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
     bytes
         .into_iter()
@@ -128,7 +129,8 @@ impl CollectiveJob for GreetingJob {
             let arrived = message.receive_window(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
             })?;
-            // Checked as soon as it arrives: an unexpected rank may never get its own.
+            // The greeting is checked as soon as it arrives, not after the own greeting is sent: a
+            // peer with an unexpected rank may never read the own greeting.
             if arrived && message.is_finished() {
                 let capacity = decode_greeting(theirs, facts, link.peer.0).map_err(|reason| {
                     farandole_transport::Error::Frame { rank: link.peer, reason }

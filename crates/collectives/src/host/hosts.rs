@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Members by host.
+//! Members, grouped by host.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Members of one host follow each other. A host whose members do not is taken for several: that
-/// costs time, and changes no result but the order of sums, for all members alike.
+/// Members, grouped by host. The members of one host follow each other. If they do not, the host
+/// counts as several hosts. This costs time and changes the order of sums, for all members in the
+/// same way; it changes nothing else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MembersByHost {
-    /// Start of each host's members, and the end of the last ones.
+    /// First member of each host, and the number of members as the last entry.
     starts: Arc<[usize]>,
     own: usize,
     largest: usize,
 }
 
 impl MembersByHost {
-    /// Returns one host number for every member, in member order.
+    /// Groups members by their host numbers, which are in member order.
     pub(super) fn new(numbers: &[u32], member: usize) -> Self {
         let starts: Arc<[usize]> = (0..numbers.len())
             .filter(|k| *k == 0 || numbers[*k] != numbers[k - 1])
@@ -50,17 +51,17 @@ impl MembersByHost {
         self.starts.partition_point(|start| *start <= member).saturating_sub(1)
     }
 
-    /// Returns the members on each host.
+    /// Returns the number of members on each host.
     pub(super) fn host_sizes(&self) -> Vec<usize> {
         (0..self.host_count()).map(|host| self.host_members(host).len()).collect()
     }
 
-    /// Returns the members on the fullest host.
+    /// Returns the number of members on the fullest host.
     pub(super) fn largest_host_size(&self) -> usize {
         self.largest
     }
 
-    /// Returns the member that stands for a host in the matter numbered `turn`: they take turns.
+    /// Returns the member that carries number `turn` on a host. The members of a host take turns.
     pub(super) fn carrier_for_turn(&self, host: usize, turn: usize) -> usize {
         let members = self.host_members(host);
         members.start + turn % members.len().max(1)

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! One message on a link: some bytes, padded so that the next message starts aligned.
+//! One message on a link: its bytes, padded so that the next message starts aligned.
 
 use farandole_transport::{LinkReceiver, LinkSender, MESSAGE_ALIGNMENT};
 
 use crate::Result;
 
-/// Returns the bytes a message takes on a link.
+/// Returns the number of bytes of a message on a link, padding included.
 pub(super) const fn padded_bytes(bytes: usize) -> usize {
     bytes.next_multiple_of(MESSAGE_ALIGNMENT)
 }
 
-/// Progress of a message through a window. It may take several windows: rings wrap and fill up.
+/// Progress of a message. A message may need several windows, because rings wrap around and fill
+/// up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct MessageProgress {
     bytes: usize,
@@ -24,12 +25,12 @@ impl MessageProgress {
         Self { bytes, done: 0 }
     }
 
-    /// Returns the bytes gone, padding included.
+    /// Returns the number of bytes that have moved, padding included.
     pub(super) fn moved_bytes(&self) -> usize {
         self.done
     }
 
-    /// Returns the bytes to go, padding included.
+    /// Returns the number of remaining bytes, padding included.
     pub(super) fn remaining_bytes(&self) -> usize {
         padded_bytes(self.bytes) - self.done
     }
@@ -38,12 +39,12 @@ impl MessageProgress {
         self.remaining_bytes() == 0
     }
 
-    /// Returns the number of the next `wire` bytes that are not padding.
+    /// Returns how many of the next `wire` bytes are not padding.
     pub(super) fn payload_bytes(&self, wire: usize) -> usize {
         wire.min(self.bytes.saturating_sub(self.done))
     }
 
-    /// Notes that `wire` bytes went.
+    /// Records that `wire` bytes have moved.
     pub(super) fn advance_by(&mut self, wire: usize) {
         self.done += wire.min(self.remaining_bytes());
     }
@@ -58,7 +59,7 @@ impl MessageProgress {
         self.send_at_most(usize::MAX, sender, fill)
     }
 
-    /// Like [`MessageProgress::send_window`], `most` bytes at most.
+    /// Like [`MessageProgress::send_window`], but sends at most `most` bytes.
     pub(super) fn send_at_most(
         &mut self,
         most: usize,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The communicator over links: every member has a link of any kind to every other member.
+//! Communicator over links: every member has one link to every other member, of any kind.
 //!
 //! Some links may open at their first use. **No deadlock** with such links: an operation requests
 //! all links that it uses before it moves any byte
@@ -48,52 +48,52 @@ use crate::{
 };
 use peers::{CollectiveJob, PeerLinks};
 
-/// Parts, chunks and messages are multiples of this: no element is ever cut.
+/// Unit of parts, chunks and messages: their sizes are multiples of it, so no element is ever cut.
 const UNIT_BYTES: usize = MESSAGE_ALIGNMENT;
 
-/// Chunks stay in the second-level cache, and fill packets.
+/// Longest chunk: it stays in the second-level cache and fills whole packets.
 const MAX_CHUNK_BYTES: usize = 4 * PACKET_PAYLOAD_BYTES;
-/// Below, a chunk costs more in messages than it gains in overlap.
+/// Shortest chunk: a shorter one costs more in messages than it gains by overlap.
 const MIN_CHUNK_BYTES: usize = 16 << 10;
 
-/// Passes of one call to `make_progress`, so that a caller can look at its deadline.
+/// Most passes in one call of `make_progress`, so that the caller can check its deadline.
 const MAX_PASSES_PER_CALL: usize = 64;
 
-/// Returns the bytes of chunks that are no longer than `longest`, a multiple of the unit, such that
-/// all `carriers` get equally many.
+/// Returns the bytes of a chunk, at most `longest` (a multiple of the unit), such that all
+/// `carriers` get equally many chunks.
 fn even_chunk_bytes(bytes: usize, longest: usize, carriers: usize) -> usize {
     let carriers = carriers.max(1);
     let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
     bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT_BYTES).max(MIN_CHUNK_BYTES).min(longest)
 }
 
-/// Returns the start of a part of `bytes` that are cut in `parts`. Parts differ by one unit at
-/// most; the longer ones come first.
+/// Returns the start of a part, when `bytes` are cut into `parts`. The lengths of parts differ by
+/// at most one unit; the longer parts come first.
 fn part_start(bytes: usize, parts: usize, part: usize) -> usize {
     let units = bytes.div_ceil(UNIT_BYTES);
     let (each, longer) = (units / parts, units % parts);
     ((each * part + part.min(longer)) * UNIT_BYTES).min(bytes)
 }
 
-/// Runs operations over links, one after the other.
+/// Communicator that runs operations over links, one after the other.
 pub struct HostCommunicator {
     peers: PeerLinks,
     crossover: CrossoverTable,
     queue: VecDeque<(OperationToken, PlannedOperation)>,
     running: Option<RunningOperation>,
-    /// The first failure; every later call repeats it.
+    /// First failure, which every later call returns.
     failure: Option<Error>,
 }
 
 struct RunningOperation {
-    /// `None` for the greeting.
+    /// Token of the operation; `None` for the greeting.
     token: Option<OperationToken>,
     job: Box<dyn CollectiveJob>,
     done: bool,
 }
 
-/// An operation that passed its checks. Jobs are made when their turn comes: they need the agreed
-/// capacity.
+/// Operation that passed its checks. Its job is created when its turn comes, because a job needs
+/// the agreed capacity.
 enum PlannedOperation {
     Allreduce { reducer: BlockReducer, inputs: GatherList, outputs: GatherList },
     Adasum { reducer: BlockReducer, tensors: Vec<usize>, inputs: GatherList, outputs: GatherList },
@@ -105,20 +105,21 @@ enum PlannedOperation {
 }
 
 impl HostCommunicator {
-    /// Returns a communicator of `rank` and the peers of `links`, all on one host, members in rank
-    /// order. Every member must create its communicator at the same point of all links' streams;
-    /// the first operation begins with a greeting that compares the communicators. Links that open
-    /// at their first use carry no greeting: the other links must connect all members.
+    /// Returns a communicator of `rank` and the peers of `links`, all on one host, with members in
+    /// rank order. Every member must create its communicator at the same point of the streams of
+    /// all links. The first operation begins with a greeting that compares the communicators. Links
+    /// that open at their first use carry no greeting, so the other links must connect all members.
     ///
     /// # Errors
-    /// `Shape` when links do not lead to distinct other ranks, or a ring's size is not a multiple
-    /// of `MESSAGE_ALIGNMENT`.
+    /// `Shape` when two links lead to the same rank, a link leads to `rank`, or the size of a ring
+    /// is not a multiple of `MESSAGE_ALIGNMENT`.
     pub fn new(rank: Rank, links: Vec<Link>) -> Result<Self> {
         Ok(Self::from_peers(PeerLinks::new(rank, links, None)?))
     }
 
-    /// Like [`new`](Self::new), on several hosts: `hosts` has a number for every member, in member
-    /// order. Members that share memory have the same number and should follow each other.
+    /// Like [`new`](Self::new), for members on several hosts. `hosts` has a number for every
+    /// member, in member order; members with equal numbers share memory. The members of a host
+    /// should follow each other.
     ///
     /// # Errors
     /// Errors of `new`, and `Shape` when there are not as many hosts as members.
@@ -152,7 +153,8 @@ impl HostCommunicator {
         self
     }
 
-    /// Gives the links back, for another communicator once all members are done with this one.
+    /// Returns the links. Another communicator can use them when all members have finished with
+    /// this one.
     pub fn into_links(self) -> Vec<Link> {
         self.peers.links
     }
@@ -190,7 +192,7 @@ impl HostCommunicator {
             any = moved.any || moved.done;
             running.done = moved.done;
             if !any {
-                // Bytes that a socket did not take at once are sent only by a later call, and peers
+                // If a socket did not take all bytes, only a later call sends the rest, and peers
                 // may wait only for these bytes.
                 self.peers.flush_links();
             }
@@ -297,7 +299,7 @@ impl Communicator for HostCommunicator {
                 if op == ReduceOp::Adasum {
                     check::check_adasum(dtype)?;
                     let tensors = segments.iter().map(|segment| segment.input.len()).collect();
-                    // Converts and scales one vector.
+                    // This reducer converts and scales one vector.
                     let alone =
                         ReductionSpec { dtype, op: ReduceOp::Sum, members: 1, prescale, postscale };
                     let (inputs, outputs) = gather_lists(segments);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The links to all other members, and shared state of all operations.
+//! Links to all other members, and the state that all operations share.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,61 +19,61 @@ use crate::crossover::GroupShape;
 use crate::kernel::{BlockReducer, HierarchicalOrder};
 use crate::{Error, Result};
 
-/// Members are numbered by rank; link `k` leads to member `k` below this member and to `k + 1` from
-/// it on.
+/// Links of a member. Members are numbered in rank order. Link `k` leads to member `k` if `k` is
+/// less than the number of this member, and to member `k + 1` otherwise.
 pub(super) struct PeerLinks {
     pub(super) member: usize,
     pub(super) rank: Rank,
-    /// In rank order.
+    /// Links in rank order.
     pub(super) links: Vec<Link>,
-    /// By link.
+    /// Copiers by link.
     pub(super) copies: Vec<RingCopier>,
     pub(super) hosts: MembersByHost,
-    /// The shape of the group, for the choice of algorithms.
+    /// Shape of the group, for the choice of algorithms.
     pub(super) shape: GroupShape,
-    /// Parentheses of sums; nothing on one host.
+    /// Parentheses of sums; `None` on one host.
     pub(super) orders: Option<Arc<HierarchicalOrder>>,
-    /// The smallest ring in the communicator, equal on all members once they have greeted each
-    /// other.
+    /// Size of the smallest ring of this member. After the greeting: of the whole communicator,
+    /// equal on all members.
     pub(super) capacity: usize,
-    /// Reused by jobs that pack.
+    /// Blocks that jobs reuse.
     pub(super) scratch: ScratchBlocks,
-    /// Memory of members that others work in.
+    /// Mapped memory of other members.
     pub(super) regions: PeerRegions,
-    /// Whether there are links that are opened at their first use.
+    /// Whether some links open only at their first use.
     pub(super) on_demand: bool,
 }
 
-/// Blocks for operations that pack or keep something.
+/// Blocks that operations reuse for packed tensors, results and partials.
 #[derive(Default)]
 pub(super) struct ScratchBlocks {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
-    /// For the next hierarchy or halving.
+    /// Partials of the next hierarchy or halving.
     pub(super) store: Vec<Vec<u8>>,
-    /// Routes of hierarchies; made by the first.
+    /// Routes of hierarchies, which the first hierarchy finds.
     pub(super) routes: Option<Arc<[HierarchyRoute]>>,
-    /// The same of halvings.
+    /// Lanes of halvings, which the first halving finds.
     pub(super) lanes: Option<Arc<[HalvingLane]>>,
 }
 
-/// The result of a poll.
+/// Result of a poll.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PollProgress {
-    /// Anything at all.
+    /// Whether there was any progress.
     pub(super) any: bool,
-    /// The job is over.
+    /// Whether the job is finished.
     pub(super) done: bool,
 }
 
-/// A state machine that runs one operation.
+/// State machine that runs one operation.
 pub(super) trait CollectiveJob: Send {
     /// Moves all bytes that can move.
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress>;
 
-    /// Returns the links that the job uses, before any byte has moved. On-demand links among them
-    /// are requested at once, so that they open side by side. A link that the job polls but does
-    /// not return here opens at that poll.
+    /// Returns the links that the job uses; called before any bytes have moved. Links that open at
+    /// their first use are requested at once, so that they open in parallel. If the job polls
+    /// another link, that link opens then.
     fn used_links(&self, peers: &PeerLinks) -> Vec<usize> {
         (0..peers.links.len()).collect()
     }
@@ -81,8 +81,8 @@ pub(super) trait CollectiveJob: Send {
 
 impl PeerLinks {
     /// # Errors
-    /// `Shape` when two links lead to one rank, to this one, their rings are not a multiple of the
-    /// alignment, or there are hosts for other than all members.
+    /// `Shape` when two links lead to one rank, a link leads to this rank, the size of a ring is
+    /// not a multiple of the alignment, or `hosts` does not have one number per member.
     pub(super) fn new(rank: Rank, mut links: Vec<Link>, hosts: Option<&[u32]>) -> Result<Self> {
         links.sort_by_key(|link| link.peer);
         let refuse = |reason: String| Err(Error::Shape { reason });
@@ -133,12 +133,12 @@ impl PeerLinks {
         self.links.len() + 1
     }
 
-    /// Returns the member a link leads to.
+    /// Returns the member to which a link leads.
     pub(super) fn member_of(&self, link: usize) -> usize {
         if link < self.member { link } else { link + 1 }
     }
 
-    /// Returns the link that leads to a member; nonsense for this one.
+    /// Returns the link to a member. The result for this member itself has no meaning.
     pub(super) fn link_to(&self, member: usize) -> usize {
         if member < self.member { member } else { member.saturating_sub(1) }
     }
@@ -155,8 +155,8 @@ impl PeerLinks {
         members.start..members.end - 1
     }
 
-    /// Asks for links that are not open, the nearest lower members first: when all members ask at
-    /// the same time, they ask different ones.
+    /// Requests links that are not open, those to the nearest lower members first. When all members
+    /// request links at the same time, their requests then go to different members.
     pub(super) fn request_links(&mut self, links: &[usize]) {
         for link in links.iter().rev() {
             if let Some(link) = self.links.get_mut(*link) {
@@ -165,10 +165,11 @@ impl PeerLinks {
         }
     }
 
-    /// Pushes out what links keep locally. True when nothing is left that could still arrive.
+    /// Sends the bytes that links have buffered locally. Returns true if no buffered bytes are left
+    /// that a peer could still receive.
     pub(super) fn flush_links(&mut self) -> bool {
-        // Rings in memory keep nothing. A peer that is gone gets nothing any more; if that is a
-        // failure and not just an end, the next operation with it says so.
+        // Rings in memory buffer nothing locally. A lost peer receives nothing any more. If its
+        // loss is a failure and not an orderly end, the next operation with this peer reports it.
         let mut flushed = true;
         for link in self.links.iter_mut().filter(|link| link.kind == LinkKind::Tcp) {
             flushed &= link.sender.flush().unwrap_or(true);
@@ -177,8 +178,8 @@ impl PeerLinks {
     }
 }
 
-/// Returns the bytes of the window that are whole units. The rest of a unit is on its way, unless
-/// the link ended inside it.
+/// Returns the number of bytes of the window in whole units. The rest of a unit is still on its
+/// way, unless the link ended inside the unit.
 pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
     let bytes = link.receiver.window()?.len();
     if bytes == 0 || bytes >= UNIT_BYTES {
@@ -186,7 +187,7 @@ pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
     }
     match link.receiver.check_not_ended() {
         Ok(()) => Ok(0),
-        // The rest may have come together with the end.
+        // The rest of the unit may have arrived together with the end.
         Err(end) => match link.receiver.window()?.len() / UNIT_BYTES * UNIT_BYTES {
             0 => Err(end.into()),
             bytes => Ok(bytes),
@@ -194,7 +195,7 @@ pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
     }
 }
 
-/// Inputs on the stack up to this many members.
+/// Most members for which the list of inputs is on the stack.
 const MAX_STACK_INPUTS: usize = 16;
 
 /// Reduces blocks of equal length in member order; `own` takes this member's position among the

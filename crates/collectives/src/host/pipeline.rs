@@ -4,10 +4,10 @@
 //! Allreduce in two hops: every member reduces its own part of the elements straight from the
 //! others' windows and writes the result straight into theirs.
 //!
-//! 2 steps, `2 * (P - 1) / P * N` bytes sent by each member, every chunk of them overlapping with
-//! the next. Member `p` owns part `p`; a part is cut into chunks, of equal size in all parts. On
-//! the link from `r` to `q` goes a fixed sequence of messages, empty ones left out, with `D`
-//! for [`LOOKAHEAD_CHUNKS`]:
+//! 2 steps; each member sends `2 * (P - 1) / P * N` bytes, and each chunk overlaps with the next.
+//! Member `p` owns part `p`. A part is cut into chunks, of equal size in all parts. The link from
+//! `r` to `q` carries a fixed sequence of messages, without the empty ones; `D` is
+//! [`LOOKAHEAD_CHUNKS`]:
 //!
 //! ```text
 //! input(0) .. input(D)  result(0)  input(D+1)  result(1)  input(D+2)  ...  result(last)
@@ -42,15 +42,16 @@ use crate::kernel::BlockReducer;
 
 /// Inputs that a member sends ahead of a result, beyond the input of this result's chunk.
 const LOOKAHEAD_CHUNKS: usize = 3;
-/// Chunks that even a small part is cut into.
+/// Number of chunks into which even a small part is cut.
 const MIN_CHUNKS_PER_PART: usize = 4;
-/// Bytes reduced before they are copied on: they are still in the first-level cache.
+/// Bytes that are reduced before they are copied: they are still in the first-level cache.
 const REDUCTION_BLOCK_BYTES: usize = 16 << 10;
-/// Bytes from which on results go past the caches to memory that is not the input's: no cache holds
-/// all of them until they are read, and the lines of that memory need not be read first.
+/// Fewest bytes for which results bypass the caches, if the memory of the outputs is separate from
+/// the inputs: no cache holds all results until they are read, and the lines of the outputs need
+/// not be read first.
 const MIN_NONTEMPORAL_BYTES: usize = 32 << 20;
 
-/// The cut of the elements, which is the same on every member.
+/// Schedule of a pipeline: the parts and chunks of the elements, the same on every member.
 #[derive(Clone, Debug)]
 pub(super) struct PipelineSchedule {
     bytes: usize,
@@ -82,7 +83,7 @@ impl PipelineSchedule {
     /// Returns the first position from `slot` on whose message is not empty: inputs of chunks of
     /// `posted`'s part, results of `reduced`'s.
     fn seek_message(&self, slot: usize, posted: usize, reduced: usize) -> MessagePosition {
-        // After an empty chunk of a part all are empty.
+        // After an empty chunk of a part, all chunks are empty.
         let find = |member: usize, t: usize| {
             let bytes = if t < self.steps { self.chunk_extent(member, t).1 } else { 0 };
             (bytes > 0).then_some((t, bytes))
@@ -96,7 +97,7 @@ impl PipelineSchedule {
     }
 }
 
-/// Returns the bytes of a chunk: a ring holds `2 * LOOKAHEAD_CHUNKS + 2` of them.
+/// Returns the number of bytes of a chunk: a ring holds `2 * LOOKAHEAD_CHUNKS + 2` chunks.
 fn chunk_bytes(part: usize, capacity: usize) -> usize {
     let fits = capacity / (2 * LOOKAHEAD_CHUNKS + 2) / UNIT_BYTES * UNIT_BYTES;
     let overlapping = (part / MIN_CHUNKS_PER_PART).next_multiple_of(UNIT_BYTES);
@@ -113,7 +114,7 @@ pub(super) struct PipelineJob {
     streams: Vec<PipelineStream>,
 }
 
-/// One link.
+/// Positions in the message sequences of one link.
 struct PipelineStream {
     peer: usize,
     writing: MessagePosition,
@@ -195,7 +196,8 @@ impl PipelineJob {
         }
         let start = self.cut.chunk_extent(self.member, t).0 + message.moved_bytes();
         let Self { reducer, inputs, outputs, member, .. } = &*self;
-        // The first link's ring then does not serve as memory for the result.
+        // If copies bypass the caches, the ring of the first link is not used as memory for the
+        // result.
         let past = copies.iter().any(RingCopier::is_nontemporal);
         scratch.result.resize(scratch.result.len().max(REDUCTION_BLOCK_BYTES), 0);
         let store =
@@ -251,7 +253,8 @@ impl PipelineJob {
 }
 
 impl PipelineJob {
-    /// Sends what links can take before anything is received. True when anything was sent.
+    /// Sends inputs that fit into the windows, before anything is received. Returns true if any
+    /// bytes were sent.
     pub(super) fn send_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let mut any = false;
         let links = &mut peers.links;

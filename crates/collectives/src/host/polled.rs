@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Members of an allreduce that are polled one by one, for the tests of its jobs.
+//! Test support for jobs of an allreduce: polls members one by one.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::buffer::GatherList;
 use crate::kernel::{self, BlockReducer, ReductionSpec};
 use crate::{DataType, HostMemory, ReduceOp, Result};
 
-/// The constructor of a job.
+/// Constructor of a job.
 pub(super) type Make<J> = fn(&mut PeerLinks, BlockReducer, GatherList, GatherList) -> Result<J>;
 
 /// Checks with 64 hosts of 8 ranks that the work of a rank before the first byte does not depend on
@@ -62,7 +62,7 @@ pub(super) fn assert_sums_in_any_order<J: CollectiveJob>(worlds: &[&'static [u32
     }
 }
 
-/// A world, one type of elements, and the job of its members.
+/// Allreduce of one element type in one world, with the constructor of its jobs.
 struct PolledAllreduce<J> {
     hosts: &'static [u32],
     dtype: DataType,
@@ -70,7 +70,7 @@ struct PolledAllreduce<J> {
 }
 
 impl<J: CollectiveJob> PolledAllreduce<J> {
-    /// A small whole number, so that sums are exact in 16 bits, too.
+    /// Returns a small whole number, so that sums are exact also in 16 bits.
     fn input_value(member: usize, element: usize) -> f32 {
         f32::from(u8::try_from((element * 7 + member * 31) % 23).unwrap())
     }
@@ -91,7 +91,7 @@ impl<J: CollectiveJob> PolledAllreduce<J> {
         self.encode_value(0.0).len()
     }
 
-    /// All members, in place.
+    /// Starts the jobs of all members, with outputs that are also the inputs.
     fn start_jobs(&self, elements: usize, capacity: usize) -> Vec<(J, PeerLinks, HostMemory)> {
         let (dtype, op, size) = (self.dtype, ReduceOp::Sum, self.hosts.len());
         let links = loopback::link_mesh(size, capacity).unwrap();
@@ -120,7 +120,7 @@ impl<J: CollectiveJob> PolledAllreduce<J> {
         links.into_iter().enumerate().map(job).collect()
     }
 
-    /// Polls members in an order that the seed gives, and checks all results.
+    /// Polls members in a pseudo-random order that the seed determines, and checks all results.
     fn poll_until_done(&self, seed: u64, elements: usize, capacity: usize) {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
         let mut members = self.start_jobs(elements, capacity);
@@ -154,7 +154,7 @@ impl<J: CollectiveJob> PolledAllreduce<J> {
     }
 }
 
-/// A number below `of`.
+/// Returns a number below `of`.
 fn pick_below(random: u64, of: usize) -> usize {
     usize::try_from(random % of as u64).unwrap()
 }

@@ -1,28 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Positions in the sequence of messages of an allreduce by chunks.
+//! Positions in the sequence of messages of an allreduce in chunks.
 
 use super::message::MessageProgress;
 
-/// Position of one direction of a link in the sequence of messages. Slot `2 t` is early for chunk
-/// `t` (an input, or partials), slot `2 t + 1` is late for chunk `t - ahead` (a result). `ahead` is
-/// the number of chunks by which results come after early messages on the link.
+/// Position of one direction of a link in the sequence of messages. Slot `2 t` holds the early
+/// message of chunk `t` (an input or partials). Slot `2 t + 1` holds the late message of chunk
+/// `t - ahead` (a result). `ahead` is the lag of results behind early messages on the link, in
+/// chunks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MessagePosition {
     pub(super) slot: usize,
     pub(super) message: MessageProgress,
 }
 
-/// The slot after the last message.
+/// Slot after the last message.
 const END_SLOT: usize = usize::MAX;
 
 /// Chunk and bytes of a message that is not empty, if there is one.
 pub(super) type Found = Option<(usize, usize)>;
 
 impl MessagePosition {
-    /// Returns the first position from `slot` on whose message is not empty. `early` and `late`
-    /// return the first message of their kind that is not empty, from a chunk on.
+    /// Returns the first position, from `slot`, with a message that is not empty. `early` and
+    /// `late` get a chunk, and find the first message of their kind that is not empty, from this
+    /// chunk.
     pub(super) fn first_nonempty(
         slot: usize,
         ahead: usize,
@@ -58,18 +60,18 @@ impl MessagePosition {
         is_late.then(|| self.slot / 2 - ahead)
     }
 
-    /// Returns whether the input or the partials of a chunk were before this position.
+    /// Returns whether the early message of a chunk was before this position.
     pub(super) fn is_past_early(self, chunk: usize) -> bool {
         self.slot > 2 * chunk
     }
 
-    /// Returns whether the result of a chunk was before this position.
+    /// Returns whether the late message of a chunk was before this position.
     pub(super) fn is_past_late(self, ahead: usize, chunk: usize) -> bool {
         self.slot > 2 * (chunk + ahead) + 1
     }
 }
 
-/// State of one operation on a link.
+/// Positions of one operation on a link.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct LinkPositions {
     pub(super) writing: MessagePosition,

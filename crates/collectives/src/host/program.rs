@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of an allreduce on each member, without their execution: for simulators and for
-//! export.
+//! Steps of an allreduce on each member, without their execution: for simulators and for export.
 //!
-//! An [`AllreducePlan`] holds the schedules by which the jobs of this crate run, and writes them as
-//! steps. Sends to one member leave in the order of the steps and are received in that order, as
-//! messages on a link are.
+//! An [`AllreducePlan`] holds the schedules that the jobs of this crate use, and writes them as
+//! steps. Sends to one member are in the order of the steps, and the member receives them in this
+//! order, like messages on a link.
 
 use super::doubling::program as doubling;
 use super::halving::program as halving;
@@ -17,30 +16,30 @@ use super::pipeline::program as pipeline;
 use crate::crossover::GroupShape;
 use crate::{AllreduceAlgorithm, CrossoverTable};
 
-/// Bytes that go from one member to another.
+/// Bytes that one member sends to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProgramTransfer {
     /// The other member.
     pub member: u32,
-    /// Bytes on the link, padding included.
+    /// Number of bytes on the link, padding included.
     pub bytes: u64,
-    /// Number of messages; more than one in a folded program only.
+    /// Number of messages; more than one only in a folded program.
     pub messages: u32,
-    /// Whether they are copied between the tensor and the link; a reduction reads and writes links
-    /// itself.
+    /// Whether the bytes are copied between the tensor and the link. A reduction reads and writes
+    /// links directly.
     pub copied: bool,
 }
 
-/// The action of a step.
+/// Action of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProgramAction {
-    /// Sends.
+    /// Sends bytes to the other member.
     Send(ProgramTransfer),
     /// Waits for the bytes that the other member sends.
     Receive(ProgramTransfer),
-    /// Reads and writes so many bytes of memory, for a reduction.
+    /// Reads and writes memory for a reduction.
     Reduce {
-        /// Bytes read and bytes written.
+        /// Sum of the bytes read and written.
         bytes: u64,
     },
 }
@@ -53,7 +52,7 @@ struct ProgramStep {
     dependency_count: u32,
 }
 
-/// The steps of one member.
+/// Steps of one member.
 #[derive(Clone, Debug, Default)]
 pub struct CollectiveProgram {
     steps: Vec<ProgramStep>,
@@ -61,7 +60,7 @@ pub struct CollectiveProgram {
 }
 
 impl CollectiveProgram {
-    /// Returns the steps; each comes after steps before it only.
+    /// Returns the actions of the steps. A step depends only on steps before it.
     pub fn actions(&self) -> impl ExactSizeIterator<Item = ProgramAction> + '_ {
         self.steps.iter().map(|step| step.action)
     }
@@ -71,12 +70,12 @@ impl CollectiveProgram {
         self.steps.len()
     }
 
-    /// Returns whether there is nothing to do.
+    /// Returns whether the program has no steps.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// Returns the steps that a step comes after.
+    /// Returns the steps on which a step depends.
     pub fn dependencies_of(&self, step: usize) -> &[u32] {
         let Some(step) = self.steps.get(step) else { return &[] };
         let first = step.first_dependency as usize;
@@ -84,10 +83,10 @@ impl CollectiveProgram {
     }
 }
 
-/// Writes a program.
+/// Builder of a program.
 pub(super) struct ProgramBuilder {
     program: CollectiveProgram,
-    /// The last send to each member.
+    /// Last send on each link.
     last: Vec<Option<u32>>,
 }
 
@@ -100,7 +99,7 @@ impl ProgramBuilder {
         self.push_step(ProgramAction::Reduce { bytes: bytes as u64 }, after)
     }
 
-    /// Sends `messages` that have `bytes` in all, padding included.
+    /// Adds a send of `load` to member `to`. The send follows the previous send to this member.
     pub(super) fn add_send(&mut self, to: usize, load: TransferLoad, after: &[u32]) -> u32 {
         self.add_send_over_link(to, to, load, after)
     }
@@ -128,8 +127,8 @@ impl ProgramBuilder {
         self.push_step(ProgramAction::Receive(load.into_transfer(from)), after)
     }
 
-    /// Brings the inputs of a chunk within a host to the member that carries it. For this member it
-    /// returns the steps that receive them, for the others none.
+    /// Adds the steps that bring the inputs of a chunk to the member that carries it, within a
+    /// host. Returns the receiving steps if `member` is the carrier, otherwise `None`.
     pub(super) fn gather_inputs(
         &mut self,
         chunk: &CarriedChunk<'_>,
@@ -145,8 +144,8 @@ impl ProgramBuilder {
         )
     }
 
-    /// Brings the result of a chunk, which these steps make, to the other members of the host of
-    /// the one that carries it.
+    /// Adds the steps that bring the result of a chunk, which the steps `results` compute, from its
+    /// carrier to the other members on the host of the carrier.
     pub(super) fn distribute_result(
         &mut self,
         chunk: &CarriedChunk<'_>,
@@ -180,7 +179,7 @@ impl ProgramBuilder {
     }
 }
 
-/// A chunk that one member of a host carries.
+/// Chunk that one member of a host carries.
 pub(super) struct CarriedChunk<'a> {
     pub(super) hosts: &'a MembersByHost,
     pub(super) carrier: usize,
@@ -192,7 +191,7 @@ fn saturating_index(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// The content of a transfer.
+/// Content of a transfer.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct TransferLoad {
     bytes: usize,
@@ -201,12 +200,12 @@ pub(super) struct TransferLoad {
 }
 
 impl TransferLoad {
-    /// Returns one message with these bytes.
+    /// Returns the load of one message of `bytes` bytes.
     pub(super) fn single_message(bytes: usize, copied: bool) -> Self {
         Self { bytes: padded_bytes(bytes), messages: u32::from(bytes > 0), copied }
     }
 
-    /// Returns the messages with these bytes, empty ones left out.
+    /// Returns the load of messages of these lengths, without the empty ones.
     pub(super) fn all_messages(bytes: impl Iterator<Item = usize>, copied: bool) -> Self {
         let add = |sum: Self, bytes: usize| Self {
             bytes: sum.bytes + padded_bytes(bytes),
@@ -230,7 +229,7 @@ impl TransferLoad {
     }
 }
 
-/// An allreduce among members on hosts.
+/// Plan of an allreduce among members on hosts.
 #[derive(Clone, Debug)]
 pub struct AllreducePlan {
     hosts: MembersByHost,
@@ -250,9 +249,9 @@ enum PlannedAlgorithm {
 }
 
 impl AllreducePlan {
-    /// Returns an allreduce of `bytes` among members with these host numbers, over rings of
-    /// `capacity` bytes. `width` is how many times the bytes of an element a partial sum takes: 1
-    /// for `float32`. `None` where the rings are too small.
+    /// Returns the plan of an allreduce of `bytes` among members with these host numbers, over
+    /// rings of `capacity` bytes. `width` is the size of a partial sum as a multiple of the size of
+    /// an element: 1 for `float32`. Returns `None` if the rings are too small.
     pub fn new(
         hosts: &[u32],
         bytes: usize,
@@ -284,7 +283,7 @@ impl AllreducePlan {
         Some(Self { hosts, bytes, width, algorithm: way })
     }
 
-    /// Returns the algorithm; `None` for one member.
+    /// Returns the algorithm; `None` for a single member.
     pub fn chosen_algorithm(&self) -> Option<AllreduceAlgorithm> {
         match self.algorithm {
             PlannedAlgorithm::SingleMember => None,
@@ -301,7 +300,7 @@ impl AllreducePlan {
         self.hosts.host_sizes().iter().sum()
     }
 
-    /// About how many messages all members send.
+    /// Returns the approximate number of messages that all members send.
     pub fn message_count(&self) -> u64 {
         let members = self.member_count() as u64;
         match &self.algorithm {
@@ -342,7 +341,7 @@ impl AllreducePlan {
         }
     }
 
-    /// Returns whether all hosts do the same, so that one of them stands for all: see
+    /// Returns whether all hosts do the same, so that one host can represent all: see
     /// [`AllreducePlan::folded_program`].
     pub fn is_foldable(&self) -> bool {
         let sizes = self.hosts.host_sizes();
@@ -355,14 +354,15 @@ impl AllreducePlan {
         }
     }
 
-    /// Returns the members of the one host that stands for all.
+    /// Returns the number of members on the host that represents all hosts.
     pub fn folded_member_count(&self) -> usize {
         self.hosts.largest_host_size()
     }
 
-    /// Returns the steps of a member of the first host, in which transfers to other hosts go to the
-    /// member itself, as one transfer for each chunk, or for each of its swaps: its counterparts on
-    /// other hosts send the same bytes at the same time.
+    /// Returns the steps of a member of the first host, which represents all hosts. Transfers to
+    /// other hosts go to the member itself, one transfer for each chunk or for each swap of a
+    /// chunk, because the counterparts of the member on other hosts send the same bytes at the same
+    /// time.
     pub fn folded_program(&self, member: usize) -> CollectiveProgram {
         match &self.algorithm {
             PlannedAlgorithm::Pipeline(cut) => pipeline::folded_program(cut),
@@ -375,7 +375,7 @@ impl AllreducePlan {
     }
 }
 
-/// See `direct_program`.
+/// Returns the steps of a member in the algorithm of module `direct`.
 fn direct_program(members: usize, member: usize, bytes: usize) -> CollectiveProgram {
     let mut builder = ProgramBuilder::new(members);
     let others = || (1..members).map(move |k| (member + k) % members);
@@ -393,8 +393,8 @@ fn direct_program(members: usize, member: usize, bytes: usize) -> CollectiveProg
 pub(super) mod tests {
     use super::*;
 
-    /// Checks that one member sends another messages of so many bytes, and that the other receives
-    /// them, in this order.
+    /// Checks that `from` sends messages of the expected lengths to `to`, and that `to` receives
+    /// them in this order.
     pub(in super::super) fn assert_goes(
         programs: &[CollectiveProgram],
         from: usize,

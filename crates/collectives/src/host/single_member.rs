@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce of one member: nothing moves, factors still apply.
+//! Allreduce of a single member: no bytes move over links, but scale factors apply.
 
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::buffer::GatherList;
 use crate::kernel::BlockReducer;
 use crate::{DataType, Result};
 
-/// Bytes worked on at a time, a whole number of elements of any type.
+/// Bytes that are reduced at a time: a whole number of elements of any type.
 const SINGLE_MEMBER_BLOCK_BYTES: usize = 32 << 10;
 
 pub(super) struct SingleMemberJob {

@@ -331,8 +331,8 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
     }
 
     /// Like [`run`](Self::run), but writes the result into all inputs in one pass. Returns false,
-    /// and changes nothing, unless there are two or four inputs: the processor prefetches more of
-    /// them less well.
+    /// and changes nothing, unless there are two or four inputs: with more inputs the processor
+    /// prefetches less well.
     #[inline(always)]
     pub(super) fn run_in_place(all: &mut [&mut [u8]], factor: f64) -> bool {
         let factor = T::factor(factor);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of a doubling, written down.
+//! Steps of a doubling as a program.
 
 use super::super::hosts::MembersByHost;
 use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
 use super::{DoublingStep, plan_steps};
 
-/// Returns the steps of a member. One step of the plan begins when the one before is over.
+/// Returns the steps of a member. A step of the plan begins when the previous step is finished.
 pub(in super::super) fn member_program(
     hosts: &MembersByHost,
     member: usize,

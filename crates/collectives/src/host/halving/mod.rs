@@ -60,21 +60,21 @@ use crate::kernel::BlockReducer;
 pub(super) use schedule::HalvingLane;
 use schedule::{HalvingSchedule, HalvingStage, LaneDirection};
 
-/// Bytes worked on at a time: they are still in the cache when they are written on.
+/// Bytes that are merged at a time: they are still in the cache when they are copied back.
 const MERGE_BLOCK_BYTES: usize = 16 << 10;
 
-/// A chunk that this member carries.
+/// Chunk that this member carries.
 struct HalvingChunk {
     chunk: usize,
-    /// Bytes of elements that are joined.
+    /// Bytes of elements whose inputs are joined.
     joined: usize,
     /// Finished steps between hosts: first the steps that swap partials, then the steps that swap
     /// results, in reverse.
     step: usize,
     stages: usize,
-    /// The present step; none before it was looked up.
+    /// Lane and stage of the current step; `None` before they were looked up.
     stage: Option<(usize, HalvingStage)>,
-    /// Partials of the whole chunk. Empty when the results are computed.
+    /// Partials of the whole chunk; empty after the results are computed.
     partials: Vec<u8>,
 }
 
@@ -91,20 +91,20 @@ pub(super) struct HalvingJob {
     schedule: HalvingSchedule,
     member: usize,
     host: usize,
-    /// Members on this host: every so many chunks are carried by this one.
+    /// Number of members on this host; this member carries every `stride`-th chunk.
     stride: usize,
-    /// Links within the host.
+    /// Links within the host, as indices of links.
     local: Range<usize>,
-    /// The same among the lanes.
+    /// Links within the host, as indices of lanes.
     near: Range<usize>,
     lanes: Arc<[HalvingLane]>,
-    /// By lane.
+    /// Positions in the message sequences, by lane.
     streams: Vec<LinkPositions>,
-    /// Chunks under way, in order.
+    /// Chunks in progress, in order.
     works: VecDeque<HalvingChunk>,
     /// The next chunk to begin.
     next: usize,
-    /// Memory for partials.
+    /// Free memory for partials, one block per chunk.
     spare: Vec<Vec<u8>>,
 }
 
@@ -189,8 +189,8 @@ impl HalvingJob {
         Ok(any)
     }
 
-    /// Begins a chunk if there is memory for its partials, and joins inputs of this host that have
-    /// arrived.
+    /// Begins a chunk if there is free memory for its partials, and joins the inputs of this host
+    /// that have arrived.
     fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let is_joined = |work: &HalvingChunk, schedule: &HalvingSchedule| {
             work.joined == schedule.chunk_extent(work.chunk).1
@@ -329,7 +329,7 @@ impl HalvingJob {
         Ok(any)
     }
 
-    /// Joins the partials of the other host that have arrived with the own ones.
+    /// Joins the partials that have arrived from the other host with the own partials.
     fn merge_partials(
         &mut self,
         lane: usize,
@@ -365,7 +365,7 @@ impl HalvingJob {
         Ok(true)
     }
 
-    /// Makes the results of the own part, and gives the memory back.
+    /// Computes the results of the own part and frees the memory of the partials.
     fn compute_results(&mut self, work: &mut HalvingChunk, own: &Range<usize>) {
         let (width, start) =
             (self.schedule.accumulator_width(), self.schedule.chunk_extent(work.chunk).0);
@@ -377,7 +377,7 @@ impl HalvingJob {
         self.spare.push(std::mem::take(&mut work.partials));
     }
 
-    /// Sends results of the part that this host has to the host that lacks them.
+    /// Sends the results that this host has to the other host of the stage.
     fn send_host_results(
         &mut self,
         LaneChunk { lane, chunk }: LaneChunk,
@@ -398,7 +398,7 @@ impl HalvingJob {
         Ok(any)
     }
 
-    /// Stores results of the part that the other host has.
+    /// Stores the results that the other host of the stage has.
     fn receive_host_results(
         &mut self,
         LaneChunk { lane, chunk }: LaneChunk,
@@ -419,7 +419,7 @@ impl HalvingJob {
         Ok(any)
     }
 
-    /// Sends a member of this host the result of a chunk that is complete.
+    /// Sends the result of a complete chunk to a member of this host.
     fn send_local_result(
         &mut self,
         lane: usize,
@@ -451,7 +451,7 @@ impl HalvingJob {
     }
 }
 
-/// A chunk on a lane to another host.
+/// Chunk and the lane to another host.
 #[derive(Clone, Copy, Debug)]
 struct LaneChunk {
     lane: usize,

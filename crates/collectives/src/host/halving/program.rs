@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of a halving, written down.
+//! Steps of a halving as a program.
 
 use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
 pub(in super::super) use super::schedule::HalvingSchedule;
 use super::schedule::HalvingStage;
 
-/// One member's steps for the chunks, in the order of the slots of [`HalvingSchedule`].
+/// Writer of the steps of one member, chunk by chunk in the order of the slots of
+/// [`HalvingSchedule`].
 struct HalvingProgramWriter<'a> {
     schedule: &'a HalvingSchedule,
     member: usize,
     host: usize,
     builder: ProgramBuilder,
-    /// The steps that the next one of a chunk comes after, by chunk.
+    /// Steps that the next step of each chunk must follow.
     before: Vec<Vec<u32>>,
-    /// Other hosts stand behind this member itself.
+    /// Whether this member represents its counterparts on all other hosts.
     folded: bool,
 }
 
@@ -27,7 +28,8 @@ pub(in super::super) fn member_program(
     HalvingProgramWriter::new(schedule, member, false).write_program()
 }
 
-/// Returns the steps of a member of the first host, for all: see `Plan::folded_program`.
+/// Returns the steps of a member of the first host, which represents all hosts: see
+/// `AllreducePlan::folded_program`.
 pub(in super::super) fn folded_program(
     schedule: &HalvingSchedule,
     member: usize,
@@ -43,7 +45,7 @@ impl<'a> HalvingProgramWriter<'a> {
         Self { schedule, member, host, builder, before, folded }
     }
 
-    /// Sends a carrier of another host something of a step.
+    /// Adds a send to the carrier on the other host of a stage.
     fn send_to_partner(
         &mut self,
         stage: &HalvingStage,
@@ -52,7 +54,7 @@ impl<'a> HalvingProgramWriter<'a> {
         before: &[u32],
     ) -> u32 {
         let to = self.partner_member(stage, chunk);
-        // The first host meets another one in each step.
+        // The first host meets another host in each step, so each step has a separate link.
         let link = if self.folded { self.schedule.hosts().largest_host_size() + step } else { to };
         self.builder.add_send_over_link(link, to, load, before)
     }
@@ -86,7 +88,8 @@ impl<'a> HalvingProgramWriter<'a> {
     fn find_stage(&self, chunk: usize, step: usize) -> Option<HalvingStage> {
         let mut stage = self.schedule.find_stage(self.host, chunk, step)?;
         if self.folded {
-            // It receives as much as it sends. The first host keeps the longer half.
+            // The represented hosts send as much as they receive, and the first host keeps the
+            // longer half.
             stage.give = stage.keep.clone();
         }
         Some(stage)
@@ -96,7 +99,8 @@ impl<'a> HalvingProgramWriter<'a> {
         self.schedule.hosts().carrier_for_turn(host, chunk)
     }
 
-    /// An input to the carrier; or all inputs, and the swaps of partials.
+    /// Writes the early steps of a chunk: for the carrier, all inputs and the swaps of partials;
+    /// for other members, the input to the carrier.
     fn write_early_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
         let Some(inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
@@ -118,7 +122,8 @@ impl<'a> HalvingProgramWriter<'a> {
                     TransferLoad::single_message(keep.len() * width, false),
                 );
                 let theirs = self.builder.add_receive(from, load, &before);
-                // Read twice, written to a block in the cache, and copied back.
+                // Both partials are read, the sum is written to a block in the cache, and the block
+                // is copied back.
                 after.push(self.builder.add_reduction(3 * keep.len() * width, &[theirs]));
             }
             own = keep;
@@ -132,7 +137,7 @@ impl<'a> HalvingProgramWriter<'a> {
         self.before[chunk] = before;
     }
 
-    /// If this member carries the chunk: the swap of results at a level.
+    /// Writes the swap of results at a level, if this member carries the chunk.
     fn write_late_steps(&mut self, chunk: usize, level: usize) {
         if self.chunk_carrier(self.host, chunk) != self.member {
             return;

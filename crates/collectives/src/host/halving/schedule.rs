@@ -14,14 +14,13 @@ use super::super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_byte
 
 /// Chunks of one carrier that are in the same step at the same time.
 const LOOKAHEAD_CHUNKS: usize = 2;
-/// Chunks whose inputs are posted within a host before the result of the first, besides those in
-/// steps between hosts.
+/// Chunks whose inputs are sent within a host before the result of the first chunk, in addition to
+/// the chunks that are in steps between hosts.
 const LOOKAHEAD_WITHIN_HOST: usize = 4;
-/// Chunks of each member's share that even a small tensor is cut into.
+/// Number of chunks into which even a small share of a member is cut.
 const MIN_CHUNKS_PER_SHARE: usize = 12;
 
-/// One step of a chunk between two hosts. Partial sums go one way each, and their results come
-/// back.
+/// One step of a chunk between two hosts. The hosts swap partial sums, and later their results.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct HalvingStage {
     /// The other host.
@@ -34,17 +33,17 @@ pub(super) struct HalvingStage {
     pub(super) is_earlier: bool,
 }
 
-/// A link over which something goes.
+/// Link that a halving uses.
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct HalvingLane {
     pub(super) link: usize,
     own: LanePosition,
     peer: LanePosition,
-    /// Number of chunks by which results come after early messages.
+    /// Lag of results behind early messages, in chunks.
     pub(super) ahead: usize,
 }
 
-/// Host of a member, its number there, and the members there.
+/// Host of a member, the number of the member on this host, and the number of members on it.
 #[derive(Clone, Copy, Debug)]
 struct LanePosition {
     host: usize,
@@ -63,7 +62,7 @@ impl LanePosition {
         chunk % self.size == self.number
     }
 
-    /// Returns the first chunk from this one on that the member carries.
+    /// Returns the first chunk that the member carries, starting at `chunk`.
     fn next_carried_chunk(&self, chunk: usize) -> usize {
         self.number + chunk.saturating_sub(self.number).div_ceil(self.size) * self.size
     }
@@ -83,14 +82,14 @@ impl HalvingLane {
     }
 }
 
-/// A direction of a link.
+/// Direction of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LaneDirection {
     Outgoing,
     Incoming,
 }
 
-/// Elements are cut in chunks, which members of a host carry in turns.
+/// Schedule of a halving. Elements are cut into chunks, which the members of a host carry in turn.
 #[derive(Clone, Debug)]
 pub(in super::super) struct HalvingSchedule {
     bytes: usize,
@@ -98,15 +97,16 @@ pub(in super::super) struct HalvingSchedule {
     width: usize,
     chunk: usize,
     chunks: usize,
-    /// Hosts that swap: a power of two.
+    /// Number of hosts that swap: a power of two.
     full: usize,
-    /// Hosts before this one are paired: one of the two gives its partials to the other first.
+    /// Number of the first hosts that form pairs: one host of a pair first gives its partials to
+    /// the other.
     folded: usize,
 }
 
 impl HalvingSchedule {
-    /// `width` is how many times the bytes of an element a partial sum takes. Nothing when rings
-    /// are too small.
+    /// Returns the schedule; `None` if rings are too small. `width` is the size of a partial sum as
+    /// a multiple of the size of an element.
     pub(in super::super) fn new(
         bytes: usize,
         hosts: &MembersByHost,
@@ -156,7 +156,7 @@ impl HalvingSchedule {
         (start, (self.bytes - start).min(self.chunk))
     }
 
-    /// Returns the bytes of a chunk's partials.
+    /// Returns the number of bytes of the partials of the longest chunk.
     pub(super) fn max_partial_bytes(&self) -> usize {
         self.chunk.min(self.bytes) * self.width
     }
@@ -173,19 +173,19 @@ impl HalvingSchedule {
         level.checked_sub(usize::from(host >= self.folded && self.folded > 0))
     }
 
-    /// Returns the number of chunks by which results come after partials between hosts that meet at
-    /// this level. The results of a chunk pass the levels in reverse. If this number were equal at
-    /// all levels, each chunk would wait for the one before.
+    /// Returns the lag of results behind partials, in chunks, between hosts that meet at this
+    /// level. The results of a chunk pass the levels in reverse. If the lag were equal at all
+    /// levels, each chunk would wait for the one before.
     pub(super) fn result_lag_between_hosts(&self, level: usize) -> usize {
         LOOKAHEAD_CHUNKS * 2 * (self.level_count() - level) * self.hosts.largest_host_size()
     }
 
-    /// Returns the number of chunks by which results come after inputs within a host.
+    /// Returns the lag of results behind inputs within a host, in chunks.
     pub(super) fn result_lag_within_host(&self) -> usize {
         self.result_lag_between_hosts(0) + LOOKAHEAD_WITHIN_HOST * self.hosts.largest_host_size()
     }
 
-    /// Returns the chunks whose partials a member of this host keeps at the same time.
+    /// Returns the number of chunks whose partials a member of this host keeps at the same time.
     pub(super) fn chunks_in_flight(&self, host: usize) -> usize {
         let members = self.hosts.host_members(host).len().max(1);
         let begun =
@@ -199,7 +199,8 @@ impl HalvingSchedule {
         if host < self.folded { host / 2 } else { host - self.folded / 2 }
     }
 
-    /// The hosts of a pair take turns, so that both send as much as the others.
+    /// Returns which host of each pair swaps halves of this chunk. The hosts of a pair take turns,
+    /// so that both send as much as the other hosts.
     fn pair_turn(&self, chunk: usize) -> usize {
         chunk / self.hosts.largest_host_size() % 2
     }
@@ -209,7 +210,7 @@ impl HalvingSchedule {
         host >= self.folded || host % 2 == self.pair_turn(chunk)
     }
 
-    /// Returns the host at a place.
+    /// Returns the host at a position among the hosts that swap.
     fn host_at_position(&self, place: usize, chunk: usize) -> usize {
         if place < self.folded / 2 {
             2 * place + self.pair_turn(chunk)
@@ -218,7 +219,7 @@ impl HalvingSchedule {
         }
     }
 
-    /// Returns a step of a chunk on a host; `None` after the last one.
+    /// Returns a step of a chunk on a host; `None` after the last step.
     pub(super) fn find_stage(
         &self,
         host: usize,
@@ -261,7 +262,7 @@ impl HalvingSchedule {
         })
     }
 
-    /// Returns the number of the steps of a chunk on a host.
+    /// Returns the number of steps of a chunk on a host.
     pub(super) fn stage_count(&self, host: usize, chunk: usize) -> usize {
         let swaps = self.full.ilog2() as usize;
         match (host < self.folded, self.swaps_halves(host, chunk)) {
@@ -287,7 +288,7 @@ impl HalvingSchedule {
         }
     }
 
-    /// Returns what one host sends to another of a chunk: partials, and results.
+    /// Returns the bytes of a chunk that one host sends to another: of partials, and of results.
     fn bytes_between_hosts(&self, from: usize, to: usize, chunk: usize) -> (usize, usize) {
         let stage = self.meeting_step(from, to).and_then(|step| self.find_stage(from, chunk, step));
         match stage.filter(|stage| stage.host == to) {
@@ -296,7 +297,7 @@ impl HalvingSchedule {
         }
     }
 
-    /// Returns the other hosts with which a host exchanges anything.
+    /// Returns the other hosts with which a host exchanges messages.
     fn partner_hosts(&self, host: usize) -> BTreeSet<usize> {
         let turns = [0, self.hosts.largest_host_size()];
         let steps = |chunk| {
@@ -310,8 +311,8 @@ impl HalvingSchedule {
         self.find_stage(host, chunk, step).map(|stage| stage.host)
     }
 
-    /// Returns the links of a member over which something goes, whatever the number of bytes, by
-    /// link.
+    /// Returns the links that a member uses, in link order. They do not depend on the number of
+    /// bytes.
     pub(super) fn member_lanes(&self, member: usize) -> Vec<HalvingLane> {
         let hosts = &self.hosts;
         let own = LanePosition::new(hosts, member);
@@ -341,7 +342,7 @@ impl HalvingSchedule {
         peers.iter().map(lane).collect()
     }
 
-    /// Returns the first message from `slot` on.
+    /// Returns the first message, starting at `slot`.
     fn seek_message(&self, slot: usize, lane: &HalvingLane, way: LaneDirection) -> MessagePosition {
         let early = |from| self.next_early_chunk(from, lane, way);
         MessagePosition::first_nonempty(slot, lane.ahead, early, |from| {
@@ -387,7 +388,7 @@ impl HalvingSchedule {
         })
     }
 
-    /// Returns the first chunk that both carry and that has bytes.
+    /// Returns the first chunk, starting at `from`, that both members carry and that has bytes.
     fn next_shared_chunk(
         &self,
         from: usize,
@@ -401,7 +402,7 @@ impl HalvingSchedule {
     }
 }
 
-/// Returns both halves of a range, in units: the one to keep first.
+/// Returns both halves of a range, in units: first the half to keep.
 fn split_halves(range: Range<usize>, is_lower: bool) -> (Range<usize>, Range<usize>) {
     let middle = (range.start + (range.len() / 2).next_multiple_of(UNIT_BYTES)).min(range.end);
     let (lower, upper) = (range.start..middle, middle..range.end);

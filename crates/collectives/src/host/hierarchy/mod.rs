@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce in the host, across hosts and back.
+//! Allreduce in three phases: within the host, across hosts, and back within the host.
 //!
-//! Elements are cut in chunks. In every host a chunk is carried by one member, in turns: the others
-//! post it their inputs, and it joins them with its own to the host's partial. The `H` carriers of
-//! a chunk are a pipeline of their own: each owns one part of the chunk, receives that part's
-//! partials, makes the result, and sends it to the others. Then each hands the whole chunk out in
-//! its host. 4 steps, all in progress at the same time for different chunks. With `L` members on
-//! each of `H` hosts every member sends `2 * (H - 1) / H * N / L` bytes to other hosts (partials of
-//! 16-bit floats take twice their bytes on the way to the owner, unless the reduction rounds them)
-//! and `2 * (L - 1) / L * N` within its own.
+//! Elements are cut into chunks. In every host one member carries a chunk, in turns: the others
+//! send it their inputs, and it joins these inputs with its own to the partial of the host. The `H`
+//! carriers of a chunk form a separate pipeline: each owns one part of the chunk, receives the
+//! partials of this part, computes the result, and sends the result to the other carriers. Then
+//! each carrier distributes the whole chunk in its host. 4 steps, all in progress at the same time
+//! for different chunks. With `L` members on each of `H` hosts, every member sends
+//! `2 * (H - 1) / H * N / L` bytes to other hosts and `2 * (L - 1) / L * N` bytes within its host.
+//! The partials of 16-bit floats take twice their bytes on the way to the owner, unless the
+//! reduction rounds them.
 //!
-//! On the link from `r` to `q` goes a fixed sequence of messages: for `t = 0, 1, ...` first the
-//! early message for chunk `t`, then the late one for chunk `t - A`; empty ones are left out. `A`
-//! is smaller between hosts than within them ([`HierarchySchedule::result_lags`]).
+//! The link from `r` to `q` carries a fixed sequence of messages: for `t = 0, 1, ...`, first the
+//! early message for chunk `t`, then the late message for chunk `t - A`; empty messages are left
+//! out. `A` is smaller between hosts than within them ([`HierarchySchedule::result_lags`]).
 //!
 //! ```text
 //! same host:   early(t): r's input, if q carries t
@@ -63,15 +64,15 @@ use crate::buffer::GatherList;
 use crate::kernel::BlockReducer;
 use schedule::{HierarchySchedule, RouteDirection};
 
-/// Progress of something through the chunks that this member carries.
+/// Position in the sequence of chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
 struct ChunkCursor {
     chunk: usize,
-    /// Bytes of elements.
+    /// Position in the chunk, in bytes of elements.
     at: usize,
 }
 
-/// A link over which something goes, in the course of hierarchies.
+/// Link that a hierarchy uses.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HierarchyRoute {
     link: usize,
@@ -80,8 +81,8 @@ pub(super) struct HierarchyRoute {
     back: RouteDirection,
 }
 
-/// Returns the links over which something goes: among equally full hosts those within the host, and
-/// one to each other host.
+/// Returns the links that hierarchies use. If all hosts have the same number of members, these are
+/// the links within the host, and one link to each other host.
 fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of(link));
@@ -99,7 +100,8 @@ fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
         .collect()
 }
 
-/// Results of a chunk that were stored, by host; for handing them out.
+/// Number of stored result bytes of a chunk, by host of their owner. Needed to distribute the
+/// chunk.
 struct StoredResults {
     chunk: usize,
     bytes: Vec<usize>,
@@ -112,23 +114,23 @@ pub(super) struct HierarchyJob {
     schedule: HierarchySchedule,
     member: usize,
     host: usize,
-    /// Members on this host: every so many chunks are carried by this one.
+    /// Number of members on this host; this member carries every `stride`-th chunk.
     stride: usize,
-    /// Links within the host.
+    /// Links within the host, as indices of links.
     local: Range<usize>,
-    /// The same among the routes.
+    /// Links within the host, as indices of routes.
     near: Range<usize>,
     routes: Arc<[HierarchyRoute]>,
-    /// By route.
+    /// Positions in the message sequences, by route.
     streams: Vec<LinkPositions>,
     joining: ChunkCursor,
     reducing: ChunkCursor,
-    /// Own parts' partials, by carried chunk.
+    /// This host's partials of the own parts, by carried chunk.
     store: Vec<Vec<u8>>,
     arrived: VecDeque<StoredResults>,
-    /// The first of the chunks that this member carries and has not handed out.
+    /// First chunk that this member carries and has not distributed.
     handed_out: usize,
-    /// Routes to the other carriers of the chunk that is reduced.
+    /// Routes to the other carriers of the chunk that is being reduced.
     carriers: Vec<usize>,
 }
 
@@ -180,7 +182,7 @@ impl HierarchyJob {
         })
     }
 
-    /// Returns the route to the carrier of a chunk in another host.
+    /// Returns the route to the carrier of a chunk on another host.
     fn route_to_carrier(&self, peers: &PeerLinks, host: usize, chunk: usize) -> usize {
         let link = peers.link_to(peers.hosts.carrier_for_turn(host, chunk));
         self.routes.partition_point(|route| route.link < link)
@@ -221,8 +223,8 @@ impl HierarchyJob {
         }
     }
 
-    /// Joins inputs of this host that have arrived, into the window towards the owner of the part
-    /// they are in, or into the own store.
+    /// Joins inputs of this host that have arrived. The partial is written to the window of the
+    /// link to the owner of the part, or to the own store.
     fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let ChunkCursor { chunk, at } = self.joining;
         let (start, len) = self.schedule.chunk_extent(chunk);
@@ -236,7 +238,7 @@ impl HierarchyJob {
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
         }
-        // Bytes of elements that can be joined; all are whole units, but for the chunk's end.
+        // Bytes of elements that can be joined: whole units, except at the end of the chunk.
         let mut bytes = part.end - at;
         for (index, link) in near.clone() {
             bytes = bytes.min(
@@ -296,15 +298,15 @@ impl HierarchyJob {
         Ok(true)
     }
 
-    /// Makes results of the partials that have arrived of the own part.
+    /// Computes results from the partials of the own part that have arrived.
     fn reduce_own_part(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let ChunkCursor { chunk, at } = self.reducing;
         if chunk >= self.schedule.chunk_count() {
             return Ok(false);
         }
         let (part, len) = self.schedule.part_extent(chunk, self.host);
-        // The own part may be reduced before the parts behind it are joined; then joining is still
-        // at an earlier chunk.
+        // The own part can be reduced before later parts are joined, so `reducing` can be at a
+        // later chunk than `joining`.
         let joined = match self.joining.chunk.cmp(&chunk) {
             Ordering::Less => 0,
             Ordering::Equal => self.joining.at.saturating_sub(part).min(len),
@@ -377,7 +379,7 @@ impl HierarchyJob {
         }
     }
 
-    /// Notes results of a chunk that this member carries.
+    /// Records stored results of a chunk that this member carries.
     fn record_stored(&mut self, chunk: usize, host: usize, bytes: usize) {
         if self.local.is_empty() {
             return;
@@ -392,7 +394,8 @@ impl HierarchyJob {
         }
     }
 
-    /// Results at the beginning of a carried chunk, up to the first that is missing.
+    /// Returns the number of result bytes from the start of a carried chunk up to the first missing
+    /// one.
     fn complete_prefix_bytes(&self, chunk: usize) -> usize {
         let Some(arrived) = self.arrived.iter().find(|arrived| arrived.chunk == chunk) else {
             return 0;
@@ -407,7 +410,7 @@ impl HierarchyJob {
         complete
     }
 
-    /// Sends results: the own parts to the other hosts' carriers, whole chunks within the host.
+    /// Sends results: own parts to the other hosts' carriers, whole chunks within the host.
     fn send_results(
         &mut self,
         index: usize,
@@ -437,7 +440,7 @@ impl HierarchyJob {
         Ok(any)
     }
 
-    /// Stores results.
+    /// Stores results that have arrived.
     fn receive_results(&mut self, index: usize, link: &mut Link) -> Result<bool> {
         let LinkPositions { reading, .. } = &mut self.streams[index];
         let Some(chunk) = reading.late_chunk(self.routes[index].back.ahead) else {
@@ -459,7 +462,7 @@ impl HierarchyJob {
         Ok(any)
     }
 
-    /// Forgets chunks that were handed out.
+    /// Drops the records of chunks that were distributed.
     fn drop_distributed(&mut self) {
         while let Some(front) = self.arrived.front() {
             let waits = |index: usize| {
@@ -475,8 +478,8 @@ impl HierarchyJob {
     }
 }
 
-/// Returns the bytes of the window that belong to this message and are whole units, or its end.
-/// Twice: without padding and with it.
+/// Returns the bytes in the window that belong to this message: whole units, or all remaining
+/// bytes. The first number excludes padding, the second includes it.
 pub(super) fn arrived_bytes(
     link: &mut Link,
     message: &MessageProgress,
@@ -490,7 +493,7 @@ pub(super) fn arrived_bytes(
         && window > 0
         && let Err(end) = link.receiver.check_not_ended()
     {
-        // The rest may have come together with the end.
+        // The rest may have arrived together with the end.
         wire = whole(link.receiver.window()?.len());
         if wire == 0 {
             return Err(end.into());
@@ -499,7 +502,7 @@ pub(super) fn arrived_bytes(
     Ok((message.payload_bytes(wire), wire))
 }
 
-/// Joins the inputs of a host in member order, `place` being this member's among them.
+/// Joins the inputs of a host in member order. `place` is this member's position among them.
 pub(super) fn join_host_blocks(
     reducer: &BlockReducer,
     windows: &[&[u8]],
@@ -514,7 +517,7 @@ pub(super) fn join_host_blocks(
     from.join_into(reducer.partial_expansion(), begin, out);
 }
 
-/// Inputs of a host in member order, `place` being this member's among them.
+/// Inputs of a host in member order. `place` is this member's position among them.
 pub(super) struct HostInputs<'a> {
     pub(super) windows: &'a [&'a [u8]],
     pub(super) place: usize,
@@ -524,7 +527,7 @@ pub(super) struct HostInputs<'a> {
 }
 
 impl HostInputs<'_> {
-    /// Joins them to partials that take `width` times the bytes.
+    /// Joins the inputs to partials with `width` times the bytes of elements.
     pub(super) fn join_into(
         &self,
         width: usize,

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of a hierarchy, written down.
+//! Steps of a hierarchy as a program.
 
 use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
 pub(in super::super) use super::schedule::HierarchySchedule;
 
-/// One member's steps for the chunks, in the order of the slots of [`HierarchySchedule`].
+/// Writer of the steps of one member, chunk by chunk in the order of the slots of
+/// [`HierarchySchedule`].
 struct HierarchyProgramWriter<'a> {
     schedule: &'a HierarchySchedule,
     width: usize,
     member: usize,
     host: usize,
     builder: ProgramBuilder,
-    /// The steps that make the results of a chunk, by chunk: first of the own part, then of parts
-    /// from other hosts.
+    /// Steps that produce the results of each chunk: first the reduction of the own part, then the
+    /// receipts of parts from other hosts.
     results: Vec<Vec<u32>>,
     joined: Option<u32>,
-    /// Other hosts stand behind this member itself.
+    /// Whether this member represents its counterparts on all other hosts.
     folded: bool,
 }
 
@@ -31,7 +32,8 @@ pub(in super::super) fn member_program(
     HierarchyProgramWriter::new(schedule, member, width, members, false).write_program()
 }
 
-/// Returns the steps of a member of the first host, for all: see `Plan::folded_program`.
+/// Returns the steps of a member of the first host, which represents all hosts: see
+/// `AllreducePlan::folded_program`.
 pub(in super::super) fn folded_program(
     schedule: &HierarchySchedule,
     member: usize,
@@ -81,13 +83,14 @@ impl<'a> HierarchyProgramWriter<'a> {
         self.builder.into_program()
     }
 
-    /// Returns the other hosts, the next one first.
+    /// Returns the other hosts, starting with the next one.
     fn other_hosts(&self) -> Vec<usize> {
         let (host, count) = (self.host, self.schedule.hosts().host_count());
         (1..count).map(|k| (host + k) % count).collect()
     }
 
-    /// An input to the carrier; or all inputs, the partials, and the own part's result.
+    /// Writes the early steps of a chunk: for the carrier, all inputs, the partials and the
+    /// reduction of the own part; for other members, the input to the carrier.
     fn write_early_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
         let Some(mut inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
@@ -110,8 +113,8 @@ impl<'a> HierarchyProgramWriter<'a> {
         self.results[chunk].push(self.builder.add_reduction(touched, &partials));
     }
 
-    /// Joins the inputs of this host part by part, each towards its owner; the step that joins the
-    /// own part.
+    /// Joins the inputs of this host part by part and sends each partial to its owner. Returns the
+    /// step that joins the own part.
     fn write_joins(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
         let (mut own, mut before) = (None, inputs.to_vec());
         for owner in 0..self.schedule.hosts().host_count() {
@@ -142,7 +145,7 @@ impl<'a> HierarchyProgramWriter<'a> {
         own
     }
 
-    /// Partials of a chunk for all other hosts.
+    /// Returns the load of the partials of a chunk for all other hosts.
     fn partials_load(&self, chunk: usize) -> TransferLoad {
         let parts = self
             .other_hosts()
@@ -161,7 +164,7 @@ impl<'a> HierarchyProgramWriter<'a> {
         }
     }
 
-    /// Receives from the carriers of a chunk on the other hosts.
+    /// Adds receipts from the carriers of a chunk on the other hosts.
     fn receive_from_carriers(
         &mut self,
         chunk: usize,
@@ -180,7 +183,8 @@ impl<'a> HierarchyProgramWriter<'a> {
         arrived
     }
 
-    /// If this member carries the chunk: results to the carriers on other hosts, and from them.
+    /// Writes the exchange of results with the carriers on other hosts, if this member carries the
+    /// chunk.
     fn write_late_steps(&mut self, chunk: usize) {
         let part = self.schedule.part_extent(chunk, self.host).1;
         let mut results = std::mem::take(&mut self.results[chunk]);

@@ -20,12 +20,13 @@ const LOOKAHEAD_CHUNKS: usize = 3;
 /// them. If this number were [`LOOKAHEAD_CHUNKS`], too, each result would wait for the one before:
 /// a partial needs inputs, which would come after that result.
 const LOOKAHEAD_WITHIN_HOST: usize = 2 * LOOKAHEAD_CHUNKS;
-/// Chunks grow with the hosts, so that the part for each host stays worth a message.
+/// Shortest part of a long chunk: chunks grow with the number of hosts, so that each part remains
+/// large enough for a message.
 const MIN_PART_BYTES: usize = 16 << 10;
-/// Chunks of each member's share that even a small tensor is cut into.
+/// Number of chunks into which even a small share of a member is cut.
 const MIN_CHUNKS_PER_SHARE: usize = 4;
 
-/// Every so many chunks, from a first one on.
+/// Every `step`-th chunk, starting with `first`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct ChunkTurns {
     first: usize,
@@ -33,16 +34,16 @@ struct ChunkTurns {
 }
 
 impl ChunkTurns {
-    /// Returns the chunks that are `one` modulo `several` and `other` modulo `many`; none where
-    /// there is no such chunk.
+    /// Returns the chunks with remainder `one` modulo `several` and remainder `other` modulo
+    /// `many`; `None` if there is no such chunk.
     fn common_turns((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
-        // The first is before the least common multiple.
+        // The first such chunk is less than the least common multiple.
         let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
         let step = (1..=many).map(|k| k * several).find(|step| step.is_multiple_of(many))?;
         Some(Self { first, step })
     }
 
-    /// Returns the first of them that is not before `chunk`.
+    /// Returns the first of these chunks that is not before `chunk`.
     fn first_from(self, chunk: usize) -> usize {
         self.first + chunk.saturating_sub(self.first).div_ceil(self.step) * self.step
     }
@@ -54,7 +55,7 @@ impl ChunkTurns {
 pub(super) struct RouteDirection {
     early: Option<ChunkTurns>,
     late: Option<ChunkTurns>,
-    /// Number of chunks by which results come after early messages.
+    /// Lag of results behind early messages, in chunks.
     pub(super) ahead: usize,
     from: usize,
     to: usize,
@@ -78,14 +79,14 @@ impl RouteDirection {
         Self { early, late, ahead, from: here, to: there }
     }
 
-    /// Returns whether nothing ever goes over it.
+    /// Returns whether this direction carries no messages at all.
     pub(super) fn is_empty(&self) -> bool {
         self.early.is_none() && self.late.is_none()
     }
 }
 
-/// Elements are cut in chunks; a chunk is carried, in every host, by members in turn, and cut in
-/// one part for each host.
+/// Schedule of a hierarchy. Elements are cut into chunks. In every host the members carry chunks in
+/// turn, and each chunk is cut into one part for each host.
 #[derive(Clone, Debug)]
 pub(in super::super) struct HierarchySchedule {
     bytes: usize,
@@ -96,7 +97,7 @@ pub(in super::super) struct HierarchySchedule {
 }
 
 impl HierarchySchedule {
-    /// Nothing when rings are too small.
+    /// Returns the schedule; `None` if rings are too small.
     pub(in super::super) fn new(
         bytes: usize,
         hosts: &MembersByHost,
@@ -123,7 +124,7 @@ impl HierarchySchedule {
         result_lag_between_hosts(&self.hosts) / self.hosts.host_members(host).len().max(1) + 2
     }
 
-    /// Returns the bytes of the longest part of a chunk.
+    /// Returns the number of bytes of the longest part of a chunk.
     pub(super) fn max_part_bytes(&self) -> usize {
         part_bytes(self.chunk, self.hosts.host_count())
     }
@@ -167,7 +168,7 @@ impl HierarchySchedule {
         (start(host), start(host + 1) - start(host))
     }
 
-    /// Returns the first position from `slot` on whose message is not empty.
+    /// Returns the first position, from `slot`, with a message that is not empty.
     pub(super) fn seek_message(&self, slot: usize, course: &RouteDirection) -> MessagePosition {
         // Chunks never get longer: if a message is empty, all later messages of its turns are
         // empty, too.
@@ -210,18 +211,18 @@ fn part_bytes(chunk: usize, hosts: usize) -> usize {
     chunk.div_ceil(UNIT_BYTES).div_ceil(hosts) * UNIT_BYTES
 }
 
-/// By how many chunks results come after partials between hosts.
+/// Returns the lag of results behind partials between hosts, in chunks.
 fn result_lag_between_hosts(hosts: &MembersByHost) -> usize {
     LOOKAHEAD_CHUNKS * hosts.largest_host_size()
 }
 
-/// By how many chunks results come after inputs within a host.
+/// Returns the lag of results behind inputs within a host, in chunks.
 fn result_lag_within_host(hosts: &MembersByHost) -> usize {
     LOOKAHEAD_WITHIN_HOST * hosts.largest_host_size()
 }
 
-/// Returns the bytes of a chunk. The rings between hosts hold the partials that are sent ahead.
-/// Within a host, bytes do not travel: a ring need not hold a chunk.
+/// Returns the number of bytes of a chunk. Between hosts, a ring must hold the partials that are
+/// sent ahead. Within a host, a ring need not hold a whole chunk.
 fn chunk_bytes(
     bytes: usize,
     hosts: &MembersByHost,

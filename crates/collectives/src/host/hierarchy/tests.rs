@@ -15,8 +15,8 @@ fn an_allreduce_among_many_hosts_begins_at_once() {
     });
 }
 
-/// The own part of a chunk comes before others: it is reduced while those behind it have not
-/// arrived, and the other host may have sent partials of the next chunk.
+/// The own part of a chunk can come before other parts. It is then reduced before the later parts
+/// have arrived, and the other host may already have sent partials of the next chunk.
 #[test]
 fn members_that_are_polled_in_any_order_add_only_what_has_arrived() {
     let worlds: [&[u32]; 5] =

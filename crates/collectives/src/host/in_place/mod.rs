@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Allreduce where the tensors lie: each member reduces its own part straight from all members'
-//! memory, in member order, and writes the result into all members' memory.
+//! Allreduce in shared memory, without copying the tensors: each member reduces its own part
+//! directly from the memory of all members, in member order, and writes the result to the memory of
+//! all members.
 //!
 //! No tensor bytes go over links. The members take 2 rounds of a few bytes from every member to all
 //! others, and a third round for memory that is new to them:
@@ -42,14 +43,14 @@ use crate::{Error, HostMemory, Result};
 pub(super) use tensor_location::PeerRegions;
 use tensor_location::TensorLocation;
 
-/// Below, the rounds cost more than is gained.
+/// Fewest bytes for an allreduce in place: below, the rounds cost more than it gains.
 const MIN_IN_PLACE_BYTES: usize = 256 << 10;
-/// Tensors of one operation, at most: each takes a unit of the first round.
+/// Most tensors of one operation: each tensor takes one unit of the first round.
 const MAX_IN_PLACE_TENSORS: usize = 64;
-/// Bytes reduced before they are copied on, where that takes two passes: they are still in the
+/// Bytes that are reduced before they are copied, if that takes two passes: they are still in the
 /// first-level cache.
 const IN_PLACE_BLOCK_BYTES: usize = 16 << 10;
-/// Bytes reduced in one poll.
+/// Bytes that are reduced in one poll.
 const IN_PLACE_BYTES_PER_POLL: usize = 256 << 10;
 
 /// Returns whether members exchange the locations of their tensors. The answer depends only on
@@ -64,9 +65,9 @@ pub(super) struct InPlaceJob {
     locations: MemberExchange,
     /// Bytes of each tensor.
     tensors: Vec<usize>,
-    /// Taken by the worker.
+    /// Buffers and reducer, until the reduction or the pipeline takes them.
     task: Option<AllreduceTask>,
-    /// Memory of this member that others may be working in.
+    /// Memory of this member that other members may be using.
     exposed: Vec<HostMemory>,
 }
 
@@ -117,7 +118,7 @@ impl InPlaceJob {
     }
 
     fn fall_back_to_pipeline(&mut self, peers: &PeerLinks) -> Result<InPlaceStage> {
-        // Everybody goes there.
+        // All members fall back, so no other member uses this memory.
         self.exposed.clear();
         let AllreduceTask { reducer, inputs, outputs } = self.take_task()?;
         Ok(InPlaceStage::Pipelined(Box::new(PipelineJob::new(peers, reducer, inputs, outputs)?)))
@@ -131,7 +132,7 @@ impl InPlaceJob {
             .collect()
     }
 
-    /// Continues when all members have sent the places of their tensors.
+    /// Continues after all members have sent the locations of their tensors.
     fn handle_locations(&mut self, peers: &mut PeerLinks) -> Result<InPlaceStage> {
         let Some(places) = self.member_locations(peers.member) else {
             return self.fall_back_to_pipeline(peers);
@@ -155,7 +156,7 @@ impl InPlaceJob {
         Ok(InPlaceStage::ExchangingVerdicts { verdicts, places })
     }
 
-    /// Continues when all members have reported whether they could map the new memory.
+    /// Continues after all members have reported whether they could map the new memory.
     fn handle_verdicts(
         &mut self,
         peers: &mut PeerLinks,
@@ -191,7 +192,7 @@ impl InPlaceJob {
             let buffers: Option<Vec<_>> =
                 tensors.map(|(place, bytes)| peers.regions.region_buffer(place, *bytes)).collect();
             let Some(buffers) = buffers else {
-                // It announced the memory, failed later, and has freed it.
+                // The member announced the memory, failed later, and has freed it.
                 let rank = peers.links[peers.link_to(member)].peer;
                 let (host, reason) = ("this host".to_owned(), "it gave up its memory".to_owned());
                 return Err(farandole_transport::Error::PeerLost { rank, host, reason }.into());
@@ -201,13 +202,14 @@ impl InPlaceJob {
         Ok(InPlaceStage::Reducing(InPlaceReduction::new(peers, reducer, lists)))
     }
 
-    /// Ends the operation: no member works in this member's memory any more.
+    /// Ends the operation: no other member uses the memory of this member any more.
     fn release_exposed(&mut self) -> Result<()> {
         let own = std::mem::take(&mut self.exposed);
         if own.iter().all(HostMemory::is_shareable) {
             return Ok(());
         }
-        // Another communicator gave it up: the others' results went to where it was.
+        // An operation of another communicator failed and detached the memory, so the other members
+        // wrote their results to the old mapping.
         Err(Error::Shape {
             reason: "the memory was in use by another operation that failed".to_owned(),
         })
@@ -271,17 +273,17 @@ impl CollectiveJob for InPlaceJob {
 impl Drop for InPlaceJob {
     fn drop(&mut self) {
         for memory in &self.exposed {
-            // Without memory for a copy it stays in place; peers notice the failure after a block
-            // or two.
+            // If there is no memory for a copy, the region stays attached; peers notice the failure
+            // after a block or two.
             let _ = memory.shared_region().map(farandole_shm::SharedRegion::detach_from_peers);
         }
     }
 }
 
-/// The own part of all members' memory.
+/// Reduction of the own part in the memory of all members.
 struct InPlaceReduction {
     reducer: BlockReducer,
-    /// Every member's tensors.
+    /// Tensors of every member.
     lists: Vec<GatherList>,
     remaining: Range<usize>,
     block: Vec<u8>,
@@ -296,7 +298,7 @@ impl InPlaceReduction {
         Self { reducer, lists, remaining: left, block: vec![0; IN_PLACE_BLOCK_BYTES] }
     }
 
-    /// True when all is done.
+    /// Reduces the next bytes. Returns true when the whole part is reduced.
     fn reduce_next_slice(&mut self) -> bool {
         let Self { reducer, lists, remaining: left, block } = self;
         let bytes = left.len().min(IN_PLACE_BYTES_PER_POLL);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The places of a member's tensors, which it sends to the others, and the mapped memory of the
+//! Locations of the tensors of a member, which it sends to the others, and the mapped memory of the
 //! others.
 
 use std::collections::HashMap;
@@ -13,7 +13,7 @@ use super::super::UNIT_BYTES;
 use crate::buffer::GatherList;
 use crate::{Buffer, HostMemory};
 
-/// A tensor in a member's shareable memory.
+/// Location of a tensor in the shareable memory of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TensorLocation {
     pub(super) card: RegionHandle,
@@ -21,8 +21,8 @@ pub(super) struct TensorLocation {
 }
 
 impl TensorLocation {
-    /// `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]: u64`, little endian, in
-    /// one unit.
+    /// Encodes the location as `shared: u32; pid, descriptor: u32; 0: u32; bytes, offset, nonce[2]:
+    /// u64`, little endian, in one unit.
     pub(super) fn encode_unit(&self, unit: &mut Vec<u8>) {
         let start = unit.len();
         let RegionHandle { pid, descriptor, bytes, nonce: [first, second] } = self.card;
@@ -35,7 +35,7 @@ impl TensorLocation {
         unit.resize(start + UNIT_BYTES, 0);
     }
 
-    /// Nothing for a tensor that is the member's alone.
+    /// Decodes a location. Returns `None` for a tensor in private memory of the member.
     pub(super) fn decode_unit(unit: &[u8]) -> Option<Self> {
         let short = |at: usize| Some(u32::from_le_bytes(unit.get(at..at + 4)?.try_into().ok()?));
         let long = |at: usize| Some(u64::from_le_bytes(unit.get(at..at + 8)?.try_into().ok()?));
@@ -48,13 +48,13 @@ impl TensorLocation {
     }
 }
 
-/// Memory of members, by nonce.
+/// Memory of members, by the nonce of the region.
 #[derive(Default)]
 pub(in super::super) struct PeerRegions {
-    /// Memory of other members, mapped here.
+    /// Mapped memory of other members.
     mapped: HashMap<[u64; 2], HostMemory>,
-    /// For every member, this one included: whether all others could map its memory. All members
-    /// have the same answers, which are never forgotten, because they cost next to nothing.
+    /// Whether all other members could map a region, for the regions of all members. All members
+    /// have the same answers. The answers are never removed, because they take very little memory.
     verdicts: HashMap<[u64; 2], bool>,
 }
 
@@ -76,7 +76,7 @@ impl PeerRegions {
             .retain(|_, memory| memory.shared_region().is_some_and(|region| !region.is_retired()));
     }
 
-    /// Maps another member's memory. True when that could be done.
+    /// Maps the memory of another member. Returns true if the memory is mapped.
     pub(super) fn map_region(&mut self, place: &TensorLocation) -> bool {
         if let Entry::Vacant(vacant) = self.mapped.entry(place.card.nonce) {
             let Ok(Some(memory)) = HostMemory::map_peer_region(&place.card) else { return false };
@@ -85,7 +85,7 @@ impl PeerRegions {
         true
     }
 
-    /// `bytes` bytes of another member's memory; nothing when they do not lie in it.
+    /// Returns `bytes` bytes of the memory of another member; `None` if they are not inside it.
     pub(super) fn region_buffer(&self, place: &TensorLocation, bytes: usize) -> Option<Buffer> {
         let memory = self.mapped.get(&place.card.nonce)?;
         let offset = usize::try_from(place.offset).ok()?;
@@ -95,7 +95,8 @@ impl PeerRegions {
     }
 }
 
-/// This member's tensors, if every one of them is reduced where it lies and others can work there.
+/// Returns the locations of this member's tensors and their memory; `None` unless every tensor is
+/// reduced in place in memory that other members can use.
 pub(super) fn own_locations(
     inputs: &GatherList,
     outputs: &GatherList,

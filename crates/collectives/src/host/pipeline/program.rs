@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The steps of a pipeline, written down.
+//! Steps of a pipeline as a program.
 
 use super::super::program::{CollectiveProgram, ProgramBuilder, TransferLoad};
 use super::LOOKAHEAD_CHUNKS;
 pub(in super::super) use super::PipelineSchedule;
 
-/// Cuts the elements; `None` if rings are too small.
+/// Returns the schedule; `None` if rings are too small.
 pub(in super::super) fn plan_schedule(
     bytes: usize,
     members: usize,
@@ -17,13 +17,13 @@ pub(in super::super) fn plan_schedule(
     (cut.chunk > 0).then_some(cut)
 }
 
-/// Chunks of a part.
+/// Returns the number of chunks of a part.
 pub(in super::super) fn chunks_per_part(cut: &PipelineSchedule) -> usize {
     cut.steps
 }
 
-/// Returns the bytes that a reduction of `len` bytes of each member reads and writes: the result
-/// goes to the output and to all others.
+/// Returns the number of bytes that a reduction of `len` bytes of each member reads and writes. The
+/// result is written to the output and to the windows of all other members.
 fn reduction_bytes(cut: &PipelineSchedule, len: usize) -> usize {
     2 * cut.members * len
 }
@@ -73,7 +73,8 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
     builder.into_program()
 }
 
-/// Returns the steps of one member for all: see `AllreducePlan::folded_program`.
+/// Returns the steps of one member, which represents all members: see
+/// `AllreducePlan::folded_program`.
 pub(in super::super) fn folded_program(cut: &PipelineSchedule) -> CollectiveProgram {
     let mut builder = ProgramBuilder::new(1);
     let mut reduced: Vec<Option<u32>> = vec![None; cut.steps];

@@ -4,13 +4,13 @@
 //! Reduce-scatter across hosts with several members: each host first joins its inputs for a member
 //! on another host, so that only one partial crosses, whatever the number of members.
 //!
-//! For every member `d` each host has a carrier: `d` itself on its own host, elsewhere one of the
-//! members, in turns. The others on a host send their inputs of `d`'s part to the carrier, it joins
-//! them to the host's partial and sends that to `d`, and `d` makes the result of the partials of
-//! all hosts. 2 steps; with `L` members on each of `H` hosts and parts of `n` bytes a member sends
-//! `(L - 1) * H * n` bytes within its host and `(H - 1) * n` to others (partials of 16-bit floats
-//! take twice their bytes, unless the reduction rounds them), where members without this would send
-//! `(H - 1) * L * n`.
+//! For every member `d` each host has a carrier: on the host of `d` it is `d` itself, on other
+//! hosts one of the members, in turns. The other members of a host send their inputs of `d`'s part
+//! to the carrier. The carrier joins the inputs to the partial of the host and sends the partial to
+//! `d`, and `d` computes the result from the partials of all hosts. 2 steps. With `L` members on
+//! each of `H` hosts and parts of `n` bytes, a member sends `(L - 1) * H * n` bytes within its host
+//! and `(H - 1) * n` bytes to other hosts, instead of `(H - 1) * L * n`. The partials of 16-bit
+//! floats take twice their bytes, unless the reduction rounds them.
 //!
 //! **No deadlock.** All members work on members' parts in ascending order of members: a link within
 //! a host carries inputs in that order, a carrier joins in that order, and a link between hosts
@@ -36,13 +36,13 @@ use crate::{AllreduceAlgorithm, CrossoverTable, Result, TensorSegment};
 /// Bytes of this host's partial of the own part that may wait for the partials of other hosts.
 const MAX_WAITING_PARTIAL_BYTES: usize = 256 << 10;
 
-/// A member's part on a link.
+/// Part of a member on a link.
 struct HostReducescatterPart {
     of: usize,
     message: MessageProgress,
 }
 
-/// The data on one link.
+/// Data on one link.
 struct HostReducescatterStream {
     out: VecDeque<HostReducescatterPart>,
     incoming: VecDeque<HostReducescatterPart>,
@@ -54,22 +54,24 @@ pub(in super::super) struct HostReducescatterJob {
     host: usize,
     /// Links within the host.
     local: Range<usize>,
-    /// Every member's part of the inputs.
+    /// Part of each member in the inputs.
     parts: Vec<GatherList>,
     output: GatherList,
     streams: Vec<HostReducescatterStream>,
-    /// Members whose parts this one joins on its host, and how far it has come with the first.
+    /// Members whose parts this member joins on its host. `at` is the position in the part of the
+    /// first of them.
     carried: VecDeque<usize>,
     at: usize,
-    /// Partials of the own part that were not reduced yet.
+    /// Partials of the own part that are not reduced yet.
     store: Vec<u8>,
     store_capacity: usize,
-    /// Bytes of the own part.
+    /// Bytes of the own part that are joined.
     joined: usize,
     reduced: usize,
 }
 
-/// Returns whether it pays, as for an allreduce of as many bytes; all members answer the same.
+/// Returns whether this algorithm is faster, decided as for an allreduce of as many bytes. The
+/// answer is the same on all members.
 pub(in super::super) fn is_worthwhile(
     peers: &PeerLinks,
     crossover: &CrossoverTable,
@@ -83,12 +85,12 @@ pub(in super::super) fn is_worthwhile(
         && peers.capacity >= UNIT_BYTES * reducer.partial_expansion()
 }
 
-/// Returns the member that joins a host's inputs of a member's part.
+/// Returns the member that joins the inputs of a host for the part of member `of`.
 fn part_carrier(hosts: &MembersByHost, host: usize, of: usize) -> usize {
     if hosts.host_of(of) == host { of } else { hosts.carrier_for_turn(host, of) }
 }
 
-/// Returns the members of whose parts something goes from one member to another.
+/// Returns the members for whose parts `from` sends inputs or a partial to `to`.
 fn parts_sent_between(hosts: &MembersByHost, from: usize, to: usize) -> Vec<usize> {
     let host = hosts.host_of(from);
     if hosts.host_of(to) != host {
@@ -167,13 +169,13 @@ impl HostReducescatterJob {
         Ok(any)
     }
 
-    /// Joins inputs of this host that have arrived, into the window towards the member whose part
-    /// it is, or into the own store.
+    /// Joins inputs of this host that have arrived. The partial is written to the window of the
+    /// link to the owner of the part, or to the own store.
     fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let Some(of) = self.carried.front().copied() else { return Ok(false) };
         let expansion = self.reducer.partial_expansion();
         let len = self.parts[of].len();
-        // Bytes of elements that can be joined; all are whole units, but for the part's end.
+        // Bytes of elements that can be joined: whole units, except at the end of the part.
         let mut bytes = len - self.at;
         for index in self.local.clone() {
             let Some(HostReducescatterPart { message, .. }) = self.streams[index].incoming.front()
@@ -230,7 +232,7 @@ impl HostReducescatterJob {
         Ok(true)
     }
 
-    /// Makes results of the partials that have arrived of the own part.
+    /// Computes results from the partials of the own part that have arrived.
     fn reduce_own_part(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let expansion = self.reducer.partial_expansion();
         let mut bytes = self.joined - self.reduced;
@@ -276,7 +278,8 @@ impl HostReducescatterJob {
     }
 }
 
-/// Bytes of the first message went.
+/// Records that `wire` bytes of the first message have moved, and removes the message when it is
+/// finished.
 fn advance_front(parts: &mut VecDeque<HostReducescatterPart>, wire: usize) {
     if let Some(HostReducescatterPart { message, .. }) = parts.front_mut() {
         message.advance_by(wire);

@@ -2,16 +2,17 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Reduce-scatter: every member gets its part of all tensors from all members, end to end as one
-//! message, and reduces it straight from the windows.
+//! message, and reduces it directly from the windows.
 //!
 //! 1 step; a member sends `N - n` bytes where its own part has `n`. The result is bitwise equal to
 //! the result of an allreduce: each element is reduced once, by its owner, from all members'
 //! inputs.
 //!
-//! **No deadlock.** On every link lies one message each way. A member writes to each of its links
-//! whenever that ring has room, whatever the others do; so all members' next unit for an owner ends
-//! up in the owner's windows, and then the owner can reduce and release it: it writes to its own
-//! memory only. Members without a part receive nothing and wait for no other member.
+//! **No deadlock.** Every link carries one message in each direction. A member writes to each of
+//! its links whenever the ring has room, independently of the other links. So the next unit of all
+//! members for an owner arrives in the windows of the owner. The owner can then reduce and release
+//! it, because it writes only to its own memory. Members without a part receive nothing and wait
+//! for no other member.
 //!
 //! Hosts with several members first join their inputs for each member of another host: see
 //! [`across_hosts`].
@@ -28,10 +29,11 @@ use crate::buffer::GatherList;
 use crate::kernel::BlockReducer;
 use crate::{Result, TensorSegment};
 
-/// Bytes sent to one member before turning to the next: the first of them are reduced meanwhile.
+/// Bytes that are sent to one member before the next member gets some. The receiver reduces the
+/// first bytes meanwhile.
 const REDUCESCATTER_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;
-/// Bytes reduced before they are copied to the output, which may be the input: they are still in
-/// the cache.
+/// Bytes that are reduced before they are copied to the output, which may be the input: they are
+/// still in the cache.
 const REDUCESCATTER_BLOCK_BYTES: usize = 16 << 10;
 
 pub(super) struct ReducescatterJob {
@@ -39,11 +41,11 @@ pub(super) struct ReducescatterJob {
     own: GatherList,
     output: GatherList,
     streams: Vec<ReducescatterStream>,
-    /// All links at once.
+    /// Progress of reading, in step on all links.
     incoming: MessageProgress,
 }
 
-/// The peer's part, on its way.
+/// Part of a peer that is being sent.
 struct ReducescatterStream {
     part: GatherList,
     out: MessageProgress,
@@ -95,7 +97,7 @@ impl ReducescatterJob {
             if wire == 0 {
                 break;
             }
-            // No element is cut.
+            // Only whole units, so that no element is cut.
             wire = wire.min(whole_unit_bytes(link)?);
         }
         if wire == 0 {
