@@ -360,7 +360,7 @@ pub(crate) fn perform_handshake(
             );
             return Err(stranger(&reason));
         }
-        None => return Err(stranger("the process that listens there speaks another protocol")),
+        None => return Err(stranger("what listens there speaks another protocol")),
     }
     drop(receive_handshake(&socket, rest, deadline)?);
     let (transcript, status) = offer.read_challenge(&challenge).map_err(stranger)?;

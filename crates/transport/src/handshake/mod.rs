@@ -126,7 +126,7 @@ impl fmt::Display for HandshakeStatus {
             Self::OtherGeneration => "it belongs to another generation of the job",
             Self::OtherWorld => "it has another rank or another world size",
             Self::NoSharedMemory => "it cannot map the segment",
-            Self::WrongKey => "its job has another key than this process",
+            Self::WrongKey => "our key is not that of its job",
         })
     }
 }
@@ -285,7 +285,7 @@ impl DialerHandshake {
         let mut transcript =
             HandshakeTranscript { key: self.key, hello: self.hello, challenge, secret: None };
         if !transcript.verify_mac(b"acceptor", &[], code) {
-            return Err("the process that listens there does not have the key of this job");
+            return Err("what listens there does not hold the key of this job");
         }
         let status = HandshakeStatus::from_code([challenge[10], challenge[11]])
             .ok_or("an unknown status")?;
