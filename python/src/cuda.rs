@@ -28,7 +28,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<GpuKernels>()?;
     module.add_class::<SingleMemberNccl>()?;
     module.add_function(wrap_pyfunction!(cuda_inventory, module)?)?;
-    module.add_function(wrap_pyfunction!(driver_and_nccl_version, module)?)?;
+    module.add_function(wrap_pyfunction!(has_driver_and_nccl_version, module)?)?;
     module.add_function(wrap_pyfunction!(packed_bytes, module)?)
 }
 
@@ -63,7 +63,7 @@ fn cuda_inventory(
 /// Returns whether there is a driver, and NCCL's version code; 0 where there is none, or no driver.
 #[pyfunction]
 #[pyo3(signature = (packages, /))]
-fn driver_and_nccl_version(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
+fn has_driver_and_nccl_version(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
     let config = Config::from_env().map_err(|error| PyValueError::new_err(error.to_string()))?;
     let places = library_places(&config.cuda_libraries, packages);
     Ok(py.detach(|| cuda::detect_driver_and_nccl(&places)))

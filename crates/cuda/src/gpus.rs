@@ -67,7 +67,7 @@ impl ProcessGpus {
     /// Enables registration: NCCL communicators register memory of
     /// [`ProcessGpus::allocate_registered`], if all members do.
     #[must_use]
-    pub fn with_registration(self) -> Self {
+    pub fn with_memory_registration(self) -> Self {
         Self { registers_memory: true, ..self }
     }
 
@@ -307,7 +307,7 @@ impl DeviceFabric for ProcessGpus {
         let formed = if common & ABILITY_REGISTERED_MEMORY == 0 {
             formed
         } else {
-            formed.with_registration()
+            formed.with_memory_registration()
         };
         Ok(Box::new(if common & ABILITY_FLOAT8_REDUCTION == 0 {
             formed
@@ -475,7 +475,7 @@ mod tests {
     #[test]
     fn memory_is_registered_where_all_members_register_theirs() {
         let (gpus, unwilling) =
-            (gpus(fake_nccl()).with_registration(), super::tests::gpus(fake_nccl()));
+            (gpus(fake_nccl()).with_memory_registration(), super::tests::gpus(fake_nccl()));
         assert!(
             unwilling.allocate_registered(1, 0, 64).unwrap().is_none(),
             "nobody has asked for it"

@@ -97,7 +97,7 @@ fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
 fn library_file(library: &SharedLibrary, kind: CudaLibrary) -> String {
     library
         .file_of_function(kind.probe_symbol())
-        .unwrap_or_else(|| library.requested_name().to_owned())
+        .unwrap_or_else(|| library.opened_name().to_owned())
 }
 
 fn to_finding(name: &str, told: Result<String>) -> CudaFinding {

@@ -60,8 +60,8 @@ impl SharedLibrary {
         })
     }
 
-    /// Returns the name by which it was requested.
-    pub fn requested_name(&self) -> &str {
+    /// Returns the name or path by which it was opened.
+    pub fn opened_name(&self) -> &str {
         &self.name
     }
 
@@ -104,7 +104,7 @@ pub(crate) fn check_complete(library: &SharedLibrary, missing: &[&str]) -> Resul
     if missing.is_empty() {
         return Ok(());
     }
-    Err(Error::Symbols { path: library.requested_name().to_owned(), symbols: missing.join(", ") })
+    Err(Error::Symbols { path: library.opened_name().to_owned(), symbols: missing.join(", ") })
 }
 
 /// A table of a library's functions: first the required ones, then the ones of newer versions.
@@ -155,7 +155,7 @@ macro_rules! function_table {
                 $crate::library::check_complete(library, &missing)?;
                 let ($(Some($field),)*) = ($($field,)*) else {
                     return $crate::library::check_complete(library, Self::NEEDED_FUNCTIONS).and(Err($crate::Error::Symbols {
-                        path: library.requested_name().to_owned(), symbols: String::new(),
+                        path: library.opened_name().to_owned(), symbols: String::new(),
                     }));
                 };
                 Ok(Self {

@@ -208,7 +208,7 @@ mod tests {
         let places =
             LibrarySearchPath { user_folders: Vec::new(), packages: vec![site.path().to_owned()] };
         let found = places.load_library(CudaLibrary::Nvrtc).unwrap();
-        assert_eq!(found.requested_name(), library.to_str().unwrap());
+        assert_eq!(found.opened_name(), library.to_str().unwrap());
         assert!(found.file_of_function(CudaLibrary::Nvrtc.probe_symbol()).is_some());
     }
 }

@@ -66,7 +66,7 @@ impl NvrtcCompiler {
         check_status(0, status)?;
         let path = library
             .file_of_function(CudaLibrary::Nvrtc.probe_symbol())
-            .unwrap_or_else(|| library.requested_name().to_owned());
+            .unwrap_or_else(|| library.opened_name().to_owned());
         Ok(Self { table, version, path })
     }
 

@@ -11,7 +11,7 @@ use farandole_cuda::{CudaLibrary, DriverTable, NcclLibrary, NcclTable, collect_i
 fn nccl_of_the_wheel_has_every_function_and_a_version() {
     let Some(library) = wheels::there(CudaLibrary::Nccl) else { return };
     // By its path, or by its name alone when the other test has loaded it already.
-    assert!(library.requested_name().ends_with("libnccl.so.2"), "{}", library.requested_name());
+    assert!(library.opened_name().ends_with("libnccl.so.2"), "{}", library.opened_name());
     NcclTable::from_library(&library).unwrap();
     let nccl = NcclLibrary::load_from(&wheels::places()).unwrap();
     assert!(nccl.version_code() >= 21_800, "{}", nccl.version_text());

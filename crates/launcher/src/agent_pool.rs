@@ -184,7 +184,7 @@ impl<'a> AgentPool<'a> {
     }
 
     /// Returns whether the ends of all tasks were reported.
-    pub(crate) fn is_done(&self) -> bool {
+    pub(crate) fn have_all_tasks_ended(&self) -> bool {
         self.agents.is_empty() && self.hosts.iter().all(|host| host.open_tasks.is_empty())
     }
 

@@ -25,7 +25,7 @@ impl HostSlots {
 
 /// The tasks of one host, which have consecutive numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostTasks {
+pub struct HostPlacement {
     /// The host.
     pub host: String,
     /// Its tasks.
@@ -84,7 +84,7 @@ pub fn parse_hostfile(name: &str, text: &str) -> Result<Vec<HostSlots>> {
 ///
 /// # Errors
 /// `Usage` when there are fewer slots.
-pub fn place_tasks(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<HostTasks>> {
+pub fn place_tasks(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<HostPlacement>> {
     let available: u64 = hosts.iter().map(|host| u64::from(host.slots)).sum();
     if u64::from(num_proc) > available {
         let listed: Vec<String> =
@@ -102,7 +102,7 @@ pub fn place_tasks(hosts: &[HostSlots], num_proc: u32) -> Result<Vec<HostTasks>>
     for host in hosts {
         let count = host.slots.min(num_proc - first);
         if count > 0 {
-            placements.push(HostTasks { host: host.host.clone(), tasks: first..first + count });
+            placements.push(HostPlacement { host: host.host.clone(), tasks: first..first + count });
             first += count;
         }
     }
@@ -243,8 +243,8 @@ mod tests {
         assert_eq!(
             placed,
             [
-                HostTasks { host: "a".into(), tasks: 0..2 },
-                HostTasks { host: "c".into(), tasks: 2..3 }
+                HostPlacement { host: "a".into(), tasks: 0..2 },
+                HostPlacement { host: "c".into(), tasks: 2..3 }
             ]
         );
         let error = place_tasks(&hosts, 7).unwrap_err().to_string();

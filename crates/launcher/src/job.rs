@@ -21,7 +21,7 @@ use farandole_world::World;
 use crate::agent::{OutputTarget, WorkerOutcome};
 use crate::agent_pool::{AgentPool, AgentPoolEvent, RemoteHost, StopLevel};
 use crate::error::{Error, Result};
-use crate::hosts::{HostSlots, HostTasks};
+use crate::hosts::{HostPlacement, HostSlots};
 use crate::local_hosts::split_local_tasks;
 use crate::report::JobReport;
 use crate::worker_program::WorkerProgram;
@@ -135,7 +135,7 @@ impl<'a> JobRun<'a> {
         registrar: &'a Registrar,
         (sink, assigned): (&'a Arc<dyn RecordSink>, &'a Assigned<'a>),
         here: Vec<u32>,
-        there: Vec<HostTasks>,
+        there: Vec<HostPlacement>,
     ) -> Result<Self> {
         let mut crew = AgentPool::new(&job.program, registrar.ticket().clone(), false);
         for placement in there {
@@ -160,7 +160,7 @@ impl<'a> JobRun<'a> {
     }
 
     fn run_until_done(&mut self, wish: &dyn Fn() -> StopLevel) -> Result<JobReport> {
-        while !self.agent_pool.is_done() {
+        while !self.agent_pool.have_all_tasks_ended() {
             self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
             self.handle_agent_events();
             self.apply_stop_level(wish());

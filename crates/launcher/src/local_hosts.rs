@@ -9,14 +9,17 @@ use std::thread;
 use farandole_registrar::host;
 
 use crate::error::Result;
-use crate::hosts::{HostSlots, HostTasks, place_tasks};
+use crate::hosts::{HostPlacement, HostSlots, place_tasks};
 
 /// Returns the tasks of this host, and the tasks of each other host. If `hosts` is empty, all tasks
 /// run here.
 ///
 /// # Errors
 /// `Usage` when there are fewer slots than tasks.
-pub fn split_local_tasks(hosts: &[HostSlots], num_proc: u32) -> Result<(Vec<u32>, Vec<HostTasks>)> {
+pub fn split_local_tasks(
+    hosts: &[HostSlots],
+    num_proc: u32,
+) -> Result<(Vec<u32>, Vec<HostPlacement>)> {
     if hosts.is_empty() {
         return Ok(((0..num_proc).collect(), Vec::new()));
     }

@@ -50,7 +50,7 @@ pub(crate) fn create_gpus(config: &Config) -> Result<ProcessGpus, farandole_conf
     if GpuTensorPolicy::from_config(config)? != GpuTensorPolicy::Auto {
         return Ok(gpus.without_nccl());
     }
-    let gpus = if config.nccl_memory { gpus.with_registration() } else { gpus };
+    let gpus = if config.nccl_memory { gpus.with_memory_registration() } else { gpus };
     // Without a home directory there is no cache: in a shared folder, other users could plant
     // kernels.
     Ok(match kernel_cache_folder(environment_variable) {

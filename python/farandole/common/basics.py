@@ -299,7 +299,7 @@ def _detect_cuda() -> tuple[bool, int]:
     """Returns whether there is a CUDA driver, and the version code of NCCL."""
     from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
 
-    return cuda.driver_and_nccl_version(
+    return cuda.has_driver_and_nccl_version(
         [folder for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
     )
 

@@ -345,7 +345,7 @@ class RayAgents(GangAgents):
         """Returns whether all agents have returned, or died."""
         return not self._agent_results or len(self._finished_agents()) == self._size
 
-    def ended_before_registering(self) -> bool:
+    def has_ended_before_registering(self) -> bool:
         """Returns whether an agent has ended; called while the gang forms."""
         return bool(self._finished_agents())
 

@@ -64,11 +64,11 @@ class GangAgents(ABC):
         """Returns events that did not come by the registrar."""
         return []
 
-    def ended_before_registering(self) -> bool:
+    def has_ended_before_registering(self) -> bool:
         """Returns whether an agent is known to have ended, though it has not registered."""
         return False
 
-    def may_run_unregistered(self) -> bool:
+    def may_already_run_unregistered(self) -> bool:
         """Returns whether the agents may be at work though they have not registered here."""
         return False
 
@@ -270,7 +270,7 @@ class _GangRun(EventHandler):
             if not self.seen.assigned:
                 if now >= look_at:
                     look_at = now + _AGENT_CHECK_INTERVAL
-                    if self.agents.ended_before_registering():
+                    if self.agents.has_ended_before_registering():
                         # The row of the task, which has the reason, comes when no other task waits.
                         self.registrar.abort("a task ended before it could register")
                 if now >= news_at:
@@ -284,7 +284,7 @@ class _GangRun(EventHandler):
             if (
                 self.seen.is_forming
                 and now - self.seen.forming_since > self.start_timeout
-                and not self.agents.may_run_unregistered()
+                and not self.agents.may_already_run_unregistered()
             ):
                 raise TimeoutError(self.start_timeout_message())
         self.pump_events(0.0)
@@ -429,7 +429,11 @@ class _GangRun(EventHandler):
             # The task may be a survivor that lost its peer: a verdict, if one comes, names the
             # cause. If the registrar of the ranks is on an executor, a lost host sends no
             # verdict, and Spark starts all tasks again.
-            grace = self.start_timeout if self.agents.may_run_unregistered() else _GRACE_AFTER_EXIT
+            grace = (
+                self.start_timeout
+                if self.agents.may_already_run_unregistered()
+                else _GRACE_AFTER_EXIT
+            )
             self.seen.failed, self.seen.give_up_at = event, time.monotonic() + grace
 
     def handle_lost(self, event: Event) -> None:

@@ -149,7 +149,7 @@ class HostsAgents(GangAgents):
         told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
         return told and self._local.all_ended()
 
-    def ended_before_registering(self) -> bool:
+    def has_ended_before_registering(self) -> bool:
         """Returns whether a host cannot be used and all others have answered: the error then
         names all such hosts.
         """

@@ -154,7 +154,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
 
     /// Enables registration. All members must register their [`super::NcclMemory`].
     #[must_use]
-    pub fn with_registration(self) -> Self {
+    pub fn with_memory_registration(self) -> Self {
         self.caller.enable_registration();
         self
     }

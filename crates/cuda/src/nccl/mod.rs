@@ -128,7 +128,7 @@ impl NcclLibrary {
         let library = places.load_library(CudaLibrary::Nccl)?;
         let path = library
             .file_of_function(CudaLibrary::Nccl.probe_symbol())
-            .unwrap_or_else(|| library.requested_name().to_owned());
+            .unwrap_or_else(|| library.opened_name().to_owned());
         // SAFETY: the type in NCCL's header.
         let words = unsafe { library.find_function::<Words>(c"ncclGetErrorString") };
         Self::from_table(NcclTable::from_library(&library)?, words, path)

@@ -233,8 +233,8 @@ impl ElasticJobRun<'_> {
         }
     }
 
-    fn is_done(&self) -> bool {
-        self.agent_pool.is_done() && self.adopted_tasks.is_empty()
+    fn have_all_tasks_ended(&self) -> bool {
+        self.agent_pool.have_all_tasks_ended() && self.adopted_tasks.is_empty()
     }
 
     fn run_until_done(
@@ -244,7 +244,8 @@ impl ElasticJobRun<'_> {
         wish: &dyn Fn() -> StopLevel,
     ) -> Result<JobReport> {
         self.publish_hosts(found)?;
-        while !(self.is_done() && (self.over_at.is_some() || self.stop_level > StopLevel::Continue))
+        while !(self.have_all_tasks_ended()
+            && (self.over_at.is_some() || self.stop_level > StopLevel::Continue))
         {
             self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
             while let Some(Ok(found)) = watch.next_change(Duration::ZERO) {

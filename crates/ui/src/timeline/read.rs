@@ -152,7 +152,7 @@ impl RankTrace {
             match &*record.ph {
                 "X" if record.name.as_deref() == Some(own.as_str()) => open.begun = Some(record.ts),
                 "B" => {
-                    if let Some(list) = list_number(&record) {
+                    if let Some(list) = response_list_number(&record) {
                         open.list = Some(list);
                     }
                 }
@@ -184,7 +184,7 @@ pub(super) fn track_name(record: &TraceRecord<'_>) -> Option<String> {
 }
 
 /// Returns the list that an operation began in.
-pub(super) fn list_number(record: &TraceRecord<'_>) -> Option<u64> {
+pub(super) fn response_list_number(record: &TraceRecord<'_>) -> Option<u64> {
     serde_json::from_str::<ListNumberArgs>(record.args?.get()).ok().map(|listed| listed.list)
 }
 

@@ -13,7 +13,7 @@ from farandole.data.inputs.tables import (
     iceberg_fingerprint,
     iceberg_schema,
     is_duckdb_relation,
-    is_iceberg_table,
+    is_pyiceberg_table,
     relation_batches,
     relation_schema,
 )
@@ -34,7 +34,7 @@ def holds_rows(value: Any) -> bool:
         is_arrow_dataset,
         _is_ray_dataset,
         is_lazy_frame,
-        is_iceberg_table,
+        is_pyiceberg_table,
     )
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
 
@@ -75,7 +75,7 @@ def frame_source(value: Any) -> RowSource | None:
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
     for is_kind, opened in (
-        (is_iceberg_table, _iceberg_source),
+        (is_pyiceberg_table, _iceberg_source),
         (is_duckdb_relation, _relation_source),
         (_is_ray_dataset, _ray_dataset_source),
         (is_lazy_frame, _lazy_frame_source),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets
-from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_iceberg_table
+from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_pyiceberg_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,7 @@ def _register_table(
 ) -> str | None:
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
-    iceberg = source if is_iceberg_table(source) else iceberg_table_at(source)
+    iceberg = source if is_pyiceberg_table(source) else iceberg_table_at(source)
     if iceberg is not None:
         context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
         return iceberg_fingerprint(iceberg)

@@ -63,7 +63,7 @@ def _relation_reader(relation: Any) -> Any:
     return getattr(relation, name)(_RELATION_BATCH_ROWS)
 
 
-def is_iceberg_table(value: Any) -> bool:
+def is_pyiceberg_table(value: Any) -> bool:
     """Returns whether a value is a table of pyiceberg.
 
     Args:

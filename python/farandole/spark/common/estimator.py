@@ -464,12 +464,12 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         Args:
             prepared: its data.
         """
-        own = self._framework_parts()
+        own = self._framework_fingerprint_parts()
         names = {one.name for one in own}
         parts = (*data_parts(prepared), *own, *parameter_parts(self, names))
         return Fingerprint(parts, tuple(parameter_parts(self, (), LENGTH_PARAMS)))
 
-    def _framework_parts(self) -> list[FingerprintPart]:
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         """Returns the framework's parts of a fingerprint: model, optimizer, loss."""
         raise NotImplementedError
 

@@ -101,11 +101,11 @@ class SparkAgents(GangAgents):
         """Returns the events that the first task has written, if it runs the registrar."""
         return list(self._event_reader.new_events()) if self._event_reader is not None else []
 
-    def may_run_unregistered(self) -> bool:
+    def may_already_run_unregistered(self) -> bool:
         """Returns whether tasks may already run although the driver has no sign of them."""
         return self._rendezvous is not None and self._short_of is None and self._running
 
-    def ended_before_registering(self) -> bool:
+    def has_ended_before_registering(self) -> bool:
         """Returns whether Spark has seen a task of this job end."""
         return self._cluster.has_ended_tasks(self.tag)
 

@@ -225,7 +225,7 @@ class KerasEstimator(
             self.getLoss() or model_compilation.compile_arguments(self.getModel()).get("loss")
         )
 
-    def _framework_parts(self) -> list[FingerprintPart]:
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         return model_parts(self.getModel(), self.getOptimizer(), self.getLoss())
 
     def _create_job(

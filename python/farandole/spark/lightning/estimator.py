@@ -201,7 +201,7 @@ class LightningEstimator(
         loss = self.getLoss()
         return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
-    def _framework_parts(self) -> list[FingerprintPart]:
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         model = self.getModel()
         parts = model_parts(model, self.getOptimizer())
         if self._lightning_package() is not None:

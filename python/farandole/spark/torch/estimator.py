@@ -188,7 +188,7 @@ class TorchEstimator(
         loss = self.getLoss()
         return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
 
-    def _framework_parts(self) -> list[FingerprintPart]:
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         losses = self._label_losses()
         what = "loss" if self.getLoss() is not None else "loss_constructors"
         return [

@@ -264,7 +264,7 @@ class TorchState(ObjectState):
     def _check_storable(self) -> None:
         check_plain_values(
             self._saved_values(),
-            _loads_without_code,
+            _is_loadable_without_code,
             "numbers, strings, tensors, and lists and dicts of them",
         )
         for name, handler in self._handlers.items():
@@ -311,7 +311,7 @@ def _pack_content(content: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _loads_without_code(value: Any) -> bool:
+def _is_loadable_without_code(value: Any) -> bool:
     """Returns whether a value can be loaded without running code."""
     try:
         torch.load(io.BytesIO(_pack_content(value)), weights_only=True)

@@ -68,7 +68,7 @@ impl<'a> HalvingProgramWriter<'a> {
             (self.schedule.chunk_count(), self.schedule.result_lag_within_host());
         for t in 0..chunks + within {
             if t < chunks {
-                self.write_early_steps(t);
+                self.write_reduction_steps(t);
             }
             for level in (0..self.schedule.level_count()).rev() {
                 let chunk = t.checked_sub(self.schedule.result_lag_between_hosts(level));
@@ -101,7 +101,7 @@ impl<'a> HalvingProgramWriter<'a> {
 
     /// Writes the early steps of a chunk: for the carrier, all inputs and the swaps of partials;
     /// for other members, the input to the carrier.
-    fn write_early_steps(&mut self, chunk: usize) {
+    fn write_reduction_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
         let Some(inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
         let (len, width) = (carried.bytes, self.schedule.accumulator_width());

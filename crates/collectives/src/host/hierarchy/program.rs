@@ -69,7 +69,7 @@ impl<'a> HierarchyProgramWriter<'a> {
         let present = |chunk: &usize| *chunk < chunks;
         for t in 0..chunks + within {
             if present(&t) {
-                self.write_early_steps(t);
+                self.write_reduction_steps(t);
             }
             if let Some(chunk) = t.checked_sub(between).filter(present) {
                 self.write_late_steps(chunk);
@@ -91,7 +91,7 @@ impl<'a> HierarchyProgramWriter<'a> {
 
     /// Writes the early steps of a chunk: for the carrier, all inputs, the partials and the
     /// reduction of the own part; for other members, the input to the carrier.
-    fn write_early_steps(&mut self, chunk: usize) {
+    fn write_reduction_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
         let Some(mut inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
         let members = inputs.len() + 1;
