@@ -139,7 +139,7 @@ impl ViewerSite {
         let series = |found: &FoundRun| {
             Ok((found.summary.name.clone(), self.series_cache.load_series(found, HISTORY_FILE)?))
         };
-        let table = csv_table::format_csv(&runs.iter().map(series).collect::<Result<Vec<_>>>()?);
+        let table = csv_table::format_csv(&runs.iter().map(series).collect::<Result<Vec<_>>>()?)?;
         Ok(ViewerReply::file("text/csv; charset=utf-8", "history.csv", table))
     }
 

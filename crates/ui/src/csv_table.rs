@@ -6,13 +6,26 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use crate::error::{Error, Result};
 use crate::series::RunSeries;
+
+/// Most fields of a table.
+const MAX_FIELDS: usize = 64 << 20;
 
 /// Returns a line an epoch: the run's name, the epoch, the seconds, and every number that one of
 /// the runs has.
-pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> String {
+///
+/// # Errors
+/// [`Error::TooLarge`], because a row has a field for every name of every run.
+pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
     let names: BTreeSet<&str> =
         runs.iter().flat_map(|(_, series)| series.columns.keys().map(String::as_str)).collect();
+    let rows: usize = runs.iter().map(|(_, series)| series.len()).sum();
+    if rows.saturating_mul(names.len()) > MAX_FIELDS {
+        return Err(Error::TooLarge {
+            what: format!("a table of {rows} rows with {} names", names.len()),
+        });
+    }
     // The column that the history has as `seconds` is the time of one epoch.
     let mut table = String::from("run,epoch,time");
     for name in &names {
@@ -29,13 +42,13 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> String {
             for name in &names {
                 append_number(
                     &mut table,
-                    series.columns.get(*name).map_or(f64::NAN, |column| column[row]),
+                    series.columns.get(*name).map_or(f64::NAN, |column| column.value_at(row)),
                 );
             }
             table.push_str("\r\n");
         }
     }
-    table
+    Ok(table)
 }
 
 fn append_number(table: &mut String, value: f64) {
@@ -66,11 +79,14 @@ mod tests {
     fn runs_stand_below_each_other_with_all_columns() {
         let first = parse_history(
             br#"{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "seconds": 2.0}"#,
-        );
+        )
+        .unwrap();
         let second =
-            parse_history(br#"{"epoch": 0, "train": {"loss": NaN, "all_metrics": [{"a,b": 1}]}}"#);
+            parse_history(br#"{"epoch": 0, "train": {"loss": NaN, "all_metrics": [{"a,b": 1}]}}"#)
+                .unwrap();
         let table =
-            format_csv(&[("x".to_owned(), Arc::new(first)), ("=y\"".to_owned(), Arc::new(second))]);
+            format_csv(&[("x".to_owned(), Arc::new(first)), ("=y\"".to_owned(), Arc::new(second))])
+                .unwrap();
         assert_eq!(
             table,
             "run,epoch,time,\"a,b\",loss,seconds\r\nx,1,2,,0.5,2\r\n\"'=y\"\"\",1,0,1,,\r\n"

@@ -16,6 +16,8 @@ use crate::source::{HISTORY_FILE, STEPS_FILE, Stamp};
 
 /// Most numbers in the cache, 8 bytes each.
 const MAX_CACHED_NUMBERS: usize = 64 << 20;
+/// Largest file of numbers that is read.
+pub(crate) const MAX_SERIES_BYTES: u64 = 512 << 20;
 /// Pixels of the widest chart.
 const MAX_CHART_PIXELS: usize = 8192;
 
@@ -89,7 +91,7 @@ impl SeriesCache {
     /// Returns the numbers of one file of a run; empty where it has no such file.
     ///
     /// # Errors
-    /// A store that cannot be asked.
+    /// A store that cannot be asked; [`Error::Damaged`].
     pub(crate) fn load_series(
         &self,
         found: &FoundRun,
@@ -103,13 +105,14 @@ impl SeriesCache {
         {
             return Ok(Arc::clone(series));
         }
+        let damaged = |reason| Error::Damaged { file: format!("{}/{file}", key.0), reason };
+        if stamp.0 > MAX_SERIES_BYTES {
+            return Err(damaged(format!("it has more than {} MiB", MAX_SERIES_BYTES >> 20)));
+        }
         // Without the lock, because a large file takes seconds.
         let text = found.directory.read(file)?;
-        let series = Arc::new(if file == STEPS_FILE {
-            series::parse_steps(&text)
-        } else {
-            series::parse_history(&text)
-        });
+        let parse = if file == STEPS_FILE { series::parse_steps } else { series::parse_history };
+        let series = Arc::new(parse(&text).map_err(|error| damaged(error.to_string()))?);
         let mut shelf = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let held: usize = shelf.values().map(|(_, series)| series.number_count()).sum();
         if held + series.number_count() > MAX_CACHED_NUMBERS {
@@ -122,16 +125,17 @@ impl SeriesCache {
     /// Returns the curves of a run in a window.
     ///
     /// # Errors
-    /// A store that cannot be asked.
+    /// A store that cannot be asked; [`Error::Damaged`].
     pub(crate) fn run_curves(&self, found: &FoundRun, window: ChartWindow) -> Result<RunCurves> {
         let mut curves = Vec::new();
         for (file, of) in [(HISTORY_FILE, "epoch"), (STEPS_FILE, "step")] {
             let series = self.load_series(found, file)?;
             let x = if window.by_seconds { &series.seconds } else { &series.epoch };
             for (name, column) in &series.columns {
-                let smoothed = (window.weight > 0.0).then(|| smooth_values(column, window.weight));
-                let y = smoothed.as_deref().unwrap_or(column);
-                let curve = downsample_curve(x, y, window.from, window.to, window.pixels);
+                let (x, y) = column.curve_over(x);
+                let smoothed = (window.weight > 0.0).then(|| smooth_values(&y, window.weight));
+                let y = smoothed.as_deref().unwrap_or(&y);
+                let curve = downsample_curve(&x, y, window.from, window.to, window.pixels);
                 curves.push(MetricCurve {
                     name: name.clone(),
                     of,

@@ -50,6 +50,20 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// A file of a run is not one that a training writes.
+    #[error("damaged: {file}: {reason}")]
+    Damaged {
+        /// Its URL.
+        file: String,
+        /// The reason.
+        reason: String,
+    },
+    /// An answer would take too much memory.
+    #[error("too large: {what}")]
+    TooLarge {
+        /// The answer.
+        what: String,
+    },
     /// A request's parameter does not fit.
     #[error("a parameter does not fit ({name}): {value}")]
     Parameter {
@@ -73,8 +87,14 @@ impl Error {
     /// Returns the party at fault.
     pub fn fault(&self) -> Fault {
         match self {
-            Self::NoStore | Self::Missing { .. } | Self::Parameter { .. } => Fault::Usage,
-            Self::Page { .. } | Self::Listen { .. } | Self::Timeline { .. } => Fault::Environment,
+            Self::NoStore
+            | Self::Missing { .. }
+            | Self::Parameter { .. }
+            | Self::TooLarge { .. } => Fault::Usage,
+            Self::Page { .. }
+            | Self::Listen { .. }
+            | Self::Timeline { .. }
+            | Self::Damaged { .. } => Fault::Environment,
             Self::Store(error) => match error.fault() {
                 farandole_store::Fault::Usage => Fault::Usage,
                 farandole_store::Fault::Environment => Fault::Environment,

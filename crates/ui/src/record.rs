@@ -11,6 +11,7 @@ use farandole_store::Store;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::curves::MAX_SERIES_BYTES;
 use crate::series::{self, RunSeries, without_nan};
 use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, Stamp};
 
@@ -126,8 +127,9 @@ fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Fi
     summary.updated = time(HISTORY_FILE)
         .or(summary.started)
         .or_else(|| files.values().filter_map(|stamp| stamp_milliseconds(*stamp)).reduce(f64::max));
-    if let Some(history) = files.get(HISTORY_FILE).and_then(|_| directory.read(HISTORY_FILE).ok()) {
-        let series = series::parse_history(&history);
+    let fits = files.get(HISTORY_FILE).is_some_and(|(bytes, _)| *bytes <= MAX_SERIES_BYTES);
+    let history = if fits { directory.read(HISTORY_FILE).ok() } else { None };
+    if let Some(series) = history.and_then(|history| series::parse_history(&history).ok()) {
         summary.done = series.epoch.last().copied();
         summary.last = last_values(&series);
         summary.best = best_epoch(&series);
@@ -137,18 +139,19 @@ fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Fi
 /// Losses and metrics of the last epoch.
 fn last_values(series: &RunSeries) -> BTreeMap<String, f64> {
     let hidden = ["seconds", "rows", "rows_per_second"];
+    let last = series.len().saturating_sub(1);
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
     columns
         .filter_map(|(name, column)| {
-            Some((name.clone(), *column.last().filter(|value| value.is_finite())?))
+            Some((name.clone(), Some(column.value_at(last)).filter(|value| value.is_finite())?))
         })
         .collect()
 }
 
 fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
-    let rows =
-        series.epoch.iter().zip(series.columns.get(name)?).filter(|(_, value)| value.is_finite());
+    let (epochs, values) = series.columns.get(name)?.curve_over(&series.epoch);
+    let rows = epochs.iter().zip(values.iter()).filter(|(_, value)| value.is_finite());
     let (epoch, value) = rows.min_by(|a, b| a.1.total_cmp(b.1))?;
     Some(BestEpoch { name: name.to_owned(), value: *value, epoch: *epoch })
 }

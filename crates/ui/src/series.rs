@@ -8,6 +8,59 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+/// Names of numbers that one file may have. A file with more was not written by a training.
+const MAX_COLUMNS: usize = 4096;
+
+/// The file has more than [`MAX_COLUMNS`] names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it has more than {MAX_COLUMNS} names of numbers")]
+pub(crate) struct TooManyColumns;
+
+/// The numbers of one name. Rows without a number take no memory, so the memory of a file's
+/// columns is in proportion to the file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct MetricColumn {
+    /// Rows that have a number, ascending.
+    rows: Vec<usize>,
+    /// Their numbers, NaN where the file has `null`.
+    values: Vec<f64>,
+}
+
+impl MetricColumn {
+    /// Returns the number of one row; NaN where there is none.
+    pub(crate) fn value_at(&self, row: usize) -> f64 {
+        self.rows.binary_search(&row).map_or(f64::NAN, |at| self.values[at])
+    }
+
+    /// Returns `x` and `y` of a curve: all numbers, and one NaN in each gap between them.
+    pub(crate) fn curve_over<'a>(&'a self, x: &'a [f64]) -> (Cow<'a, [f64]>, Cow<'a, [f64]>) {
+        if self.rows.len() == x.len() {
+            return (Cow::Borrowed(x), Cow::Borrowed(&self.values));
+        }
+        let (mut curve_x, mut curve_y) = (Vec::new(), Vec::new());
+        let mut next = self.rows.first().copied().unwrap_or_default();
+        for (&row, &value) in self.rows.iter().zip(&self.values) {
+            if row > next {
+                curve_x.push(x[next]);
+                curve_y.push(f64::NAN);
+            }
+            curve_x.push(x[row]);
+            curve_y.push(value);
+            next = row + 1;
+        }
+        (Cow::Owned(curve_x), Cow::Owned(curve_y))
+    }
+
+    fn set_value(&mut self, row: usize, value: f64) {
+        if self.rows.last() == Some(&row) {
+            self.values.pop();
+        } else {
+            self.rows.push(row);
+        }
+        self.values.push(value);
+    }
+}
+
 /// Numbers by epoch or by step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct RunSeries {
@@ -15,8 +68,8 @@ pub(crate) struct RunSeries {
     pub(crate) epoch: Vec<f64>,
     /// Seconds of training at that place.
     pub(crate) seconds: Vec<f64>,
-    /// The numbers, each as long as `epoch`; NaN where there is none.
-    pub(crate) columns: BTreeMap<String, Vec<f64>>,
+    /// The numbers by name.
+    pub(crate) columns: BTreeMap<String, MetricColumn>,
 }
 
 impl RunSeries {
@@ -27,25 +80,22 @@ impl RunSeries {
 
     /// Returns the numbers that it holds.
     pub(crate) fn number_count(&self) -> usize {
-        self.len() * (self.columns.len() + 2)
+        let held = self.columns.values().map(|column| column.values.len() * 2);
+        self.len() * 2 + held.sum::<usize>()
     }
 
-    fn append_value(&mut self, name: &str, value: f64) {
+    /// Sets a number of the last row.
+    fn set_value(&mut self, name: &str, value: f64) -> Result<(), TooManyColumns> {
         let row = self.epoch.len() - 1;
         if let Some(column) = self.columns.get_mut(name) {
-            column.resize(row, f64::NAN);
-            column.push(value);
-        } else {
-            let mut column = vec![f64::NAN; row];
-            column.push(value);
-            self.columns.insert(name.to_owned(), column);
+            column.set_value(row, value);
+            return Ok(());
         }
-    }
-
-    fn fill_columns(mut self) -> Self {
-        let rows = self.len();
-        self.columns.values_mut().for_each(|column| column.resize(rows, f64::NAN));
-        self
+        if self.columns.len() == MAX_COLUMNS {
+            return Err(TooManyColumns);
+        }
+        self.columns.entry(name.to_owned()).or_default().set_value(row, value);
+        Ok(())
     }
 }
 
@@ -73,7 +123,10 @@ struct HistoryScores<'a> {
 
 /// Returns the columns of `logs/history.jsonl`: `loss`, each metric, the same with `val_` before
 /// it, `seconds`, `rows` and `rows_per_second`. Lines that cannot be read are left out.
-pub(crate) fn parse_history(text: &[u8]) -> RunSeries {
+///
+/// # Errors
+/// [`TooManyColumns`].
+pub(crate) fn parse_history(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
     let mut series = RunSeries::default();
     let mut clock = 0.0;
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
@@ -89,30 +142,33 @@ pub(crate) fn parse_history(text: &[u8]) -> RunSeries {
             for (name, value) in [("loss", scores.loss)].into_iter().chain(metrics) {
                 let value = value.unwrap_or(f64::NAN);
                 if prefix.is_empty() {
-                    series.append_value(name, value);
+                    series.set_value(name, value)?;
                 } else {
-                    series.append_value(&format!("{prefix}{name}"), value);
+                    series.set_value(&format!("{prefix}{name}"), value)?;
                 }
             }
         }
         if let Some(seconds) = entry.seconds {
-            series.append_value("seconds", seconds);
+            series.set_value("seconds", seconds)?;
         }
         if let Some(rows) = entry.rows {
-            series.append_value("rows", rows);
+            series.set_value("rows", rows)?;
         }
         if let (Some(rows), Some(seconds)) = (entry.rows, entry.seconds)
             && seconds > 0.0
         {
-            series.append_value("rows_per_second", rows / seconds);
+            series.set_value("rows_per_second", rows / seconds)?;
         }
     }
-    series.fill_columns()
+    Ok(series)
 }
 
 /// Returns the columns of `logs/steps.jsonl`, whose lines are flat: `epoch`, `seconds` and further
 /// numbers by name.
-pub(crate) fn parse_steps(text: &[u8]) -> RunSeries {
+///
+/// # Errors
+/// [`TooManyColumns`].
+pub(crate) fn parse_steps(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
     let mut series = RunSeries::default();
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let plain = without_nan(line);
@@ -128,10 +184,10 @@ pub(crate) fn parse_steps(text: &[u8]) -> RunSeries {
         series.epoch.push(epoch);
         series.seconds.push(seconds);
         for (name, value) in &numbers {
-            series.append_value(name, value.unwrap_or(f64::NAN));
+            series.set_value(name, value.unwrap_or(f64::NAN))?;
         }
     }
-    series.fill_columns()
+    Ok(series)
 }
 
 /// Replaces `NaN` and infinities, which Python writes and JSON does not have, by `null`.
@@ -178,21 +234,69 @@ mod tests {
 not a line
 {"epoch": 1, "train": {"loss": NaN, "all_metrics": [{"accuracy": Infinity, "f1": 0.1}]}, "seconds": 3.0, "rows": 100}
 "#;
-        let series = parse_history(text);
+        let series = parse_history(text).unwrap();
         assert_eq!(series.epoch, [1.0, 2.0]);
         assert_eq!(series.seconds, [2.0, 5.0]);
-        assert!(series.columns["loss"][1].is_nan() && series.columns["accuracy"][1].is_nan());
-        assert!(series.columns["f1"][0].is_nan() && series.columns["val_loss"][1].is_nan());
-        assert_eq!(series.columns["val_loss"][0], 0.6);
-        assert_eq!(series.columns["rows_per_second"][0], 50.0);
+        assert!(
+            series.columns["loss"].value_at(1).is_nan()
+                && series.columns["accuracy"].value_at(1).is_nan()
+        );
+        assert!(
+            series.columns["f1"].value_at(0).is_nan()
+                && series.columns["val_loss"].value_at(1).is_nan()
+        );
+        assert_eq!(series.columns["val_loss"].value_at(0), 0.6);
+        assert_eq!(series.columns["rows_per_second"].value_at(0), 50.0);
     }
 
     #[test]
     fn steps_are_flat_lines() {
-        let series = parse_steps(b"{\"epoch\": 0.5, \"seconds\": 1.0, \"loss\": 2.0}\n{\"epoch\": 0.7}\n{\"epoch\": 1.0, \"seconds\": 2.0, \"x\": null}\n");
+        let series = parse_steps(b"{\"epoch\": 0.5, \"seconds\": 1.0, \"loss\": 2.0}\n{\"epoch\": 0.7}\n{\"epoch\": 1.0, \"seconds\": 2.0, \"x\": null}\n").unwrap();
         assert_eq!(series.epoch, [0.5, 1.0]);
-        assert_eq!(series.columns["loss"][0], 2.0);
-        assert!(series.columns["x"][1].is_nan() && series.columns["loss"][1].is_nan());
+        assert_eq!(series.columns["loss"].value_at(0), 2.0);
+        assert!(
+            series.columns["x"].value_at(1).is_nan() && series.columns["loss"].value_at(1).is_nan()
+        );
+    }
+
+    #[test]
+    fn a_column_with_gaps_is_a_curve_with_gaps() {
+        let text: Vec<u8> = (0..8u32)
+            .flat_map(|row| {
+                let more = if [1, 2, 5, 7].contains(&row) {
+                    format!(", \"x\": {row}")
+                } else {
+                    String::new()
+                };
+                format!("{{\"epoch\": {row}, \"seconds\": {row}, \"loss\": 1{more}}}\n")
+                    .into_bytes()
+            })
+            .collect();
+        let series = parse_steps(&text).unwrap();
+        let (x, y) = series.columns["x"].curve_over(&series.epoch);
+        assert_eq!(&*x, [1.0, 2.0, 3.0, 5.0, 6.0, 7.0]);
+        let shown: Vec<_> = y.iter().map(|value| value.is_finite().then_some(*value)).collect();
+        assert_eq!(shown, [Some(1.0), Some(2.0), None, Some(5.0), None, Some(7.0)]);
+        assert!(matches!(series.columns["loss"].curve_over(&series.epoch), (Cow::Borrowed(_), _)));
+    }
+
+    /// A line with a new name each takes memory in proportion to the file: rows x names would be
+    /// 17 million numbers here.
+    #[test]
+    fn new_names_in_every_line_take_little_memory_and_have_a_limit() {
+        let lines = |count: usize| -> Vec<u8> {
+            let line = |row: usize| {
+                format!(
+                    "{{\"epoch\": {row}, \"train\": {{\"all_metrics\": [{{\"m{row}\": 1}}]}}}}\n"
+                )
+            };
+            (0..count).flat_map(|row| line(row).into_bytes()).collect()
+        };
+        // `loss` is a name, too.
+        let series = parse_history(&lines(MAX_COLUMNS - 1)).unwrap();
+        assert_eq!(series.columns.len(), MAX_COLUMNS);
+        assert!(series.number_count() < 8 * MAX_COLUMNS, "{}", series.number_count());
+        assert_eq!(parse_history(&lines(MAX_COLUMNS)), Err(TooManyColumns));
     }
 
     #[test]

@@ -138,6 +138,22 @@ fn a_million_points_are_answered_within_a_tenth_of_a_second() {
 }
 
 #[test]
+fn a_history_with_too_many_names_is_called_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let line = |row| {
+        format!("{{\"epoch\": {row}, \"train\": {{\"all_metrics\": [{{\"m{row}\": 1}}]}}}}\n")
+    };
+    write(folder.path(), "runs/a/logs/history.jsonl", &(0..5000).map(line).collect::<String>());
+    let site = site(folder.path());
+    assert_eq!(get(&site, &format!("/{TOKEN}/api/runs")).0, 200);
+    for what in ["curves", "history.csv"] {
+        let (status, body) = get(&site, &format!("/{TOKEN}/api/{what}?run=0/a"));
+        assert_eq!(status, 502, "{body}");
+        assert!(body.contains("damaged: ") && body.contains("runs/a/logs/history.jsonl"), "{body}");
+    }
+}
+
+#[test]
 fn the_timeline_of_a_run_is_a_file_to_save() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "runs/a/_record.json", "{}");
