@@ -227,12 +227,13 @@ class LocalBackend(Backend):
         """Waits for cores, inside a search of Spark; yields the seconds that are left for the
         start.
         """
+        limit = start_timeout_seconds(self._start_timeout)
         if type(self) is not LocalBackend or not warm_workers.in_search():
-            yield start_timeout_seconds(self._start_timeout)
+            yield limit
             return
         most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
         with _CORE_SLOTS.hold_slots_for_start(
-            most, output.print_message, self._start_timeout
+            most, output.print_message, self._start_timeout, limit
         ) as left:
             yield left
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from farandole.common.check import integer_at_least, positive_number
@@ -14,19 +15,24 @@ if TYPE_CHECKING:
 
 
 _DEFAULT_TIMEOUT = 600.0
+_SECONDS_OF_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 
 
 def start_timeout_seconds(start_timeout: float | None) -> float:
-    """Returns the seconds that tasks may take to start.
+    """Returns the seconds that the processes of a job may take to start.
 
     Args:
-        start_timeout: Seconds that the user gave; `None` takes
-            `FARANDOLE_SPARK_START_TIMEOUT`, else 600.
+        start_timeout: Seconds that the user gave; `None` takes `FARANDOLE_START_TIMEOUT`, else 600.
 
     Raises:
         TypeError: It is no number.
         ValueError: It is not positive, or the variable is no number.
     """
+    return _timeout_seconds("start_timeout", start_timeout, "START_TIMEOUT")
+
+
+def spark_start_timeout_seconds(start_timeout: float | None) -> float:
+    """Like `start_timeout_seconds` for Spark's tasks: `FARANDOLE_SPARK_START_TIMEOUT`, else 600."""
     return _timeout_seconds("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
 
 
@@ -41,11 +47,21 @@ def _timeout_seconds(argument: str, given: float | None, knob: str) -> float:
     for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
         text = os.environ.get(name)
         if text:
-            try:
-                return positive_number(name, float(text))
-            except ValueError:
-                raise ValueError(f"{name} must be a number of seconds above 0: {text}") from None
+            seconds = _duration_seconds(text)
+            if seconds is None:
+                raise ValueError(
+                    f"{name} must be a duration above 0 (seconds, or a number with ms, s, m or "
+                    f"h): {text}"
+                )
+            return seconds
     return _DEFAULT_TIMEOUT
+
+
+def _duration_seconds(text: str) -> float | None:
+    # The same durations as the Rust side reads (`crates/config/src/value.rs`).
+    duration = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|)\s*", text)
+    seconds = float(duration[1]) * _SECONDS_OF_UNIT[duration[2]] if duration else 0.0
+    return seconds if seconds > 0 else None
 
 
 def elastic_sizes(

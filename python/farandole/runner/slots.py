@@ -14,8 +14,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from farandole.runner.limits import start_timeout_seconds
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -92,7 +90,7 @@ class SlotQueue:
 
     @contextlib.contextmanager
     def hold_slots_for_start(
-        self, number: int, say: Callable[[str], None], start_timeout: float | None
+        self, number: int, say: Callable[[str], None], start_timeout: float | None, limit: float
     ) -> Iterator[float]:
         """Holds slots for one job; the wait for them counts as a part of the start.
 
@@ -100,7 +98,8 @@ class SlotQueue:
             number: As `hold_slots`.
             say: As `hold_slots`.
             start_timeout: Seconds for the wait and the start together, as the user gave them.
-                `None` waits up to `MAX_SLOT_WAIT`, and leaves the default limit for the start.
+                `None` waits up to `MAX_SLOT_WAIT`, and leaves `limit` for the start.
+            limit: Seconds for the start: `start_timeout`, or its default.
 
         Yields:
             Seconds that are left for the start.
@@ -108,7 +107,6 @@ class SlotQueue:
         Raises:
             TimeoutError: As `hold_slots`.
         """
-        limit = start_timeout_seconds(start_timeout)
         with self.hold_slots(
             number, say, MAX_SLOT_WAIT if start_timeout is None else limit
         ) as waited:

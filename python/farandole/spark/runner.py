@@ -16,7 +16,11 @@ from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic import driver_loop as elastic
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput, pickle_payload, run_gang
-from farandole.runner.limits import elastic_sizes, elastic_timeout_seconds, start_timeout_seconds
+from farandole.runner.limits import (
+    elastic_sizes,
+    elastic_timeout_seconds,
+    spark_start_timeout_seconds,
+)
 from farandole.runner.show.training import TrainingRun, report_run
 from farandole.runner.show.watched import view_run
 from farandole.spark.job import connect_artifacts
@@ -284,7 +288,7 @@ def run_elastic_with_progress(
     cluster.check_job_size(least)
     if resource_profile is not None:
         cluster.check_profile_support()
-    start_timeout_seconds(start_timeout)
+    spark_start_timeout_seconds(start_timeout)
     patience = elastic_timeout_seconds(elastic_timeout)
     output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
     job = _SparkJob(
@@ -416,11 +420,12 @@ def _hold_slots(
     profile: ResourceProfile | None,
 ) -> Iterator[float]:
     """Waits for a job's slots and holds them; the seconds that are left for its start."""
+    limit = spark_start_timeout_seconds(start_timeout)
     if profile is not None:
-        yield start_timeout_seconds(start_timeout)  # the slots of another profile are unknown
+        yield limit  # the slots of another profile are unknown
         return
     with slot_queue(cluster).hold_slots_for_start(
-        number, output.print_message, start_timeout
+        number, output.print_message, start_timeout, limit
     ) as left:
         yield left
 
@@ -476,7 +481,7 @@ def run_with_progress(
     cluster.check_job_size(size)
     if resource_profile is not None:
         cluster.check_profile_support()
-    start_timeout_seconds(start_timeout)
+    spark_start_timeout_seconds(start_timeout)
     output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
     warmth = warm_workers.choose_warm_workers(warm, by_default=False)
     spill = None if store is None else TaskSpill.create_in_store(store)

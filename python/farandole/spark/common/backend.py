@@ -14,7 +14,7 @@ from farandole.common.check import integer_at_least
 from farandole.runner import environment
 from farandole.runner.backend import Backend, LocalBackend, elastic_bounds
 from farandole.runner.gang import JobOutput
-from farandole.runner.limits import start_timeout_seconds
+from farandole.runner.limits import spark_start_timeout_seconds
 from farandole.spark import runner
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class SparkBackend(Backend):
         SparkCluster.from_active_session().check_job_size(
             self._bounds.get("min_num_proc") or self.num_processes()
         )
-        start_timeout_seconds(self._kwargs.get("start_timeout"))
+        spark_start_timeout_seconds(self._kwargs.get("start_timeout"))
         JobOutput(self._kwargs.get("stdout"), self._kwargs.get("stderr"))
 
     def through(self, store: Store) -> Backend:
