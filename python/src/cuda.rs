@@ -66,7 +66,7 @@ fn cuda_inventory(
 fn has_driver_and_nccl_version(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
     let config = Config::from_env().map_err(|error| PyValueError::new_err(error.to_string()))?;
     let places = library_places(&config.cuda_libraries, packages);
-    Ok(py.detach(|| cuda::detect_driver_and_nccl(&places)))
+    Ok(py.detach(|| cuda::detect_driver_and_nccl_version(&places)))
 }
 
 /// Returns the bytes of the buffer that tensors of so many elements are packed into.

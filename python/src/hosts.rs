@@ -46,7 +46,7 @@ pub(crate) fn launcher_exception(failure: &Error) -> PyErr {
 fn networks_of_interfaces(interfaces: Vec<String>) -> PyResult<(String, Option<String>)> {
     let networks = farandole::registrar::host::interface_networks(&interfaces)
         .map_err(|failure| registrar_error(&failure))?;
-    let warning = networks.missing_warning();
+    let warning = networks.missing_network_warning();
     Ok((networks.bind_list, warning))
 }
 

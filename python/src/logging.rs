@@ -102,8 +102,8 @@ fn take_records(py: Python<'_>, seconds: u32) -> Option<(Vec<EngineLogRecord>, u
     })
 }
 
-/// Ends the capture like `telemetry::log::stop_keeping`.
+/// Ends the capture like `telemetry::log::stop_keeping_events`.
 #[pyfunction]
 fn end_capture(py: Python<'_>) {
-    py.detach(log::stop_keeping);
+    py.detach(log::stop_keeping_events);
 }

@@ -67,7 +67,8 @@ fn leave_phase() {
 /// session.
 #[pyfunction]
 fn stack_request_descriptor() -> PyResult<i32> {
-    let reader = current_session()?.stack_requests().open_listener().map_err(PyOSError::new_err)?;
+    let reader =
+        current_session()?.stack_requests().open_request_pipe().map_err(PyOSError::new_err)?;
     Ok(OwnedFd::from(reader).into_raw_fd())
 }
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use farandole::config::Config;
-use farandole::cuda::{LibrarySearchPath, detect_driver_and_nccl};
+use farandole::cuda::{LibrarySearchPath, detect_driver_and_nccl_version};
 
 use crate::host_interpreter::{PythonDistribution, PythonInstallation};
 
@@ -53,7 +53,7 @@ fn has_nccl(python: &PythonInstallation) -> bool {
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
     let mut places = LibrarySearchPath::from_knob(&named);
     places.packages.extend(python.folders.iter().cloned());
-    detect_driver_and_nccl(&places).1 > 0
+    detect_driver_and_nccl_version(&places).1 > 0
 }
 
 fn append_section(page: &mut String, title: &str, rows: &[(&str, bool)]) {

@@ -68,7 +68,12 @@ impl DoctorPage {
     }
 
     /// Runs a trial, and records the advice as a problem if the trial fails.
-    fn add_trial(&mut self, name: &str, advice: &str, trial: impl FnOnce() -> Result<String>) {
+    fn run_and_record_trial(
+        &mut self,
+        name: &str,
+        advice: &str,
+        trial: impl FnOnce() -> Result<String>,
+    ) {
         let started = Instant::now();
         match trial() {
             Ok(detail) => {
@@ -152,14 +157,16 @@ fn add_packages(
     page.add_section(title);
     for (module, what, extra) in wanted {
         match modules.get(*module) {
-            Some(providers) => page.add_check(true, what, &provided_versions(module, providers)),
+            Some(providers) => {
+                page.add_check(true, what, &distribution_version_text(module, providers))
+            }
             None => page.add_check(false, what, &format!("pip install \"farandole[{extra}]\"")),
         }
     }
 }
 
 /// Returns the version, with the distribution's name if it differs from the module's.
-fn provided_versions(module: &str, providers: &[PythonDistribution]) -> String {
+fn distribution_version_text(module: &str, providers: &[PythonDistribution]) -> String {
     let one = |PythonDistribution { name, version }: &PythonDistribution| match name == module {
         true => version.clone(),
         false => format!("{version} ({name})"),
@@ -197,13 +204,13 @@ fn check_java(page: &mut DoctorPage, needed: bool) {
 
 fn try_links(page: &mut DoctorPage) {
     page.add_section("Links (tried between two ranks of this process)");
-    page.add_trial(
+    page.run_and_record_trial(
         "shared memory",
         "Ranks of this host will use TCP. A container needs memfd_create and Unix sockets: look at \
          its seccomp profile.",
         || try_link(true, LinkKind::SharedMemory),
     );
-    page.add_trial("TCP", "Look at firewall rules for the loopback interface.", || {
+    page.run_and_record_trial("TCP", "Look at firewall rules for the loopback interface.", || {
         try_link(false, LinkKind::Tcp)
     });
 }
@@ -286,7 +293,7 @@ fn check_devices(page: &mut DoctorPage, python: &PythonInstallation) {
     }
     let chosen = Config::from_env().map(|config| config.gpu_tensors).unwrap_or_default();
     let works = |name: &str| findings.iter().any(|finding| finding.name == name && finding.works);
-    let (by_nccl, way) = gpu_tensor_path(
+    let (by_nccl, way) = describe_gpu_tensor_path(
         &chosen,
         works(CudaLibrary::Driver.library_name()),
         works(CudaLibrary::Nccl.library_name()),
@@ -295,7 +302,7 @@ fn check_devices(page: &mut DoctorPage, python: &PythonInstallation) {
 }
 
 /// Returns whether NCCL reduces tensors on GPUs, and a description of their path.
-fn gpu_tensor_path(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
+fn describe_gpu_tensor_path(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static str) {
     match chosen.to_lowercase().as_str() {
         _ if !driver => (false, "none: there is no driver"),
         "copied" => (false, "copied to host memory by torch: FARANDOLE_GPU_TENSORS=copied"),
@@ -314,35 +321,43 @@ fn gpu_tensor_path(chosen: &str, driver: bool, nccl: bool) -> (bool, &'static st
 
 fn try_launching(page: &mut DoctorPage) {
     page.add_section("Launching (tried)");
-    page.add_trial("registrar", "Look at firewall rules for the loopback interface.", || {
-        let config = Config::from_env()?;
-        let options = RegistrarOptions {
-            host: Some("127.0.0.1".to_owned()),
-            ..RegistrarOptions::from_config(1, &config)
-        };
-        let registrar = Registrar::start_job(options)?;
-        let deadline = Instant::now() + TRIAL_TIMEOUT;
-        let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline)?;
-        client.register_task(0, &host::host_facts(), deadline)?;
-        let world = client.await_assignment(deadline)?;
-        Ok(format!("{} task was given a rank over TLS", world.size()))
-    });
-    page.add_trial("worker processes", "The message names what the system refused.", || {
-        let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
-        let job = StaticJob::on_this_host(
-            2,
-            command,
-            std::collections::BTreeMap::new(),
-            Config::from_env()?,
-        );
-        let sink = std::sync::Arc::new(ConsoleSink::default())
-            as std::sync::Arc<dyn farandole::telemetry::RecordSink>;
-        let report = job.run(&sink, &|| StopLevel::Continue)?;
-        match report.failure_reason() {
-            None => Ok("2 were started and ended".to_owned()),
-            Some(reason) => bail!("{reason}"),
-        }
-    });
+    page.run_and_record_trial(
+        "registrar",
+        "Look at firewall rules for the loopback interface.",
+        || {
+            let config = Config::from_env()?;
+            let options = RegistrarOptions {
+                host: Some("127.0.0.1".to_owned()),
+                ..RegistrarOptions::from_config(1, &config)
+            };
+            let registrar = Registrar::start_job(options)?;
+            let deadline = Instant::now() + TRIAL_TIMEOUT;
+            let client = TaskClient::connect(registrar.ticket(), TaskId(0), None, deadline)?;
+            client.register_task(0, &host::host_facts(), deadline)?;
+            let world = client.await_assignment(deadline)?;
+            Ok(format!("{} task was given a rank over TLS", world.size()))
+        },
+    );
+    page.run_and_record_trial(
+        "worker processes",
+        "The message names what the system refused.",
+        || {
+            let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
+            let job = StaticJob::on_this_host(
+                2,
+                command,
+                std::collections::BTreeMap::new(),
+                Config::from_env()?,
+            );
+            let sink = std::sync::Arc::new(ConsoleSink::default())
+                as std::sync::Arc<dyn farandole::telemetry::RecordSink>;
+            let report = job.run(&sink, &|| StopLevel::Continue)?;
+            match report.failure_reason() {
+                None => Ok("2 were started and ended".to_owned()),
+                Some(reason) => bail!("{reason}"),
+            }
+        },
+    );
 }
 
 #[cfg(test)]
@@ -375,7 +390,7 @@ mod tests {
             PythonDistribution { name: "tensorflow".to_owned(), version: "2.21".to_owned() };
         let both = found.get_mut("tensorflow").unwrap();
         both.push(second);
-        assert_eq!(provided_versions("tensorflow", both), "2.22 (tf-nightly), 2.21");
+        assert_eq!(distribution_version_text("tensorflow", both), "2.22 (tf-nightly), 2.21");
     }
 
     #[test]
@@ -399,14 +414,14 @@ mod tests {
 
     #[test]
     fn the_way_of_tensors_on_gpus_follows_from_the_libraries() {
-        assert!(gpu_tensor_path("auto", true, true).0);
+        assert!(describe_gpu_tensor_path("auto", true, true).0);
         for (chosen, driver, nccl, way) in [
             ("auto", false, true, "no driver"),
             ("auto", true, false, "no NCCL"),
             ("Staged", true, true, "through host memory"),
             ("copied", true, true, "by torch"),
         ] {
-            let (by_nccl, told) = gpu_tensor_path(chosen, driver, nccl);
+            let (by_nccl, told) = describe_gpu_tensor_path(chosen, driver, nccl);
             assert!(!by_nccl && told.contains(way), "{told}");
         }
     }

@@ -9,7 +9,7 @@ use farandole::telemetry::log;
 /// Writes events of `level` and above, as `time level target: message field=value`. The last call
 /// counts.
 pub(crate) fn install_logging(level: LogLevel, hide_time: bool) {
-    log::to_stderr(level, hide_time);
+    log::log_to_stderr(level, hide_time);
 }
 
 /// Configures logging from the environment. Invalid values are ignored here: the command that reads

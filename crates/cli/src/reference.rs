@@ -18,7 +18,7 @@ fn reference_page() -> String {
     );
     let mut whole = build_command();
     whole.build();
-    for one in whole.get_subcommands().filter(|one| is_shown(one)) {
+    for one in whole.get_subcommands().filter(|one| is_user_command(one)) {
         let name = one.get_name();
         let link = format!("farandole-{name}");
         page.push_str(&format!(
@@ -27,14 +27,16 @@ fn reference_page() -> String {
         ));
     }
     append_run_section(&mut page);
-    for one in whole.get_subcommands_mut().filter(|one| is_shown(one) && one.get_name() != "run") {
+    for one in
+        whole.get_subcommands_mut().filter(|one| is_user_command(one) && one.get_name() != "run")
+    {
         append_command(&mut page, one, &format!("farandole {}", one.get_name()), 2);
     }
     page
 }
 
 /// Returns whether a command is for users.
-fn is_shown(command: &Command) -> bool {
+fn is_user_command(command: &Command) -> bool {
     !command.is_hide_set() && command.get_name() != "help"
 }
 
@@ -77,7 +79,7 @@ fn append_command(page: &mut String, command: &mut Command, name: &str, level: u
             argument_description(arg)
         ));
     }
-    for inner in command.get_subcommands_mut().filter(|inner| is_shown(inner)) {
+    for inner in command.get_subcommands_mut().filter(|inner| is_user_command(inner)) {
         append_command(page, inner, &format!("{name} {}", inner.get_name()), level + 1);
     }
 }

@@ -143,7 +143,7 @@ pub trait Communicator: Send {
     }
 
     /// Returns a notice for the user that is not a failure. Each notice is returned once.
-    fn take_notice(&mut self) -> Option<String> {
+    fn take_user_notice(&mut self) -> Option<String> {
         None
     }
 

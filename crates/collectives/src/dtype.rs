@@ -140,7 +140,7 @@ pub enum ReduceOp {
 impl ReduceOp {
     /// Returns the operation without the rounding between hosts.
     #[must_use]
-    pub const fn without_rounding(self) -> Self {
+    pub const fn without_inter_host_rounding(self) -> Self {
         match self {
             Self::RoundedAverage => Self::Average,
             Self::RoundedSum => Self::Sum,
@@ -149,7 +149,7 @@ impl ReduceOp {
     }
 
     /// Returns whether sums are rounded between hosts.
-    pub const fn is_rounded(self) -> bool {
+    pub const fn rounds_between_hosts(self) -> bool {
         matches!(self, Self::RoundedAverage | Self::RoundedSum)
     }
 

@@ -121,9 +121,9 @@ fn the_largest_numbers_are_chosen_and_ties_go_to_the_first() {
         decoded(&TopKCompressor::new(0.5), &values),
         [0.0, -5.0, 2.0, 5.0, -2.0, 0.0, 0.0, 0.0]
     );
-    assert_eq!(TopKCompressor::new(0.001).sent_count(100), 1);
-    assert_eq!(TopKCompressor::new(0.0).sent_count(0), 0);
-    assert_eq!(TopKCompressor::new(f64::NAN).sent_count(5), 1);
+    assert_eq!(TopKCompressor::new(0.001).sent_value_count(100), 1);
+    assert_eq!(TopKCompressor::new(0.0).sent_value_count(0), 0);
+    assert_eq!(TopKCompressor::new(f64::NAN).sent_value_count(5), 1);
 }
 
 #[test]

@@ -140,7 +140,7 @@ fn by_hosts(reducer: &BlockReducer, hosts: &[usize], inputs: &[&[u8]]) -> Vec<u8
             let (own, others) = rest.split_at(*members);
             rest = others;
             let mut partial = vec![0; own[0].len() * reducer.partial_expansion()];
-            reducer.join_to_partial(own, &mut partial);
+            reducer.reduce_to_partial(own, &mut partial);
             partial
         })
         .collect();

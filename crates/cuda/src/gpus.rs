@@ -48,7 +48,7 @@ impl ProcessGpus {
 
     /// Disables NCCL.
     #[must_use]
-    pub fn without_nccl(self) -> Self {
+    pub fn with_nccl_disabled(self) -> Self {
         let tried = "it is not to be used".to_owned();
         let none = OnceLock::from(Err(Error::NotFound {
             library: CudaLibrary::Nccl.library_name(),
@@ -60,14 +60,14 @@ impl ProcessGpus {
     /// Enables CUDA IPC: ranks that share a GPU reduce there. The compiled kernels are kept in this
     /// folder.
     #[must_use]
-    pub fn with_ipc(self, kernels: KernelCache) -> Self {
+    pub fn with_ipc_enabled(self, kernels: KernelCache) -> Self {
         Self { kernel_cache: Some(kernels), ..self }
     }
 
     /// Enables registration: NCCL communicators register memory of
     /// [`ProcessGpus::allocate_registered`], if all members do.
     #[must_use]
-    pub fn with_memory_registration(self) -> Self {
+    pub fn with_memory_registration_enabled(self) -> Self {
         Self { registers_memory: true, ..self }
     }
 
@@ -82,12 +82,12 @@ impl ProcessGpus {
         stream: usize,
         bytes: usize,
     ) -> Result<Option<NcclMemory>> {
-        let Some(nccl) = self.registering_nccl() else { return Ok(None) };
+        let Some(nccl) = self.nccl_with_registration() else { return Ok(None) };
         nccl.allocate_memory(&self.open_gpu(ordinal, &[])?.create_stream()?, stream, bytes)
             .map(Some)
     }
 
-    fn registering_nccl(&self) -> Option<NcclLibrary> {
+    fn nccl_with_registration(&self) -> Option<NcclLibrary> {
         self.registers_memory
             .then(|| self.nccl_library().ok())
             .flatten()
@@ -128,7 +128,7 @@ impl ProcessGpus {
         let neighbours = if shares { ipc::neighbourhood_id() } else { 0 };
         let abilities = [
             (gpu.cuda_driver().supports_memory_pools(ordinal), ABILITY_STREAM_ORDERED_MEMORY),
-            (self.registering_nccl().is_some(), ABILITY_REGISTERED_MEMORY),
+            (self.nccl_with_registration().is_some(), ABILITY_REGISTERED_MEMORY),
             (
                 version >= MIN_VERSION_FOR_FLOAT8 && facts.arch >= MIN_ARCH_FOR_FLOAT8,
                 ABILITY_FLOAT8_REDUCTION,
@@ -234,16 +234,18 @@ impl DeviceFabric for ProcessGpus {
     ) -> Option<String> {
         let cards: Vec<Option<GpuCapabilities>> =
             cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
-        if share_one_gpu(&cards) {
+        if members_share_one_gpu(&cards) {
             return None;
         }
-        self.nccl_obstacle(&cards, members, place).map(|reason| host_memory_detour(&reason))
+        self.nccl_obstacle(&cards, members, place)
+            .map(|reason| host_memory_fallback_notice(&reason))
     }
 
     fn formation_notice(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
         let cards: Vec<Option<GpuCapabilities>> =
             cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
-        let why = self.nccl_obstacle(&cards, members, place).filter(|_| share_one_gpu(&cards))?;
+        let why =
+            self.nccl_obstacle(&cards, members, place).filter(|_| members_share_one_gpu(&cards))?;
         Some(format!(
             "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"
         ))
@@ -252,9 +254,9 @@ impl DeviceFabric for ProcessGpus {
     fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
         let read: Vec<Option<GpuCapabilities>> =
             cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
-        if share_one_gpu(&read) {
+        if members_share_one_gpu(&read) {
             let failed = |error: farandole_shm::Error| {
-                host_memory_detour(&format!("no mailbox for CUDA IPC: {error}"))
+                host_memory_fallback_notice(&format!("no mailbox for CUDA IPC: {error}"))
             };
             let region =
                 SharedRegion::create(IpcMailbox::bytes_for_members(cards.len())).map_err(failed)?;
@@ -277,7 +279,7 @@ impl DeviceFabric for ProcessGpus {
         );
         let id = self.nccl_library().and_then(|nccl| nccl.create_unique_id());
         id.map(|id| [&[common], &id.0[..]].concat())
-            .map_err(|error| host_memory_detour(&error.to_string()))
+            .map_err(|error| host_memory_fallback_notice(&error.to_string()))
     }
 
     fn form_communicator(
@@ -302,27 +304,27 @@ impl DeviceFabric for ProcessGpus {
         let formed = if common & ABILITY_STREAM_ORDERED_MEMORY == 0 {
             formed
         } else {
-            formed.with_result_memory()
+            formed.with_result_memory_enabled()
         };
         let formed = if common & ABILITY_REGISTERED_MEMORY == 0 {
             formed
         } else {
-            formed.with_memory_registration()
+            formed.with_memory_registration_enabled()
         };
         Ok(Box::new(if common & ABILITY_FLOAT8_REDUCTION == 0 {
             formed
         } else {
-            formed.with_float8()
+            formed.with_float8_enabled()
         }))
     }
 }
 
-fn host_memory_detour(reason: &str) -> String {
+fn host_memory_fallback_notice(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
 /// Returns whether members with these cards have one GPU, and find each other there.
-fn share_one_gpu(cards: &[Option<GpuCapabilities>]) -> bool {
+fn members_share_one_gpu(cards: &[Option<GpuCapabilities>]) -> bool {
     let [Some(first), others @ ..] = cards else { return false };
     let alike = |card: &Option<GpuCapabilities>| {
         card.as_ref().is_some_and(|card| {
@@ -475,7 +477,7 @@ mod tests {
     #[test]
     fn memory_is_registered_where_all_members_register_theirs() {
         let (gpus, unwilling) =
-            (gpus(fake_nccl()).with_memory_registration(), super::tests::gpus(fake_nccl()));
+            (gpus(fake_nccl()).with_memory_registration_enabled(), super::tests::gpus(fake_nccl()));
         assert!(
             unwilling.allocate_registered(1, 0, 64).unwrap().is_none(),
             "nobody has asked for it"
@@ -558,7 +560,7 @@ mod tests {
     #[test]
     fn members_that_share_a_gpu_have_a_mailbox_if_they_find_it_and_all_but_one_gpu_is_theirs() {
         let folder = tempfile::tempdir().unwrap();
-        let gpus = gpus(fake_nccl()).with_ipc(KernelCache::new(folder.path()));
+        let gpus = gpus(fake_nccl()).with_ipc_enabled(KernelCache::new(folder.path()));
         let (own, other) = (gpus.device_capabilities(1), gpus.device_capabilities(1));
         let cards: [&[u8]; 2] = [&own, &other];
         let ranks = [Rank(4), Rank(7)];
@@ -595,7 +597,7 @@ mod tests {
     #[test]
     fn a_member_without_the_mailbox_or_with_another_gpu_is_no_neighbour() {
         let folder = tempfile::tempdir().unwrap();
-        let gpus = gpus(fake_nccl()).with_ipc(KernelCache::new(folder.path()));
+        let gpus = gpus(fake_nccl()).with_ipc_enabled(KernelCache::new(folder.path()));
         let own = GpuCapabilities::from_bytes(&gpus.device_capabilities(1)).unwrap();
         assert_ne!(own.neighbourhood, 0);
         let way = |others: &[GpuCapabilities]| {

@@ -21,7 +21,7 @@ pub struct CudaFinding {
 
 /// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where
 /// there is none, or no driver. The driver is not initialised, so that a process may still fork.
-pub fn detect_driver_and_nccl(places: &LibrarySearchPath) -> (bool, i32) {
+pub fn detect_driver_and_nccl_version(places: &LibrarySearchPath) -> (bool, i32) {
     if places.load_library(CudaLibrary::Driver).is_err() {
         return (false, 0);
     }
@@ -85,7 +85,10 @@ fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
     let mut version = 0;
     // SAFETY: the place lives across the call.
     let told = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
-    crate::library::check_complete(&library, if told { &[] } else { &["cudaRuntimeGetVersion"] })?;
+    crate::library::check_functions_found(
+        &library,
+        if told { &[] } else { &["cudaRuntimeGetVersion"] },
+    )?;
     Ok(format!(
         "{}.{}, {}",
         version / 1000,

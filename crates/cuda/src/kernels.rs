@@ -123,7 +123,7 @@ impl ReductionInputs {
         (prescale, postscale): (f64, f64),
     ) -> Result<Self> {
         let fail = |reason: String| Error::Arguments { reason };
-        let op = op.without_rounding();
+        let op = op.without_inter_host_rounding();
         let members = addresses.len();
         if members == 0 || members > MAX_MEMBERS_PER_LAUNCH {
             return Err(fail(format!(

@@ -52,7 +52,7 @@ pub use driver::{
 };
 pub use error::{Error, Result};
 pub use gpus::ProcessGpus;
-pub use inventory::{CudaFinding, collect_inventory, detect_driver_and_nccl};
+pub use inventory::{CudaFinding, collect_inventory, detect_driver_and_nccl_version};
 pub use kernels::{
     ELEMENTS_PER_TILE, KERNEL_SOURCE, KernelModule, MAX_MEMBERS_PER_LAUNCH, MAX_TENSORS_PER_LAUNCH,
     ReductionInputs, TransferBatch, block_count_for, plan_transfers, reduction_kernel_name,

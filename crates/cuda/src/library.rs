@@ -100,7 +100,7 @@ pub(crate) fn file_at_address(address: *const c_void) -> Option<String> {
 }
 
 /// Returns the missing functions of a library as an error.
-pub(crate) fn check_complete(library: &SharedLibrary, missing: &[&str]) -> Result<()> {
+pub(crate) fn check_functions_found(library: &SharedLibrary, missing: &[&str]) -> Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
@@ -152,9 +152,9 @@ macro_rules! function_table {
                         missing.push($name);
                     }
                 )*
-                $crate::library::check_complete(library, &missing)?;
+                $crate::library::check_functions_found(library, &missing)?;
                 let ($(Some($field),)*) = ($($field,)*) else {
-                    return $crate::library::check_complete(library, Self::NEEDED_FUNCTIONS).and(Err($crate::Error::Symbols {
+                    return $crate::library::check_functions_found(library, Self::NEEDED_FUNCTIONS).and(Err($crate::Error::Symbols {
                         path: library.opened_name().to_owned(), symbols: String::new(),
                     }));
                 };

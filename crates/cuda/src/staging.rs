@@ -79,7 +79,7 @@ impl<L: PageLocking> StagingPool<L> {
     }
 
     /// Blocks there are, and how many of them are locked.
-    pub fn block_counts(&self) -> (usize, usize) {
+    pub fn total_and_locked_block_counts(&self) -> (usize, usize) {
         let blocks = self.blocks.lock();
         (blocks.len(), blocks.iter().filter(|block| block.locked).count())
     }
@@ -138,14 +138,14 @@ mod tests {
         assert_ne!(pool.lend_memory(100).unwrap().address(), address, "a clone is still out");
         drop(clone);
         assert_eq!(pool.lend_memory(100).unwrap().address(), address);
-        assert_eq!(pool.block_counts(), (3, 3));
+        assert_eq!(pool.total_and_locked_block_counts(), (3, 3));
     }
 
     #[test]
     fn memory_that_cannot_be_locked_is_lent_all_the_same() {
         let (count, pool) = pool(MIN_BLOCK_BYTES);
         let blocks = [pool.lend_memory(1).unwrap(), pool.lend_memory(1).unwrap()];
-        assert_eq!(pool.block_counts(), (2, 1));
+        assert_eq!(pool.total_and_locked_block_counts(), (2, 1));
         drop((blocks, pool));
         assert_eq!(count.locked.load(Ordering::Relaxed), 0, "everything was unlocked");
     }

@@ -50,7 +50,7 @@ impl BackgroundThread {
 
     /// Sleeps until a drive is requested, at most for one heartbeat interval. Returns whether a
     /// drive was requested.
-    fn sleep_until_requested(&self) -> bool {
+    fn sleep_until_drive_requested(&self) -> bool {
         let until = Instant::now() + HEARTBEAT_INTERVAL;
         let mut guard = self.lock.lock();
         while !self.drive_requested.load(Ordering::SeqCst) && !self.is_stopping() {
@@ -92,7 +92,7 @@ fn run_background_loop(inner: &EngineShared) {
         let called = if listening {
             background.take_drive_request()
         } else {
-            background.sleep_until_requested()
+            background.sleep_until_drive_requested()
         };
         if called {
             listening = false;

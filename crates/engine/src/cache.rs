@@ -59,20 +59,20 @@ impl CachedResponse {
 
     /// Returns the rows that this member sends to each member in an alltoall; empty while they are
     /// not known.
-    pub(crate) fn send_rows(&self) -> &[u64] {
+    pub(crate) fn alltoall_send_row_counts(&self) -> &[u64] {
         self.splits.get().map_or(&[], |deal| &deal.sends)
     }
 
     /// Returns the rows that this member receives from each member in an alltoall; empty while they
     /// are not known.
-    pub(crate) fn receive_rows(&self) -> &[u64] {
+    pub(crate) fn alltoall_receive_row_counts(&self) -> &[u64] {
         self.splits.get().map_or(&[], |deal| &deal.receives)
     }
 
     /// Returns the row counts in this member's request.
-    pub(crate) fn request_rows(&self, me: u32) -> &[u64] {
+    pub(crate) fn request_row_counts(&self, me: u32) -> &[u64] {
         match self.signature.call {
-            CollectiveCall::Alltoall { .. } => self.send_rows(),
+            CollectiveCall::Alltoall { .. } => self.alltoall_send_row_counts(),
             _ => self.member_row_counts(me),
         }
     }
@@ -193,7 +193,7 @@ impl ResponseCache {
 
     /// Forgets entries that lists up to `list` have dropped. All ranks that may refer to these
     /// entries must have seen these lists.
-    pub(crate) fn forget_dropped_until(&mut self, list: u64) {
+    pub(crate) fn forget_dropped_entries_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {
                 break;
@@ -273,9 +273,9 @@ mod tests {
         assert!(!cache.contains_id(id));
         assert_eq!(cache.resolve_id(id).unwrap().signature, plain(&[1]));
         assert_eq!(cache.find_by_name("a").unwrap().1.signature, plain(&[2]));
-        cache.forget_dropped_until(4);
+        cache.forget_dropped_entries_until(4);
         assert!(cache.resolve_id(id).is_some());
-        cache.forget_dropped_until(5);
+        cache.forget_dropped_entries_until(5);
         assert!(cache.resolve_id(id).is_none());
     }
 
@@ -300,7 +300,7 @@ mod tests {
                         _ => if let Some((id, _)) = cache.find_by_name(&name) { cache.mark_used(id.slot) },
                     }
                 }
-                two.forget_dropped_until(list);
+                two.forget_dropped_entries_until(list);
                 prop_assert!(one.by_name.len() <= capacity);
                 prop_assert_eq!(one.find_by_name(&name), two.find_by_name(&name));
             }

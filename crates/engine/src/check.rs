@@ -66,7 +66,7 @@ pub(crate) fn check_request(
             if shape.is_empty() {
                 return Err(Error::Scalar { operation, tensor: name });
             }
-            if !matches!(op.without_rounding(), ReduceOp::Average | ReduceOp::Sum) {
+            if !matches!(op.without_inter_host_rounding(), ReduceOp::Average | ReduceOp::Sum) {
                 return Err(Error::Reduction { operation, op, tensor: name });
             }
             let (prescale, postscale) = (prescale.to_bits(), postscale.to_bits());

@@ -133,8 +133,8 @@ impl Engine {
     ///
     /// # Errors
     /// `UnknownSet`, `NotAMember`.
-    pub fn set_members(&self, set: ProcessSetId) -> Result<Arc<[Rank]>> {
-        self.set_membership(set).map(|member| member.ranks)
+    pub fn process_set_members(&self, set: ProcessSetId) -> Result<Arc<[Rank]>> {
+        self.process_set_membership(set).map(|member| member.ranks)
     }
 
     /// Adds a process set with this rank in it. Every member must call this, with the same unused
@@ -143,7 +143,7 @@ impl Engine {
     /// # Errors
     /// `Start` if the options do not fit together or the number is in use; `Stopped`, `Forked`.
     pub fn add_set(&self, options: ProcessSetOptions) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         let (id, ranks) = (options.id, options.members.as_slice().into());
         tracing::debug!(process_set = id.0, ranks = ?options.members, "a process set is added");
         let key = self.sets.add_set(id, ranks)?;
@@ -170,7 +170,7 @@ impl Engine {
     /// # Errors
     /// `UnknownSet`, `Forked`.
     pub fn remove_set(&self, set: ProcessSetId) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         if set == ProcessSetId::GLOBAL {
             return Err(Error::UnknownSet { set });
         }
@@ -189,9 +189,9 @@ impl Engine {
     /// members of a process set.
     ///
     /// # Errors
-    /// Like [`Engine::set_members`].
+    /// Like [`Engine::process_set_members`].
     pub fn reducescatter_rows(&self, rows: u64, set: ProcessSetId) -> Result<u64> {
-        let ranks = &self.set_membership(set)?.ranks;
+        let ranks = &self.process_set_membership(set)?.ranks;
         let member =
             ranks.iter().position(|rank| *rank == self.inner.world.rank).unwrap_or_default();
         Ok(row_share(rows, member, ranks.len()))
@@ -256,7 +256,7 @@ impl Engine {
         requests: Vec<CollectiveRequest>,
         done: Vec<Callback>,
     ) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         if done.len() != requests.len() {
             return Err(Error::Group { members: requests.len(), sets: 1 });
         }
@@ -272,7 +272,7 @@ impl Engine {
         requests: Vec<CollectiveRequest>,
         callbacks: Vec<Callback>,
     ) -> Result<Vec<RequestHandle>> {
-        self.check_process()?;
+        self.check_original_process()?;
         let members = requests.len();
         let mut sets: Vec<ProcessSetId> =
             requests.iter().map(|request| request.process_set).collect();
@@ -286,7 +286,7 @@ impl Engine {
             .into_iter()
             .map(|request| self.check_request(request, group, now))
             .collect::<Result<_>>()?;
-        let key = self.set_membership(set)?.key;
+        let key = self.process_set_membership(set)?.key;
         let mut names = Set::default();
         let again = submissions
             .iter()
@@ -316,7 +316,7 @@ impl Engine {
     /// # Errors
     /// Like [`Engine::submit`]; `done` is dropped then.
     pub fn submit_with_callback(&self, request: CollectiveRequest, done: Callback) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         self.inner.callbacks.ensure_thread()?;
         self.admit_request(request, Some(done))?;
         self.inner.announce_submission();
@@ -329,7 +329,7 @@ impl Engine {
     /// # Errors
     /// `UnknownHandle`, `Forked`.
     pub fn poll(&self, handle: RequestHandle) -> Result<bool> {
-        self.check_process()?;
+        self.check_original_process()?;
         if self.inner.desk.lock().is_done(handle)? {
             return Ok(true);
         }
@@ -347,7 +347,7 @@ impl Engine {
         handle: RequestHandle,
         timeout: Duration,
     ) -> Result<Option<RequestCompletion>> {
-        self.check_process()?;
+        self.check_original_process()?;
         if let Some(completion) = self.inner.desk.lock().take_result(handle)? {
             return Ok(Some(completion));
         }
@@ -377,7 +377,7 @@ impl Engine {
     /// Shuts down in order: notifies the peers, fails pending requests and ends the threads. Does
     /// nothing in a second call and in a forked child.
     pub fn shutdown(&self) {
-        if self.check_process().is_err() {
+        if self.check_original_process().is_err() {
             return;
         }
         let Some(thread) = self.thread.lock().take() else { return };
@@ -398,14 +398,14 @@ impl Engine {
         drop(self.tracer.timeline.stop_writing());
     }
 
-    pub(crate) fn check_process(&self) -> Result<()> {
+    pub(crate) fn check_original_process(&self) -> Result<()> {
         match std::process::id() {
             pid if pid == self.pid => Ok(()),
             pid => Err(Error::Forked { pid, parent: self.pid }),
         }
     }
 
-    fn set_membership(&self, set: ProcessSetId) -> Result<SetMembership> {
+    fn process_set_membership(&self, set: ProcessSetId) -> Result<SetMembership> {
         self.sets.find_membership(set, self.inner.world.rank)
     }
 
@@ -414,7 +414,7 @@ impl Engine {
         request: CollectiveRequest,
         callback: Option<Callback>,
     ) -> Result<RequestHandle> {
-        self.check_process()?;
+        self.check_original_process()?;
         let set = request.process_set;
         let submission = self.check_request(request, (0, 0), Instant::now())?;
         let mut desk = self.inner.desk.lock();
@@ -435,7 +435,7 @@ impl Engine {
         group: (u64, u32),
         since: Instant,
     ) -> Result<CheckedSubmission> {
-        let SetMembership { key, ranks } = self.set_membership(request.process_set)?;
+        let SetMembership { key, ranks } = self.process_set_membership(request.process_set)?;
         let place =
             RequestContext { ranks: &ranks, me: self.inner.world.rank, devices: &self.devices };
         let set = request.process_set;

@@ -313,7 +313,7 @@ impl Error {
 
 impl StopCause {
     /// Returns whether this is no failure: a rank has departed or a set was removed.
-    pub(crate) fn is_orderly(&self) -> bool {
+    pub(crate) fn is_orderly_stop(&self) -> bool {
         matches!(self, Self::ShutDown | Self::Departed { .. } | Self::Removed { .. })
     }
 

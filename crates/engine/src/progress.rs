@@ -159,7 +159,7 @@ impl EngineShared {
         handle: RequestHandle,
         deadline: Instant,
     ) -> Result<Option<RequestCompletion>> {
-        self.signals.increment_wanted();
+        self.signals.increment_lock_waiters();
         while let Some(mut driver) = self.acquire_driver(handle, deadline) {
             self.drive_until(&mut driver, DriveGoal::Done(handle, deadline));
             self.unlock_driver(driver);
@@ -167,7 +167,7 @@ impl EngineShared {
                 break;
             }
         }
-        self.signals.decrement_wanted();
+        self.signals.decrement_lock_waiters();
         self.request_drive_if_needed();
         self.desk.lock().take_result(handle)
     }
@@ -181,7 +181,7 @@ impl EngineShared {
     ) -> Option<MutexGuard<'_, DriverState>> {
         let start = Instant::now();
         loop {
-            if !self.signals.is_summoned()
+            if !self.signals.is_preempt_requested()
                 && let Some(driver) = self.progress.try_lock()
             {
                 return Some(driver);
@@ -197,7 +197,8 @@ impl EngineShared {
                 return None;
             }
             self.signals.register_waiter();
-            let free = if self.signals.is_summoned() { None } else { self.progress.try_lock() };
+            let free =
+                if self.signals.is_preempt_requested() { None } else { self.progress.try_lock() };
             if free.is_none() {
                 let retry = deadline.min(Instant::now() + LOCK_RETRY_INTERVAL);
                 self.changed.wait_until(&mut desk, retry);
@@ -211,14 +212,14 @@ impl EngineShared {
 
     /// Acquires the progress lock for a short time: the driving thread yields it.
     pub(crate) fn preempt_driver(&self) -> MutexGuard<'_, DriverState> {
-        self.signals.increment_summoned();
+        self.signals.increment_preempt_requests();
         let driver = loop {
             self.wake_driver();
             if let Some(driver) = self.progress.try_lock_for(Duration::from_millis(1)) {
                 break driver;
             }
         };
-        self.signals.decrement_summoned();
+        self.signals.decrement_preempt_requests();
         driver
     }
 
@@ -255,7 +256,7 @@ impl EngineShared {
     }
 
     fn unlock_driver(&self, driver: MutexGuard<'_, DriverState>) {
-        self.signals.store_busy(driver.is_busy());
+        self.signals.store_busy_flag(driver.is_busy());
         self.drives.fetch_add(1, Ordering::Relaxed);
         drop(driver);
         if self.signals.should_notify_waiters() {
@@ -276,7 +277,7 @@ impl EngineShared {
     /// Drives on the background thread until no work is left or another thread wants to drive.
     /// Returns whether it had the lock.
     pub(crate) fn drive_in_background(&self, listen: bool) -> bool {
-        if self.signals.is_wanted() || self.signals.is_summoned() {
+        if self.signals.is_lock_wanted() || self.signals.is_preempt_requested() {
             return false;
         }
         let Some(mut driver) = self.progress.try_lock() else { return false };

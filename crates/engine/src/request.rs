@@ -153,7 +153,7 @@ impl CollectiveRequest {
     }
 
     /// Returns an agreement of all ranks on a change of the process sets.
-    pub fn set_change(name: impl Into<String>, change: ProcessSetChange) -> Self {
+    pub fn process_set_change(name: impl Into<String>, change: ProcessSetChange) -> Self {
         Self::without_data(name.into(), RequestKind::Change(change), ProcessSetId::GLOBAL)
     }
 

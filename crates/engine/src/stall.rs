@@ -28,7 +28,7 @@ pub trait EngineObserver: Send + Sync {
     fn on_notice(&self, _text: &str) {}
 
     /// Requests the stacks of this process's threads, because another rank waits for this one. Send
-    /// the text with [`StackAnswer::send_text`] later, from any thread. If the answer is dropped,
+    /// the text with [`StackAnswer::send_stacks`] later, from any thread. If the answer is dropped,
     /// the stacks count as unknown.
     fn describe_threads(&self, answer: StackAnswer) {
         drop(answer);
@@ -69,7 +69,7 @@ impl StackAnswer {
     }
 
     /// Sends the stacks.
-    pub fn send_text(self, text: String) {
+    pub fn send_stacks(self, text: String) {
         *self.0.0.lock() = Some(ThreadStacks::Text(text));
     }
 }
@@ -354,7 +354,7 @@ mod tests {
         drop(answer);
         assert_eq!(slot.current_answer(), Some(ThreadStacks::Unknown));
         let (answer, slot) = StackAnswer::new();
-        answer.send_text("x".to_owned());
+        answer.send_stacks("x".to_owned());
         assert_eq!(slot.current_answer(), Some(ThreadStacks::Text("x".to_owned())));
     }
 }

@@ -191,7 +191,7 @@ impl SubmissionTable {
 
     /// Refuses all requests from now on, and fails the queued ones, whether drained or not. The
     /// first cause is kept.
-    pub(crate) fn stop_all(
+    pub(crate) fn refuse_all_requests(
         &mut self,
         cause: Arc<StopCause>,
         intake: &mut VecDeque<CheckedSubmission>,

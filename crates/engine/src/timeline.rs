@@ -92,7 +92,7 @@ impl Engine {
     /// `Timeline` if the file cannot be created or the previous timeline cannot be completed;
     /// `Forked`.
     pub fn start_timeline(&self, path: &str, mark_cycles: bool) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         let rank = self.world().rank;
         if rank.0 != 0 && !path.contains(RANK_PLACEHOLDER) {
             return Ok(());
@@ -114,7 +114,7 @@ impl Engine {
     /// # Errors
     /// `Timeline` if the file could not be written to its end; `Forked`.
     pub fn stop_timeline(&self) -> Result<()> {
-        self.check_process()?;
+        self.check_original_process()?;
         self.tracer
             .timeline
             .stop_writing()

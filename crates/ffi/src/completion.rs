@@ -40,13 +40,13 @@ impl OutcomeReceiver {
                     operation_numbers::record_join();
                 }
                 let outputs: Vec<TensorOutput> = completions.iter().map(to_output).collect();
-                self.call_done(EngineStatusCode::Success, c"", &outputs);
+                self.call_done_callback(EngineStatusCode::Success, c"", &outputs);
             }
-            Err(failure) => self.call_done(failure.code, &failure.to_c_string(), &[]),
+            Err(failure) => self.call_done_callback(failure.code, &failure.to_c_string(), &[]),
         }
     }
 
-    fn call_done(self, code: EngineStatusCode, message: &CStr, outputs: &[TensorOutput]) {
+    fn call_done_callback(self, code: EngineStatusCode, message: &CStr, outputs: &[TensorOutput]) {
         let outcome = SubmissionOutcome {
             code: code as u32,
             message: message.as_ptr(),

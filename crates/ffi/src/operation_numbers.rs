@@ -29,7 +29,10 @@ struct OperationNumbers {
 
 static OPERATION_NUMBERS: Mutex<Option<OperationNumbers>> = Mutex::new(None);
 
-fn with_numbers<T>(session: &Arc<Session>, look: impl FnOnce(&mut OperationNumbers) -> T) -> T {
+fn with_operation_numbers<T>(
+    session: &Arc<Session>,
+    look: impl FnOnce(&mut OperationNumbers) -> T,
+) -> T {
     let mut counts = OPERATION_NUMBERS.lock();
     let known =
         counts.take().filter(|counts| std::ptr::eq(counts.session.as_ptr(), Arc::as_ptr(session)));
@@ -46,7 +49,7 @@ pub(crate) fn next_suffix(
     set: ProcessSetId,
     members: Arc<[Rank]>,
 ) -> String {
-    with_numbers(session, |counts| {
+    with_operation_numbers(session, |counts| {
         let everybody = set == ProcessSetId::GLOBAL;
         let next = if everybody {
             &mut counts.next_global
@@ -67,7 +70,7 @@ pub(crate) fn next_suffix(
 /// together.
 pub fn record_join() {
     if let Ok(session) = session::current_session() {
-        with_numbers(&session, |counts| {
+        with_operation_numbers(&session, |counts| {
             counts.join_count += 1;
             counts.next_global = 0;
         });
@@ -78,5 +81,5 @@ pub fn record_join() {
 /// is one.
 pub fn join_count() -> u64 {
     session::current_session()
-        .map_or(0, |session| with_numbers(&session, |counts| counts.join_count))
+        .map_or(0, |session| with_operation_numbers(&session, |counts| counts.join_count))
 }

@@ -30,7 +30,7 @@ pub(crate) unsafe fn convert_requests(
     // A refused operation uses up no number; one in a set that is not there is refused by the
     // engine.
     if call.numbered != 0
-        && let Ok(members) = session.engine().set_members(ProcessSetId(call.process_set))
+        && let Ok(members) = session.engine().process_set_members(ProcessSetId(call.process_set))
     {
         let number =
             operation_numbers::next_suffix(session, ProcessSetId(call.process_set), members);

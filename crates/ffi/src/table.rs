@@ -160,11 +160,12 @@ unsafe extern "C" fn write_placement(
     let found = catch_panic(|| {
         let session = session::current_session()?;
         let world = session.world();
-        let (members, position) = match session.engine().set_members(ProcessSetId(process_set)) {
-            Ok(members) => (members.len(), members.iter().position(|rank| *rank == world.rank)),
-            Err(farandole::engine::Error::NotAMember { .. }) => (0, None),
-            Err(error) => return Err(error.into()),
-        };
+        let (members, position) =
+            match session.engine().process_set_members(ProcessSetId(process_set)) {
+                Ok(members) => (members.len(), members.iter().position(|rank| *rank == world.rank)),
+                Err(farandole::engine::Error::NotAMember { .. }) => (0, None),
+                Err(error) => return Err(error.into()),
+            };
         let found = ProcessSetPlacement {
             set_size: u32::try_from(members).unwrap_or(u32::MAX),
             set_rank: position.and_then(|position| i32::try_from(position).ok()).unwrap_or(-1),

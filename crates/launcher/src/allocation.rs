@@ -102,11 +102,10 @@ fn slurm_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocati
         return Ok(None);
     };
     let nodes =
-        expand_nodes(&list).ok_or_else(|| malformed_variable("SLURM_JOB_NODELIST", &list))?;
+        expand_nodes(&list).ok_or_else(|| malformed_variable_error("SLURM_JOB_NODELIST", &list))?;
     let counts = match here.environment_variable("SLURM_TASKS_PER_NODE") {
-        Some(text) => {
-            expand_counts(&text).ok_or_else(|| malformed_variable("SLURM_TASKS_PER_NODE", &text))?
-        }
+        Some(text) => expand_counts(&text)
+            .ok_or_else(|| malformed_variable_error("SLURM_TASKS_PER_NODE", &text))?,
         None => vec![1; nodes.len()],
     };
     if counts.len() != nodes.len() {
@@ -133,7 +132,7 @@ fn lsf_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation
             words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
         let hosts: Option<Vec<HostSlots>> =
             if words.len().is_multiple_of(2) { pairs.collect() } else { None };
-        hosts.ok_or_else(|| malformed_variable("LSB_MCPU_HOSTS", &text))?
+        hosts.ok_or_else(|| malformed_variable_error("LSB_MCPU_HOSTS", &text))?
     } else if let Some(path) = here.environment_variable("LSB_DJOB_HOSTFILE") {
         read_hostfile(here, "LSB_DJOB_HOSTFILE", &path)?
     } else if let Some(text) = here.environment_variable("LSB_HOSTS") {
@@ -223,7 +222,7 @@ fn read_named_file(here: &dyn LaunchEnvironment, name: &str, path: &str) -> Resu
         .map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
 }
 
-fn malformed_variable(name: &str, text: &str) -> Error {
+fn malformed_variable_error(name: &str, text: &str) -> Error {
     Error::Usage { reason: format!("{name} cannot be understood: {text}") }
 }
 

@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_worker_gets_its_rank_under_every_name() {
-        let world = World::single_rank(HostHash("a".into()));
+        let world = World::single_rank_world(HostHash("a".into()));
         let registrar =
             farandole_registrar::Registrar::start_job(farandole_registrar::RegistrarOptions {
                 tasks: 1,

@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::convert::format_shape;
 use crate::error::{Error, Result};
 use crate::spec::PrepareSpec;
-use crate::summary::{PartitionSummary, SideSummary};
+use crate::summary::{PartitionSummary, SplitFileSummary};
 use crate::verify::check_size;
 
 /// A prepared data set.
@@ -54,10 +54,10 @@ pub fn commit_partitions(
     }
     let rows = summaries.iter().map(|summary| summary.rows).sum();
     let dropped = summaries.iter().map(|summary| summary.dropped).sum();
-    let merge = |name: &'static str, pick: fn(&PartitionSummary) -> Option<&SideSummary>| {
+    let merge = |name: &'static str, pick: fn(&PartitionSummary) -> Option<&SplitFileSummary>| {
         let sides =
             summaries.iter().filter_map(|summary| Some((summary.partition, pick(summary)?)));
-        merge_sides(&spec, sides)?.ok_or(Error::Empty { side: name, rows, dropped })
+        merge_split_summaries(&spec, sides)?.ok_or(Error::Empty { side: name, rows, dropped })
     };
     let train = merge("training", |summary| summary.train.as_ref())?;
     let val = if spec.has_validation() {
@@ -91,9 +91,9 @@ pub fn read_manifest(url: &str) -> Result<Option<Manifest>> {
     }
 }
 
-fn merge_sides<'a>(
+fn merge_split_summaries<'a>(
     spec: &PrepareSpec,
-    mut sides: impl Iterator<Item = (u64, &'a SideSummary)>,
+    mut sides: impl Iterator<Item = (u64, &'a SplitFileSummary)>,
 ) -> Result<Option<Manifest>> {
     let Some((first, side)) = sides.next() else { return Ok(None) };
     let (mut columns, mut files) = (side.columns.clone(), vec![side.file.clone()]);

@@ -21,7 +21,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::error::{Error, Result};
 use crate::spec::PageCompression;
-use crate::summary::SideSummary;
+use crate::summary::SplitFileSummary;
 
 /// Decoded bytes of a row group.
 const ROW_GROUP_BYTES: u64 = 4 << 20;
@@ -35,7 +35,7 @@ const MIN_ROW_GROUP_ROWS: u64 = 32;
 
 /// Settings of a file.
 #[derive(Clone, Debug)]
-pub(crate) struct SideFileSpec {
+pub(crate) struct SplitFileSpec {
     pub(crate) store: Store,
     pub(crate) file: String,
     pub(crate) schema: SchemaRef,
@@ -47,8 +47,8 @@ pub(crate) struct SideFileSpec {
 }
 
 /// A file being written.
-pub(crate) struct SideWriter {
-    file_spec: SideFileSpec,
+pub(crate) struct SplitFileWriter {
+    file_spec: SplitFileSpec,
     waiting: VecDeque<RecordBatch>,
     waiting_rows: u64,
     target: Option<u64>,
@@ -58,8 +58,8 @@ pub(crate) struct SideWriter {
     row_bytes: u64,
 }
 
-impl SideWriter {
-    pub(crate) fn new(shape: SideFileSpec) -> Self {
+impl SplitFileWriter {
+    pub(crate) fn new(shape: SplitFileSpec) -> Self {
         let (target, row_bytes) = (shape.row_group_rows, 1);
         Self {
             file_spec: shape,
@@ -92,7 +92,7 @@ impl SideWriter {
         };
         if self.waiting_rows >= hold * target {
             while self.waiting_rows >= target {
-                self.write_group(target)?;
+                self.write_row_group(target)?;
             }
         }
         Ok(())
@@ -113,7 +113,7 @@ impl SideWriter {
             .max(1)
     }
 
-    fn write_group(&mut self, rows: u64) -> Result<()> {
+    fn write_row_group(&mut self, rows: u64) -> Result<()> {
         if self.writer.is_none() {
             self.writer = Some(self.open_writer()?);
         }
@@ -182,7 +182,7 @@ impl SideWriter {
     }
 
     /// Completes the file; returns `None` if there were no rows.
-    pub(crate) fn finish_file(mut self) -> Result<Option<SideSummary>> {
+    pub(crate) fn finish_file(mut self) -> Result<Option<SplitFileSummary>> {
         let rows = self.waiting_rows;
         let pieces = match (self.file_spec.row_group_rows, self.groups.is_empty()) {
             (Some(_), _) | (None, false) => 1,
@@ -191,7 +191,7 @@ impl SideWriter {
         for piece in 0..pieces {
             let edge = |piece: u64| rows * piece / pieces;
             if edge(piece) < edge(piece + 1) {
-                self.write_group(edge(piece + 1) - edge(piece))?;
+                self.write_row_group(edge(piece + 1) - edge(piece))?;
             }
         }
         let Some(writer) = self.writer.take() else { return Ok(None) };
@@ -211,7 +211,7 @@ impl SideWriter {
                 (column.min, column.max) = (None, None);
             }
         }
-        Ok(Some(SideSummary { file, columns: self.file_spec.columns }))
+        Ok(Some(SplitFileSummary { file, columns: self.file_spec.columns }))
     }
 
     /// Returns the columns, for statistics.

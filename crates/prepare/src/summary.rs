@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 
 /// One file and the statistics of its rows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SideSummary {
+pub struct SplitFileSummary {
     /// The file.
     pub file: DataFile,
     /// Columns with statistics.
@@ -30,9 +30,9 @@ pub struct PartitionSummary {
     #[serde(default)]
     pub hashes: Option<(u64, u64)>,
     /// Training data, unless it has no rows.
-    pub train: Option<SideSummary>,
+    pub train: Option<SplitFileSummary>,
     /// Validation data, unless it has no rows.
-    pub val: Option<SideSummary>,
+    pub val: Option<SplitFileSummary>,
 }
 
 impl PartitionSummary {

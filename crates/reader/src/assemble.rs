@@ -90,7 +90,7 @@ impl BatchDraft {
             strands.extend(from.filter_map(|(rows, block)| block.column_rows(index, *rows)));
             copy_interleaved(&strands, out, field.element);
             if copying.last {
-                repeat_last(out, field.row_width(), valid.max(1), rows);
+                repeat_last_row(out, field.row_width(), valid.max(1), rows);
             }
         }
         if copying.last {
@@ -115,7 +115,7 @@ fn to_row_selection(piece: &PartSlice) -> RowSelection<'static> {
 }
 
 /// Fills rows `filled..rows` with copies of row `filled - 1`.
-fn repeat_last(out: &mut [u8], width: usize, filled: usize, rows: usize) {
+fn repeat_last_row(out: &mut [u8], width: usize, filled: usize, rows: usize) {
     let Some(last) = filled.checked_sub(1) else { return };
     for row in filled..rows {
         out.copy_within(last * width..filled * width, row * width);

@@ -226,7 +226,7 @@ impl DecodePlan {
                 FetchedRanges::new(dataset.store(), &data.path, &chunk, data.bytes)?
             };
             verify_chunk(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
-            let source = self.library_chunk(bytes, leaf, part, &origin);
+            let source = self.parquet_library_chunk(bytes, leaf, part, &origin);
             let values = parquet_library::read_column(source, selected)?;
             copy_bytes(&values, out);
         }
@@ -241,7 +241,7 @@ impl DecodePlan {
 }
 
 impl DecodePlan {
-    fn library_chunk<'a>(
+    fn parquet_library_chunk<'a>(
         &'a self,
         fetched: FetchedRanges,
         leaf: usize,
@@ -287,7 +287,7 @@ impl DecodePlan {
                 };
                 verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 parquet_library::read_variable_length(
-                    self.library_chunk(bytes, *leaf, part, &origin),
+                    self.parquet_library_chunk(bytes, *leaf, part, &origin),
                 )?
             }
             Some(ColumnDecoding::Nulls) => {

@@ -101,7 +101,7 @@ impl EpochReader {
             batch.saturating_add(least),
             most.saturating_sub(least),
         )
-        .map_err(|error| setup.explain_refusal(error))?;
+        .map_err(|error| setup.explain_budget_refusal(error))?;
         setup.pool.set_byte_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
         let apart = setup.dataset.store().is_remote();
         let state =
@@ -140,8 +140,8 @@ impl EpochReader {
     }
 
     /// Returns the number of batches that are still to come.
-    pub fn remaining_steps(&self) -> u64 {
-        self.step_count().saturating_sub(self.shared.state.lock().taken_batches())
+    pub fn remaining_step_count(&self) -> u64 {
+        self.step_count().saturating_sub(self.shared.state.lock().taken_batch_count())
     }
 
     /// Returns the next batch, or [`NextBatch::Pending`] after `patience`.
@@ -217,7 +217,7 @@ impl Drop for EpochReader {
 
 impl EpochSetup {
     /// Replaces a budget error if the manifest overstates a row group, which is then the cause.
-    fn explain_refusal(&self, error: Error) -> Error {
+    fn explain_budget_refusal(&self, error: Error) -> Error {
         match (error, self.dataset.find_overstated_group()) {
             (
                 Error::Budget { budget, .. },

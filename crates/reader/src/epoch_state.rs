@@ -316,7 +316,7 @@ impl EpochState {
     }
 
     /// Returns the number of batches that the consumer has taken.
-    pub(crate) fn taken_batches(&self) -> u64 {
+    pub(crate) fn taken_batch_count(&self) -> u64 {
         self.next_out
     }
 }

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use bytes::Bytes;
 use farandole_telemetry::{LogLine, OutputStream, WorkerMetric, WorkerRecord};
 use farandole_world::{
-    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlacement, World, assign_as_listed,
-    assign_in_order, assign_ranks,
+    Generation, HostFacts, HostHash, Rank, TaskId, TaskPlacement, World, assign_in_task_order,
+    assign_ranks, assign_ranks_as_listed,
 };
 use prost::Message as _;
 
@@ -87,11 +87,11 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         }
     }
     let rule = match (message.order.is_empty(), message.in_order) {
-        (true, true) => assign_in_order,
+        (true, true) => assign_in_task_order,
         (true, false) => assign_ranks,
         (false, _) => {
             places = sort_by_order(places, &message.order)?;
-            assign_as_listed
+            assign_ranks_as_listed
         }
     };
     let world = rule(Generation(message.generation), &places).map_err(|error| error.to_string())?;
@@ -283,7 +283,7 @@ mod tests {
         places: &[TaskPlacement],
     ) -> Result<World, farandole_world::Error> {
         let places: Vec<TaskPlacement> = places.iter().rev().cloned().collect();
-        assign_as_listed(generation, &places)
+        assign_ranks_as_listed(generation, &places)
     }
 
     proptest! {
@@ -295,7 +295,7 @@ mod tests {
                 .zip(&hosts)
                 .map(|(task, host)| TaskPlacement { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
-            for rule in [assign_ranks, assign_in_order, assign_as_listed, backwards] {
+            for rule in [assign_ranks, assign_in_task_order, assign_ranks_as_listed, backwards] {
                 let world = rule(Generation(generation), &places).unwrap();
                 for (rank, seat) in (0u32..).zip(&world.seats) {
                     let seen = decode_world(encode_world(&world), seat.task).unwrap();

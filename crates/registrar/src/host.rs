@@ -85,7 +85,7 @@ pub struct InterfaceNetworks {
 
 impl InterfaceNetworks {
     /// Returns a sentence about the interfaces without a network, if there are any.
-    pub fn missing_warning(&self) -> Option<String> {
+    pub fn missing_network_warning(&self) -> Option<String> {
         let names = self.missing.join(", ");
         let wish = &self.bind_list;
         (!names.is_empty())
@@ -330,8 +330,8 @@ mod tests {
         };
         let some = of(&["ib0", "none0", "eth0", "lo"]).unwrap();
         assert_eq!(some.bind_list, "10.0.0.0/8,192.168.1.0/24,127.0.0.0/8");
-        assert!(some.missing_warning().unwrap().contains("none0"));
-        assert_eq!(of(&["eth0"]).unwrap().missing_warning(), None);
+        assert!(some.missing_network_warning().unwrap().contains("none0"));
+        assert_eq!(of(&["eth0"]).unwrap().missing_network_warning(), None);
         let error = of(&["none0"]).unwrap_err().to_string();
         assert!(
             error.ends_with("has a network on this host: none0 (those with one: eth0, ib0)"),

@@ -48,13 +48,13 @@ impl GpuTensorPolicy {
 pub(crate) fn create_gpus(config: &Config) -> Result<ProcessGpus, farandole_config::KnobError> {
     let gpus = ProcessGpus::new(LibrarySearchPath::from_knob(&config.cuda_libraries));
     if GpuTensorPolicy::from_config(config)? != GpuTensorPolicy::Auto {
-        return Ok(gpus.without_nccl());
+        return Ok(gpus.with_nccl_disabled());
     }
-    let gpus = if config.nccl_memory { gpus.with_memory_registration() } else { gpus };
+    let gpus = if config.nccl_memory { gpus.with_memory_registration_enabled() } else { gpus };
     // Without a home directory there is no cache: in a shared folder, other users could plant
     // kernels.
     Ok(match kernel_cache_folder(environment_variable) {
-        Some(folder) => gpus.with_ipc(KernelCache::new(folder)),
+        Some(folder) => gpus.with_ipc_enabled(KernelCache::new(folder)),
         None => gpus,
     })
 }

@@ -61,7 +61,7 @@ mod stalls;
 pub use error::{Error, Result};
 pub use foreign_launcher::{host_registrar, rank_holder_variable, report_leaving};
 pub use init_options::{AssignedRank, InitOptions};
-pub use links::{partition_eager_peers, read_crossover, world_ring_bytes};
+pub use links::{partition_eager_peers, read_crossover_rules, world_ring_bytes};
 pub use process::{current_session, init, init_with_options, is_initialized, shutdown};
 pub use rejoin::{resign_worker, take_host_changes};
 pub use session::Session;

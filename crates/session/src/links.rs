@@ -163,7 +163,9 @@ impl DataLinks<'_> {
 ///
 /// # Errors
 /// The knob's value is invalid, or names a file that is unreadable or invalid.
-pub fn read_crossover(config: &Config) -> Result<CrossoverTable, farandole_config::KnobError> {
+pub fn read_crossover_rules(
+    config: &Config,
+) -> Result<CrossoverTable, farandole_config::KnobError> {
     let value = config.allreduce_algorithm.trim();
     let read = match value.strip_prefix('@') {
         Some(path) => std::fs::read_to_string(path).map_err(|error| error.to_string()),
@@ -191,7 +193,7 @@ pub(crate) fn build_communicator(
 }
 
 /// Returns the share of one process in its machine's shared memory `budget`.
-pub(crate) fn per_process_share(world: &World, budget: u64) -> u64 {
+pub(crate) fn per_process_memory_share(world: &World, budget: u64) -> u64 {
     budget / (world.machine_rank_count() as u64).max(1)
 }
 
@@ -238,7 +240,10 @@ mod tests {
             (world(&["m/1", "m/2", "m/3", "n/4"]), world(&["m", "m", "m", "n"]));
         for budget in [14 << 20, 256 << 20] {
             assert_eq!(data_ring_bytes(&containers, budget), data_ring_bytes(&host, budget));
-            assert_eq!(per_process_share(&containers, budget), per_process_share(&host, budget));
+            assert_eq!(
+                per_process_memory_share(&containers, budget),
+                per_process_memory_share(&host, budget)
+            );
         }
         assert_eq!(containers.machine_numbers(), host.machine_numbers());
     }
@@ -272,7 +277,7 @@ mod tests {
         let read = || {
             let allreduce_algorithm = format!("@{}", path.display());
             let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
-            read_crossover(&Config { allreduce_algorithm, ..config })
+            read_crossover_rules(&Config { allreduce_algorithm, ..config })
         };
         let missing = read().unwrap_err().to_string();
         assert!(missing.contains("No such file"), "{missing}");
@@ -306,7 +311,7 @@ mod tests {
             let dialled = (ranks - 1) * data_ring_bytes(&world, budget) + CONTROL_RING_BYTES;
             let set = (ranks - 1) * process_set_ring_bytes(&world, budget) + CONTROL_RING_BYTES;
             assert!(
-                (dialled + set) as u64 <= per_process_share(&world, budget),
+                (dialled + set) as u64 <= per_process_memory_share(&world, budget),
                 "{ranks} ranks: {dialled}, {set} bytes"
             );
         }

@@ -73,7 +73,7 @@ impl ProcessSetTable {
     }
 
     /// Returns the set of these ranks that continues from the previous world.
-    fn find_carried(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
+    fn find_carried_set(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
         let carried = self.carried_ids.iter().flatten();
         carried.copied().find(|set| self.sets.get(set).is_some_and(|members| members == ranks))
     }
@@ -97,7 +97,7 @@ impl SessionProcessSets {
             elastic: config.elastic,
             memory_budget: links::shared_memory_budget(world, config),
             // An invalid value was rejected when the world formed.
-            crossover: links::read_crossover(config).unwrap_or_default(),
+            crossover: links::read_crossover_rules(config).unwrap_or_default(),
             links_at_start: config.links_at_start,
             open_timeout: config.start_timeout,
             table: RwLock::new(ProcessSetTable {
@@ -164,7 +164,7 @@ impl Session {
         let what = "a process set";
         let ranks = sorted_ranks(what, ranks, self.world().size())?;
         let mut changes = self.sets.changes.lock();
-        if let Some(set) = self.sets.table.read().find_carried(&ranks) {
+        if let Some(set) = self.sets.table.read().find_carried_set(&ranks) {
             return Ok(set);
         }
         let change = ProcessSetChange::Add(ranks.clone());
@@ -318,7 +318,7 @@ impl Session {
         let handle = match pending.take() {
             None => self
                 .engine()
-                .submit_before_wait(CollectiveRequest::set_change(name, change.clone()))?,
+                .submit_before_wait(CollectiveRequest::process_set_change(name, change.clone()))?,
             Some((asked, handle)) if asked == change => handle,
             Some(other) => {
                 let text = format!("{:?}", other.0);

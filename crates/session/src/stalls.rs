@@ -57,7 +57,7 @@ impl StackRequests {
     ///
     /// # Errors
     /// The system has no pipe left.
-    pub fn open_listener(&self) -> io::Result<PipeReader> {
+    pub fn open_request_pipe(&self) -> io::Result<PipeReader> {
         let (reader, writer) = pipe()?;
         self.close();
         self.0.lock().listener_pipe = Some(writer);
@@ -67,7 +67,7 @@ impl StackRequests {
     /// Answers all requests.
     pub fn answer_pending(&self, text: &str) {
         let waiting = std::mem::take(&mut self.0.lock().waiting);
-        waiting.into_iter().for_each(|answer| answer.send_text(text.to_owned()));
+        waiting.into_iter().for_each(|answer| answer.send_stacks(text.to_owned()));
     }
 
     fn enqueue_question(&self, answer: StackAnswer) {
@@ -139,8 +139,8 @@ mod tests {
     #[test]
     fn a_listener_is_sent_home_by_the_next_one_and_by_the_end() {
         let stacks = StackRequests::default();
-        let (mut first, mut byte) = (stacks.open_listener().unwrap(), Vec::new());
-        let mut second = stacks.open_listener().unwrap();
+        let (mut first, mut byte) = (stacks.open_request_pipe().unwrap(), Vec::new());
+        let mut second = stacks.open_request_pipe().unwrap();
         stacks.close();
         for reader in [&mut first, &mut second] {
             byte.clear();

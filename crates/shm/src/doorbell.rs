@@ -97,7 +97,7 @@ impl ProcessDoorbell {
     /// # Errors
     /// `System` when the eventfd refuses.
     pub fn ring_if_parked(&self) -> Result<()> {
-        if self.doorbell_page().parked.0.take_parked() { self.ring_doorbell() } else { Ok(()) }
+        if self.doorbell_page().parked.0.take_parked_flag() { self.ring_doorbell() } else { Ok(()) }
     }
 
     /// Rings the doorbell.

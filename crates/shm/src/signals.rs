@@ -71,7 +71,7 @@ impl ParkedFlag {
     /// Owner: asks to be rung.
     pub(crate) fn mark_parked(&self) {
         self.0.store(1, Ordering::Relaxed);
-        // Pairs with the fence in `take_parked`.
+        // Pairs with the fence in `take_parked_flag`.
         fence(Ordering::SeqCst);
     }
 
@@ -87,7 +87,7 @@ impl ParkedFlag {
 
     /// Returns whether the caller must ring the owner, and clears the flag. Call it after
     /// publishing data that the owner should see.
-    pub(crate) fn take_parked(&self) -> bool {
+    pub(crate) fn take_parked_flag(&self) -> bool {
         // Either this load sees the flag, or the owner's next poll sees the published data.
         fence(Ordering::SeqCst);
         self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::AcqRel) != 0
@@ -135,7 +135,7 @@ mod tests {
 
     impl SignalModel {
         fn ring_if_parked(&self) {
-            if self.parked.take_parked() {
+            if self.parked.take_parked_flag() {
                 self.event.ring_event();
             }
         }

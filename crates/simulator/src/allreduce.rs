@@ -64,7 +64,7 @@ impl<'a> AllreduceSimulator<'a> {
             cluster,
             rank_hosts: cluster.rank_hosts(),
             capacity: farandole_session::world_ring_bytes(&world, config),
-            crossover: farandole_session::read_crossover(config)?,
+            crossover: farandole_session::read_crossover_rules(config)?,
             known_estimates: HashMap::new(),
         })
     }

@@ -119,7 +119,7 @@ pub(crate) fn run_simulation(scene: &SimulationInput<'_>) -> Result<SimulationOu
                 run.outcome.seconds = run.outcome.seconds.max(event.time);
                 run.finish_step(step, event.time);
             }
-            SimulatedEventKind::HeadArrived(step) => run.receive_head(step, event.time),
+            SimulatedEventKind::HeadArrived(step) => run.receive_message_head(step, event.time),
             SimulatedEventKind::DependencyDone(step) => run.resolve_dependency(step, event.time),
         }
     }
@@ -254,7 +254,7 @@ impl<'a> SimulationRun<'a> {
         }
     }
 
-    fn receive_head(&mut self, step: usize, now: f64) {
+    fn receive_message_head(&mut self, step: usize, now: f64) {
         let ProgramAction::Send(transfer) = self.actions[step] else { return };
         let (bytes, host) = (bytes_to_f64(transfer.bytes), self.host_of(transfer.member));
         self.outcome.arrived += transfer.bytes;

@@ -10,7 +10,7 @@ use farandole_config::Config;
 use farandole_engine::control_plane_model::control_parents;
 use farandole_registrar::formation_model;
 use farandole_session::partition_eager_peers;
-use farandole_transport::{concurrent_dials, heartbeat_peers};
+use farandole_transport::{heartbeat_peers, max_concurrent_dials};
 use farandole_world::Rank;
 
 use crate::events::bytes_to_f64;
@@ -117,7 +117,7 @@ fn startup_links(
     let wait = |one_way: Duration| LINK_ROUND_TRIPS * 2.0 * one_way.as_secs_f64() + handshake;
     let waits = bytes_to_f64(far) * wait(cluster.latency)
         + bytes_to_f64(near) * wait(cluster.local_latency);
-    let at_once = concurrent_dials(usize::try_from(data).unwrap_or(usize::MAX));
+    let at_once = max_concurrent_dials(usize::try_from(data).unwrap_or(usize::MAX));
     let dialled = (waits / bytes_to_f64(at_once as u64)).max(connections * handshake);
     // Rank 0 answers all others, and the control links below it.
     let answered = (connections + bytes_to_f64(control)) * handshake;

@@ -225,7 +225,7 @@ pub fn run_allreduce(
     drive_to_idle(&mut communicators, &wires)?;
     let (began, greeted) = {
         let wires = wires.lock();
-        (wires.now, sent_by_pair(&wires))
+        (wires.now, sent_bytes_by_rank_pair(&wires))
     };
     let tensors: Vec<HostMemory> = (0..ranks).map(|_| HostMemory::new(bytes)).collect();
     for (communicator, tensor) in communicators.iter_mut().zip(&tensors) {
@@ -243,7 +243,7 @@ pub fn run_allreduce(
         return Err(Error::Stuck { left });
     }
     let wires = wires.lock();
-    let sent = sent_by_pair(&wires).into_iter().zip(greeted);
+    let sent = sent_bytes_by_rank_pair(&wires).into_iter().zip(greeted);
     Ok(ModeledRun {
         time: Duration::from_secs_f64(wires.now - began),
         sent: sent
@@ -300,7 +300,7 @@ fn drive_to_idle(communicators: &mut [HostCommunicator], wires: &Shared) -> Resu
     }
 }
 
-fn sent_by_pair(wires: &ModeledNetworkState) -> Vec<Vec<u64>> {
+fn sent_bytes_by_rank_pair(wires: &ModeledNetworkState) -> Vec<Vec<u64>> {
     let ranks = wires.rank_hosts.len().max(1);
     wires.wires.chunks(ranks).map(|row| row.iter().map(|wire| wire.sent).collect()).collect()
 }

@@ -28,7 +28,7 @@ use farandole_config::LogLevel;
 /// `hide_time`.
 ///
 /// May be called again: the last call counts, for the whole process.
-pub fn to_stderr(level: LogLevel, hide_time: bool) {
+pub fn log_to_stderr(level: LogLevel, hide_time: bool) {
     subscriber::install_subscriber(level, hide_time, false);
 }
 
@@ -38,7 +38,7 @@ pub fn to_stderr(level: LogLevel, hide_time: bool) {
 /// In a child that was forked from a process whose events were kept, events go to stderr until this
 /// is called.
 pub fn keep_events(level: LogLevel, hide_time: bool) -> bool {
-    let Some(first) = queue::EVENT_QUEUE.start_keeping() else {
+    let Some(first) = queue::EVENT_QUEUE.start_keeping_events() else {
         // The fork came while another thread held the lock, which no thread will ever release here.
         subscriber::install_subscriber(level, hide_time, false);
         return false;
@@ -48,15 +48,15 @@ pub fn keep_events(level: LogLevel, hide_time: bool) -> bool {
 }
 
 /// Waits for kept events, at most for `limit`, and takes all of them. Returns `None` after
-/// [`stop_keeping`], when all were taken.
+/// [`stop_keeping_events`], when all were taken.
 pub fn take_events(limit: Duration) -> Option<DrainedEvents> {
     queue::EVENT_QUEUE.take_events(limit)
 }
 
 /// Lets the last [`take_events`] return; later events go to stderr. Does nothing in a forked child.
-pub fn stop_keeping() {
+pub fn stop_keeping_events() {
     if subscriber::keeps_events() {
-        subscriber::clear_keeping_process();
+        subscriber::redirect_events_to_stderr();
         queue::EVENT_QUEUE.close();
     }
 }

@@ -39,9 +39,9 @@ fn emit() {
 fn lines_on_stderr_have_level_logger_message_and_fields() {
     if is_alone() {
         emit();
-        log::to_stderr(LogLevel::Debug, true);
+        log::log_to_stderr(LogLevel::Debug, true);
         emit();
-        log::to_stderr(LogLevel::Fatal, true);
+        log::log_to_stderr(LogLevel::Fatal, true);
         emit();
         return;
     }
@@ -71,7 +71,7 @@ fn events_are_kept_until_the_end_and_then_go_to_stderr() {
             first.file.unwrap().ends_with("tests/log.rs") && first.thread == thread,
             "{first:?}"
         );
-        log::stop_keeping();
+        log::stop_keeping_events();
         assert!(log::take_events(Duration::from_secs(60)).is_none());
         tracing::warn!(target: "farandole_store", "too late");
         return;

@@ -253,7 +253,7 @@ fn set_outputs(
                 return set_scalar_output(
                     context,
                     0,
-                    i32::try_from(output.last_joined()).unwrap_or(-1),
+                    i32::try_from(output.last_joined_rank()).unwrap_or(-1),
                 );
             }
             OperationCode::Allgather | OperationCode::Alltoall => {

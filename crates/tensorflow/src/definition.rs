@@ -97,8 +97,8 @@ macro_rules! number {
 }
 
 fn op_definitions() -> Vec<OpDefinition> {
-    let same: (&[&str], Infer) = (&["output: T"], shapes::infer_same);
-    let all_same: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_same);
+    let same: (&[&str], Infer) = (&["output: T"], shapes::infer_same_shapes);
+    let all_same: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_same_shapes);
     let part: (&[&str], Infer) = (&["output: T"], shapes::infer_unknown_rows);
     let all_part: (&[&str], Infer) = (&["outputs: Ts"], shapes::infer_unknown_rows);
     let gathered: (&[&str], Infer) =
@@ -148,7 +148,7 @@ fn op_definitions() -> Vec<OpDefinition> {
         inputs: &["tensor: int64"],
         outputs: &["output: int64"],
         attributes: &[&["delay: int = 2000"]],
-        shapes: shapes::infer_same,
+        shapes: shapes::infer_same_shapes,
         body: KernelBody::Asynchronous(probe::create_probe, probe::compute_probe),
     });
     all
@@ -165,12 +165,12 @@ pub(crate) fn registration_state() -> Result<(), &'static str> {
 #[used]
 #[unsafe(link_section = ".init_array")]
 static AT_LOAD: extern "C" fn() = {
-    extern "C" fn at_load() {
+    extern "C" fn register_ops_at_load() {
         if registration_state().is_err() {
             // Python asks for the reason, by `farandole_tensorflow_problem`.
         }
     }
-    at_load
+    register_ops_at_load
 };
 
 fn register_ops() -> Result<(), String> {

@@ -41,7 +41,7 @@ impl<'a> EngineOutput<'a> {
     }
 
     /// Returns the last rank to join.
-    pub(crate) fn last_joined(&self) -> i64 {
+    pub(crate) fn last_joined_rank(&self) -> i64 {
         self.output.number
     }
 
@@ -162,7 +162,7 @@ mod tests {
                 .into_iter();
         let first = brought.next().unwrap();
         assert_eq!(
-            (first.member_rows(), first.last_joined(), first.memory_bytes()),
+            (first.member_rows(), first.last_joined_rank(), first.memory_bytes()),
             (&rows[..], 5, &[][..])
         );
         drop(first);

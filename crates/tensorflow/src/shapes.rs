@@ -29,7 +29,7 @@ impl Drop for ShapeHandle {
 }
 
 /// Outputs have the shapes of the inputs.
-pub(crate) unsafe extern "C" fn infer_same(context: Opaque, status: Opaque) {
+pub(crate) unsafe extern "C" fn infer_same_shapes(context: Opaque, status: Opaque) {
     let Ok(api) = tensorflow_api() else { return };
     // SAFETY: context and status are TensorFlow's, for this call; indices are below the number of
     // inputs.

@@ -10,7 +10,7 @@
 use std::time::Duration;
 
 use farandole_transport::Link;
-use farandole_transport::contract::{join_meshes, open_link_pair, send_in_clear};
+use farandole_transport::contract::{join_meshes, open_link_pair, set_send_in_clear};
 use rustix::time::{ClockId, clock_gettime};
 
 const REPETITIONS_PER_CASE: usize = 5;
@@ -61,9 +61,9 @@ fn main() {
         let (mut sealed, mut clear) = (Duration::MAX, Duration::MAX);
         for _ in 0..REPETITIONS_PER_CASE {
             sealed = sealed.min(stream_messages(&mut a, &mut b, bytes, total));
-            send_in_clear(true);
+            set_send_in_clear(true);
             clear = clear.min(stream_messages(&mut a, &mut b, bytes, total));
-            send_in_clear(false);
+            set_send_in_clear(false);
         }
         let each = |time: Duration| time / u32::try_from(total / bytes).unwrap();
         let gigabyte = |time: Duration| time.as_secs_f64() / (total as f64 / 1e9);

@@ -20,7 +20,7 @@ use crate::{
 
 /// Sets whether this process sends records unencrypted, to measure the cost of encryption. Both
 /// ends of the link must be in this process.
-pub fn send_in_clear(clear: bool) {
+pub fn set_send_in_clear(clear: bool) {
     crate::record::RECORDS_IN_CLEAR.store(clear, std::sync::atomic::Ordering::Relaxed);
 }
 

@@ -75,7 +75,7 @@ impl DialFailure {
         }
     }
 
-    fn is_answer(&self) -> bool {
+    fn is_peer_answer(&self) -> bool {
         matches!(self, Self::Unauthenticated(_) | Self::Declined(_))
     }
 }
@@ -213,13 +213,13 @@ pub(crate) fn dial_any_address(
                 Err(DialFailure::LocalError(error)) => return Err(error),
                 Err(failure) => {
                     final_words &=
-                        matches!(failure, DialFailure::Refused(_)) || failure.is_answer();
-                    heard |= matches!(failure, DialFailure::Closed(_)) || failure.is_answer();
+                        matches!(failure, DialFailure::Refused(_)) || failure.is_peer_answer();
+                    heard |= matches!(failure, DialFailure::Closed(_)) || failure.is_peer_answer();
                     if matches!(failure, DialFailure::Silent(_) | DialFailure::Broken(_)) {
                         silence.record_attempt(began);
                     }
                     // An answer is more informative than silence or a refused connection.
-                    if failure.is_answer() || !last.is_answer() {
+                    if failure.is_peer_answer() || !last.is_peer_answer() {
                         last = failure;
                     }
                 }
@@ -374,7 +374,7 @@ pub(crate) fn perform_handshake(
             }
             other => other,
         })?;
-    let status = transcript.read_accepted(&accepted).ok_or_else(|| {
+    let status = transcript.read_accepted_message(&accepted).ok_or_else(|| {
         DialFailure::Unauthenticated(format!(
             "rank {}: the last code does not hold",
             request.to.rank

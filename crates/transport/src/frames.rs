@@ -36,11 +36,11 @@ pub fn into_frame_halves(link: Link) -> (FrameSender, FrameReceiver) {
 
 fn encode_header(rank: Rank, kind: u8, payload: &[u8]) -> Result<[u8; FRAME_HEADER_BYTES]> {
     let length = u32::try_from(payload.len()).ok().filter(|_| payload.len() <= MAX_FRAME_BYTES);
-    let length = length.ok_or_else(|| frame_too_long(rank, payload.len()))?.to_le_bytes();
+    let length = length.ok_or_else(|| frame_too_long_error(rank, payload.len()))?.to_le_bytes();
     Ok([length[0], length[1], length[2], length[3], kind])
 }
 
-fn frame_too_long(rank: Rank, bytes: usize) -> Error {
+fn frame_too_long_error(rank: Rank, bytes: usize) -> Error {
     Error::Frame { rank, reason: format!("longer than {MAX_FRAME_BYTES} bytes: {bytes}") }
 }
 
@@ -209,7 +209,7 @@ impl FrameReceiver {
             let [a, b, c, d, kind] = *header;
             let length = usize::try_from(u32::from_le_bytes([a, b, c, d])).unwrap_or(usize::MAX);
             if length > MAX_FRAME_BYTES {
-                return Err(frame_too_long(self.peer, length));
+                return Err(frame_too_long_error(self.peer, length));
             }
             if let Some(whole) = rest.get(..length) {
                 payload.clear();
@@ -220,10 +220,10 @@ impl FrameReceiver {
             self.receiver.release(FRAME_HEADER_BYTES)?;
             self.partial = Some(PartialFrame { kind, length, payload: Vec::new() });
         }
-        self.continue_partial(payload)
+        self.continue_partial_frame(payload)
     }
 
-    fn continue_partial(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
+    fn continue_partial_frame(&mut self, payload: &mut Vec<u8>) -> Result<Option<u8>> {
         let Some(partial) = &mut self.partial else { return Ok(None) };
         // The buffer grows with the bytes that arrive, and is not sized by the unchecked length of
         // the header.

@@ -159,19 +159,19 @@ pub(crate) mod tests {
 
     /// An address that never answers, like an address of a host that is down: its accept queue is
     /// full, so the kernel drops connection requests.
-    pub(crate) struct Dead {
+    pub(crate) struct UnresponsiveAddress {
         pub(crate) address: SocketAddr,
         _held: (TcpListener, Vec<TcpStream>),
     }
 
-    pub(crate) fn dead() -> Dead {
+    pub(crate) fn dead() -> UnresponsiveAddress {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         rustix::net::listen(&listener, 0).unwrap();
         let address = listener.local_addr().unwrap();
         let call = || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok();
         let calls: Vec<TcpStream> = std::iter::from_fn(call).take(64).collect();
         assert!(calls.len() < 64, "its queue is never full");
-        Dead { address, _held: (listener, calls) }
+        UnresponsiveAddress { address, _held: (listener, calls) }
     }
 
     fn race(addresses: &[SocketAddr]) -> (Vec<(SocketAddr, bool)>, Duration) {

@@ -113,19 +113,19 @@ impl HeartbeatChannel {
     /// Sends a message after the queued ones. If the socket has no space, a later call sends it.
     pub(crate) fn queue_message(&mut self, word: ControlMessage) {
         self.queue.push_back(word);
-        self.send_queued();
+        self.send_queued_messages();
     }
 
     /// Sends a heartbeat, unless other messages are pending: they also show that this process
     /// lives.
     pub(crate) fn send_heartbeat(&mut self) {
-        self.send_queued();
+        self.send_queued_messages();
         if self.sent == HEARTBEAT_RECORD_BYTES && self.queue.is_empty() {
             self.queue_message(ControlMessage::Heartbeat);
         }
     }
 
-    fn send_queued(&mut self) {
+    fn send_queued_messages(&mut self) {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
             while self.sent < HEARTBEAT_RECORD_BYTES {
@@ -172,7 +172,7 @@ impl HeartbeatChannel {
         self.arrived = 0;
         self.open_record().unwrap_or_else(|| {
             let address = addresses::describe_peer_address(&self.secured.socket);
-            let what = self.secured.keys.receiving.tampered_record();
+            let what = self.secured.keys.receiving.tampered_record_error();
             ReceiveOutcome::Broken(format!(
                 "on its connection of heartbeats with {address}, {what}"
             ))

@@ -45,7 +45,7 @@ impl HeartbeatTopology {
         });
         let Some((place, number, near)) = found else { return BTreeSet::new() };
         let mut peers: BTreeSet<Rank> = near.iter().copied().filter(|rank| *rank != own).collect();
-        for far in joined_machines(self.machines.len(), place)
+        for far in neighbour_machines(self.machines.len(), place)
             .into_iter()
             .map(|place| &self.machines[place])
         {
@@ -61,13 +61,13 @@ impl HeartbeatTopology {
     pub(crate) fn is_complete(&self) -> bool {
         let count = self.machines.len();
         let shared = self.machines.iter().filter(|ranks| ranks.len() > 1).count();
-        joined_machines(count, 0).len() + 1 >= count && (count == 1 || shared <= 1)
+        neighbour_machines(count, 0).len() + 1 >= count && (count == 1 || shared <= 1)
     }
 }
 
 /// Returns the positions in a ring of `count` machines that are connected with the machine at
 /// `place`.
-fn joined_machines(count: usize, place: usize) -> BTreeSet<usize> {
+fn neighbour_machines(count: usize, place: usize) -> BTreeSet<usize> {
     let steps =
         std::iter::successors(Some(1), |step| Some(step * 2)).take_while(|step| *step < count);
     let joined = steps.flat_map(|step| [(place + step) % count, (place + count - step) % count]);
@@ -106,7 +106,7 @@ mod tests {
         while seen.len() < count {
             let mut next: Vec<usize> = last
                 .iter()
-                .flat_map(|place| joined_machines(count, *place))
+                .flat_map(|place| neighbour_machines(count, *place))
                 .filter(|to| !seen.contains(to))
                 .collect();
             next.sort_unstable();
@@ -145,7 +145,7 @@ mod tests {
                     "{ranks:?} {rank}"
                 );
                 let place = circle.machines.iter().position(|ranks| ranks.contains(&rank)).unwrap();
-                for other in joined_machines(ranks.len(), place) {
+                for other in neighbour_machines(ranks.len(), place) {
                     assert!(
                         circle.machines[other].iter().any(|peer| peers.contains(peer)),
                         "{ranks:?} {rank}"

@@ -78,7 +78,7 @@ pub use frames::{
 };
 pub use heartbeat_topology::heartbeat_peers;
 pub use link::{Link, LinkKind, LinkReceiver, LinkSender, MESSAGE_ALIGNMENT};
-pub use mesh::{Mesh, MeshOptions, concurrent_dials};
+pub use mesh::{Mesh, MeshOptions, max_concurrent_dials};
 pub use parker::{Parker, Unparker, WakeReason};
 pub use record::PACKET_PAYLOAD_BYTES;
 pub use relay::LinkRelay;

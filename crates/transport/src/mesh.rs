@@ -39,7 +39,7 @@ use crate::{
     addresses, multi_nic, tcp,
 };
 
-pub use dial_many::concurrent_dials;
+pub use dial_many::max_concurrent_dials;
 use on_demand::DialQueue;
 
 /// Interval at which a wait for a peer to dial probes whether the peer still listens. Also the time
@@ -447,7 +447,7 @@ impl Mesh {
 
     /// Returns the number of connections refused so far: processes without the key, invalid data,
     /// and handshakes that took too long.
-    pub fn refused_connections(&self) -> u64 {
+    pub fn refused_connection_count(&self) -> u64 {
         self.shared.refused.load(Ordering::Relaxed)
     }
 }
@@ -479,7 +479,7 @@ const SPARE_DESCRIPTORS: u64 = 256;
 /// limit.
 fn raise_descriptor_limit(options: &MeshOptions) {
     let limits = getrlimit(Resource::Nofile);
-    let streams = multi_nic::round_streams(options.streams, options.bind.len());
+    let streams = multi_nic::round_stream_count(options.streams, options.bind.len());
     let needed =
         u64::from(options.size) * (DESCRIPTORS_PER_PEER + u64::from(streams)) + SPARE_DESCRIPTORS;
     let current = limits.maximum.map_or(needed, |most| needed.min(most));

@@ -242,7 +242,7 @@ impl MeshState {
         self.wake_service();
     }
 
-    pub(crate) fn take_retired(&self) -> Vec<RetiredSocket> {
+    pub(crate) fn take_retired_sockets(&self) -> Vec<RetiredSocket> {
         std::mem::take(&mut *self.retired.lock())
     }
 

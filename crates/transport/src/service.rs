@@ -170,7 +170,7 @@ impl MeshService {
                 for path in self.shared.take_monitored_links() {
                     self.monitor_link(&path);
                 }
-                self.retired.extend(self.shared.take_retired());
+                self.retired.extend(self.shared.take_retired_sockets());
             }
             TCP_LISTENER_TOKEN => (0..self.listeners.tcp.len())
                 .for_each(|number| self.accept_connections(Some(number))),
@@ -183,7 +183,7 @@ impl MeshService {
                     self.advance_handshake(token, incoming);
                 } else if let Some(watch) = self.watched.get_mut(&token) {
                     let mut losses = Vec::new();
-                    let verdict = watch.read_news(self.shared.rank, &mut losses);
+                    let verdict = watch.read_liveness_updates(self.shared.rank, &mut losses);
                     for (rank, reason) in losses {
                         self.handle_reported_loss(rank, reason);
                     }
@@ -260,7 +260,7 @@ impl MeshService {
             .map(|(token, one)| (*token, one.has_verified_hello(), one.source_address()));
         if self.incoming.len() >= MAX_CONCURRENT_HANDSHAKES
             && let Some(unseated) =
-                choose_evicted(waiting).and_then(|token| self.incoming.remove(&token))
+                choose_evicted_connection(waiting).and_then(|token| self.incoming.remove(&token))
         {
             self.refuse_connection(unseated);
         }
@@ -408,7 +408,7 @@ fn accept_remote(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)
 /// Chooses the connection to evict. `waiting` lists connections by age, each with its token,
 /// whether its hello was verified, and its source. Prefers unverified connections, and among them
 /// the oldest one of the source that has the most. Returns `None` if there are no connections.
-fn choose_evicted(
+fn choose_evicted_connection(
     waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone,
 ) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
@@ -457,14 +457,17 @@ mod tests {
             (7, true, there),
             (8, false, None),
         ];
-        assert_eq!(choose_evicted(waiting.into_iter()), Some(5));
+        assert_eq!(choose_evicted_connection(waiting.into_iter()), Some(5));
         // With as many from each source: the oldest of all.
-        assert_eq!(choose_evicted(waiting.into_iter().filter(|one| one.0 != 6)), Some(4));
         assert_eq!(
-            choose_evicted(waiting.into_iter().filter(|one| one.1)),
+            choose_evicted_connection(waiting.into_iter().filter(|one| one.0 != 6)),
+            Some(4)
+        );
+        assert_eq!(
+            choose_evicted_connection(waiting.into_iter().filter(|one| one.1)),
             Some(3),
             "nobody else is left"
         );
-        assert_eq!(choose_evicted(std::iter::empty()), None);
+        assert_eq!(choose_evicted_connection(std::iter::empty()), None);
     }
 }

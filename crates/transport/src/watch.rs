@@ -126,7 +126,7 @@ impl PeerWatch {
     /// Reads news after the descriptor became readable, and adds the losses that the peer reports.
     /// `own` is the rank of this process: a peer that counts `own` as lost closes the connection
     /// next, and its reason then replaces the general one.
-    pub(crate) fn read_news(
+    pub(crate) fn read_liveness_updates(
         &mut self,
         own: Rank,
         losses: &mut Vec<(Rank, String)>,
@@ -194,7 +194,7 @@ impl PeerWatch {
                 *pid
             }
             LivenessSource::Remote { beats, .. } => {
-                // A heartbeat that cannot be sent now is replaced by the next one. `read_news`
+                // A heartbeat that cannot be sent now is replaced by the next one. `read_liveness_updates`
                 // detects the end.
                 beats.send_heartbeat();
                 None

@@ -159,7 +159,7 @@ fn tr_2_a_peer_with_another_key_is_refused_by_both_ends() {
             let error = waiting.join().unwrap();
             assert!(matches!(error, Error::Timeout { .. }), "{error}");
         });
-        assert!(zero.refused_connections() > 0);
+        assert!(zero.refused_connection_count() > 0);
     }
 }
 
@@ -245,7 +245,7 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
             })
             .collect();
         let limit = Instant::now() + TEST_WAIT_LIMIT;
-        while meshes[0].refused_connections() < 100 {
+        while meshes[0].refused_connection_count() < 100 {
             assert!(Instant::now() < limit, "no flood");
             thread::yield_now();
         }
@@ -272,7 +272,7 @@ fn tr_2_a_handshake_that_takes_too_long_is_ended() {
     slow.write_all(b"farandol").unwrap();
     slow.set_read_timeout(Some(TEST_WAIT_LIMIT)).unwrap();
     assert_eq!(slow.read(&mut [0; 1]).unwrap_or(0), 0, "closed without an answer");
-    assert_eq!(mesh.refused_connections(), 1);
+    assert_eq!(mesh.refused_connection_count(), 1);
 }
 
 #[test]

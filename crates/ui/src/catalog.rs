@@ -75,7 +75,10 @@ impl RunCatalog {
             }
             listing.runs.extend(known.runs.values().map(|run| {
                 let summary = &run.found.summary;
-                RunSummary { state: record::state_at(summary, now).to_owned(), ..summary.clone() }
+                RunSummary {
+                    state: record::run_state_at(summary, now).to_owned(),
+                    ..summary.clone()
+                }
             }));
         }
         listing
@@ -93,7 +96,7 @@ impl RunCatalog {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
         known.refresh_runs(index, source)?;
         let mut found = known.runs.get(id).ok_or_else(missing)?.found.clone();
-        found.summary.state = record::state_at(&found.summary, SystemTime::now()).to_owned();
+        found.summary.state = record::run_state_at(&found.summary, SystemTime::now()).to_owned();
         Ok(found)
     }
 }
@@ -123,7 +126,9 @@ impl KnownRuns {
                 let found = FoundRun { summary, directory, files: Arc::new(files.clone()) };
                 Ok((id.clone(), CatalogRun { found, stamps: *stamps }))
             };
-        fresh.extend(map_in_threads(&changed, source.reader_threads(), read).into_iter().flatten());
+        fresh.extend(
+            map_in_threads(&changed, source.reader_thread_count(), read).into_iter().flatten(),
+        );
         self.runs = fresh;
         self.refreshed_at = Some(Instant::now());
         Ok(())

@@ -131,13 +131,13 @@ fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Fi
     let history = if fits { directory.read(HISTORY_FILE).ok() } else { None };
     if let Some(series) = history.and_then(|history| series::parse_history(&history).ok()) {
         summary.done = series.epoch.last().copied();
-        summary.last = last_values(&series);
+        summary.last = last_epoch_values(&series);
         summary.best = best_epoch(&series);
     }
 }
 
 /// Losses and metrics of the last epoch.
-fn last_values(series: &RunSeries) -> BTreeMap<String, f64> {
+fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
     let hidden = ["seconds", "rows", "rows_per_second"];
     let last = series.len().saturating_sub(1);
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
@@ -157,7 +157,7 @@ fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
 }
 
 /// Returns the state to show: a running run whose driver has missed its heartbeats is silent.
-pub(crate) fn state_at(summary: &RunSummary, now: SystemTime) -> &str {
+pub(crate) fn run_state_at(summary: &RunSummary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
     let patience = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
     let late = summary.updated.is_some_and(|updated| now - updated > patience);
@@ -251,8 +251,8 @@ mod tests {
             ("a", "3 rows", "")
         );
         assert_eq!((told.epochs, told.last.len()), (None, 1));
-        assert_eq!(state_at(&told, UNIX_EPOCH + Duration::from_secs(20)), "running");
-        assert_eq!(state_at(&told, UNIX_EPOCH + Duration::from_secs(22)), "silent");
+        assert_eq!(run_state_at(&told, UNIX_EPOCH + Duration::from_secs(20)), "running");
+        assert_eq!(run_state_at(&told, UNIX_EPOCH + Duration::from_secs(22)), "silent");
     }
 
     #[test]

@@ -79,7 +79,10 @@ pub fn assign_ranks(generation: Generation, places: &[TaskPlacement]) -> Result<
 ///
 /// # Errors
 /// Like [`assign_ranks`].
-pub fn assign_in_order(generation: Generation, places: &[TaskPlacement]) -> Result<World, Error> {
+pub fn assign_in_task_order(
+    generation: Generation,
+    places: &[TaskPlacement],
+) -> Result<World, Error> {
     let mut sorted: Vec<&TaskPlacement> = places.iter().collect();
     sorted.sort_by_key(|place| place.task);
     if let Some(pair) = sorted.windows(2).find(|pair| pair[0].task == pair[1].task) {
@@ -97,7 +100,10 @@ pub fn assign_in_order(generation: Generation, places: &[TaskPlacement]) -> Resu
 ///
 /// # Errors
 /// Like [`assign_ranks`].
-pub fn assign_as_listed(generation: Generation, places: &[TaskPlacement]) -> Result<World, Error> {
+pub fn assign_ranks_as_listed(
+    generation: Generation,
+    places: &[TaskPlacement],
+) -> Result<World, Error> {
     let mut seen = HashSet::with_capacity(places.len());
     if let Some(place) = places.iter().find(|place| !seen.insert(place.task)) {
         return Err(Error::DuplicateTask { task: place.task });
@@ -179,7 +185,7 @@ mod tests {
 
     #[test]
     fn ranks_that_are_given_out_go_round_the_hosts_as_they_did() {
-        let world = assign_in_order(
+        let world = assign_in_task_order(
             Generation(1),
             &[place(3, "a"), place(0, "a"), place(1, "b"), place(2, "b")],
         )
@@ -190,8 +196,8 @@ mod tests {
             .map(|seat| (seat.task.0, seat.local_rank.0, seat.cross_rank.0))
             .collect();
         assert_eq!(seats, [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]);
-        assert!(assign_in_order(Generation(1), &[]).is_err());
-        assert!(assign_in_order(Generation(1), &[place(1, "a"), place(1, "b")]).is_err());
+        assert!(assign_in_task_order(Generation(1), &[]).is_err());
+        assert!(assign_in_task_order(Generation(1), &[place(1, "a"), place(1, "b")]).is_err());
     }
 
     proptest! {
@@ -202,9 +208,9 @@ mod tests {
         ) {
             let mut places: Vec<TaskPlacement> =
                 (0u32..).zip(&hosts).map(|(task, host)| place(task, &host.to_string())).collect();
-            let world = assign_in_order(Generation(0), &places).unwrap();
+            let world = assign_in_task_order(Generation(0), &places).unwrap();
             places.rotate_left(turn.index(hosts.len()));
-            prop_assert_eq!(&assign_in_order(Generation(0), &places).unwrap(), &world);
+            prop_assert_eq!(&assign_in_task_order(Generation(0), &places).unwrap(), &world);
             let mut locals = std::collections::HashSet::new();
             let mut crosses = std::collections::HashSet::new();
             for (rank, seat) in (0u32..).zip(&world.seats) {
@@ -222,7 +228,7 @@ mod tests {
             let hosts = sizes.iter().enumerate().flat_map(|(host, size)| std::iter::repeat_n(host, *size));
             let places: Vec<TaskPlacement> =
                 (0u32..).zip(hosts).map(|(task, host)| place(task, &host.to_string())).collect();
-            prop_assert_eq!(assign_ranks(Generation(0), &places), assign_in_order(Generation(0), &places));
+            prop_assert_eq!(assign_ranks(Generation(0), &places), assign_in_task_order(Generation(0), &places));
         }
 
         /// W-1, W-2, W-3.

@@ -28,7 +28,7 @@ pub mod nodelist;
 mod sub_world;
 mod topology;
 
-pub use assign::{TaskPlacement, assign_as_listed, assign_in_order, assign_ranks};
+pub use assign::{TaskPlacement, assign_in_task_order, assign_ranks, assign_ranks_as_listed};
 pub use fault::FaultOrigin;
 pub use host::{HostFacts, HostHash};
 pub use ids::{CrossRank, Generation, JobId, LocalRank, ProcessSetId, Rank, TaskId};

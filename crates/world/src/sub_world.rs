@@ -3,7 +3,7 @@
 
 //! Worlds that consist of some ranks of another world.
 
-use crate::{Error, Rank, TaskId, TaskPlacement, World, assign_in_order};
+use crate::{Error, Rank, TaskId, TaskPlacement, World, assign_in_task_order};
 
 impl World {
     /// Returns the world of these ranks alone, numbered from 0 in their old order and seen from the
@@ -24,7 +24,7 @@ impl World {
             return Err(Error::RankOutOfRange { rank: self.rank, size: ranks.len() });
         }
         let places = ranks.iter().map(place).collect::<Result<Vec<_>, Error>>()?;
-        let mut part = assign_in_order(self.generation, &places)?;
+        let mut part = assign_in_task_order(self.generation, &places)?;
         for (rank, seat) in (0u32..).zip(&mut part.seats) {
             let old = Rank(seat.task.0);
             seat.task = self.seats[old.index()].task;
@@ -39,7 +39,7 @@ impl World {
 #[cfg(test)]
 mod tests {
     use crate::{
-        Error, Generation, HostHash, Rank, TaskId, TaskPlacement, World, assign_in_order,
+        Error, Generation, HostHash, Rank, TaskId, TaskPlacement, World, assign_in_task_order,
         assign_ranks,
     };
 
@@ -77,7 +77,8 @@ mod tests {
             host: HostHash(["a", "b"][task as usize % 2].into()),
         };
         let places: Vec<TaskPlacement> = (0..5).map(place).collect();
-        let whole = assign_in_order(Generation(3), &places).unwrap().seen_from(Rank(3)).unwrap();
+        let whole =
+            assign_in_task_order(Generation(3), &places).unwrap().seen_from(Rank(3)).unwrap();
         let part = whole.sub_world(&[Rank(0), Rank(1), Rank(2), Rank(3)]).unwrap();
         let tasks: Vec<u32> = part.seats.iter().map(|seat| seat.task.0).collect();
         assert_eq!((tasks, part.rank), (vec![0, 1, 2, 3], Rank(3)));

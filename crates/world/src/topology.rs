@@ -59,7 +59,7 @@ pub enum Error {
 
 impl World {
     /// Returns a world of one rank, for a process without a launcher.
-    pub fn single_rank(host: HostHash) -> Self {
+    pub fn single_rank_world(host: HostHash) -> Self {
         let seat = RankPlacement {
             task: TaskId(0),
             host,

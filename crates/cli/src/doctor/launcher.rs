@@ -67,7 +67,7 @@ fn add_batch_allocation(
         ),
     );
     page.add_line("hosts", &list_hosts(&found.hosts));
-    page.add_line("reached by", &reaching_program(here, found));
+    page.add_line("reached by", &remote_launch_program(here, found));
     if found.shell.is_none() && hosts > 1 && !ssh {
         page.problems.push(format!(
             "the hosts of {} are reached by ssh, which is not installed: install OpenSSH's client",
@@ -77,7 +77,7 @@ fn add_batch_allocation(
 }
 
 /// Returns the batch system's own program, or ssh.
-fn reaching_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) -> String {
+fn remote_launch_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) -> String {
     const RSH_AGENT_VARIABLES: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
     let program = match (found.shell.is_some(), found.system) {
         (false, _) => "ssh",

@@ -69,7 +69,7 @@ const FLAG_DEFAULTS: RunFlag = RunFlag {
     help: "",
 };
 
-const fn own_flag(name: &'static str, takes: FlagValue, help: &'static str) -> RunFlag {
+const fn farandole_only_flag(name: &'static str, takes: FlagValue, help: &'static str) -> RunFlag {
     RunFlag { name, value: takes, help, ..FLAG_DEFAULTS }
 }
 
@@ -130,7 +130,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         aliases: &["np"],
         short: Some('n'),
         single_dash: &["np"],
-        ..own_flag(
+        ..farandole_only_flag(
             "num-proc",
             FlagValue::Text,
             "Number of processes; default: all slots of the hosts",
@@ -138,7 +138,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
     },
     RunFlag {
         short: Some('H'),
-        ..own_flag(
+        ..farandole_only_flag(
             "hosts",
             FlagValue::Text,
             "Hosts and their slots, in the order of ranks: a:2,b:4,[::1]:2",
@@ -146,7 +146,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
     },
     RunFlag {
         single_dash: &["hostfile"],
-        ..own_flag(
+        ..farandole_only_flag(
             "hostfile",
             FlagValue::Text,
             "A file with one host on each line: \"a slots=2\", \"a:2\" or \"a\"; # begins a \
@@ -155,7 +155,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
     },
     RunFlag {
         short: Some('p'),
-        ..own_flag(
+        ..farandole_only_flag(
             "ssh-port",
             FlagValue::Count,
             "Port for ssh; default: that of ssh's configuration",
@@ -163,26 +163,30 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
     },
     RunFlag {
         short: Some('i'),
-        ..own_flag(
+        ..farandole_only_flag(
             "ssh-identity-file",
             FlagValue::Text,
             "Key for ssh; default: that of ssh's configuration",
         )
     },
-    own_flag(
+    farandole_only_flag(
         "ssh-command",
         FlagValue::Text,
         "Program that reaches other hosts. It is called with a host and a command; default: that \
          of the batch system, else ssh",
     ),
-    own_flag(
+    farandole_only_flag(
         "network-interfaces",
         FlagValue::Text,
         "Interfaces, such as eth0,eth1, which should be equally fast: links between hosts use the \
          networks of all of them side by side, the registrar that of the first one",
     ),
-    own_flag("network-interface", FlagValue::Text, "The older form of --network-interfaces"),
-    own_flag(
+    farandole_only_flag(
+        "network-interface",
+        FlagValue::Text,
+        "The older form of --network-interfaces",
+    ),
+    farandole_only_flag(
         "output-filename",
         FlagValue::Text,
         "Folder in which the output of each rank is also written, to rank.<N>/stdout and \
@@ -190,37 +194,41 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
     ),
     RunFlag {
         single_dash: &["prefix-timestamp"],
-        ..own_flag(
+        ..farandole_only_flag(
             "prefix-output-with-timestamp",
             FlagValue::Nothing,
             "Begin each line of the workers with the time",
         )
     },
-    own_flag(
+    farandole_only_flag(
         "timeline",
         FlagValue::Text,
         "File for one timeline of all ranks, for Perfetto; clocks of hosts are aligned, a late \
          rank is named",
     ),
-    own_flag(
+    farandole_only_flag(
         "ui",
         FlagValue::Nothing,
         "Show the job in the run viewer, live, and print its link; the run stays in a store",
     ),
-    own_flag(
+    farandole_only_flag(
         "ui-store",
         FlagValue::Text,
         "Path or URL of that store; default: farandole-runs of the current directory",
     ),
-    own_flag(
+    farandole_only_flag(
         "config-file",
         FlagValue::Text,
         "YAML file with Horovod's keys, and any setting under `farandole`; flags have priority",
     ),
-    own_flag("verbose", FlagValue::Nothing, "Print where each rank runs and how it ended"),
+    farandole_only_flag(
+        "verbose",
+        FlagValue::Nothing,
+        "Print where each rank runs and how it ended",
+    ),
     RunFlag {
         single_dash: &["cb"],
-        ..own_flag(
+        ..farandole_only_flag(
             "check-build",
             FlagValue::Nothing,
             "Print the features of this installation and exit",
@@ -230,7 +238,7 @@ pub(crate) const RUN_FLAGS: &[RunFlag] = &[
         value: FlagValue::Count,
         effect: FlagEffect::SetKnobMib("fusion_threshold"),
         key: Some(("params", "fusion_threshold_mb")),
-        ..own_flag(
+        ..farandole_only_flag(
             "fusion-threshold-mb",
             FlagValue::Count,
             "Largest size of a fused operation, in MiB",

@@ -116,8 +116,12 @@ fn open_sinks(
 ) -> Result<Sinks> {
     let shown = watching.viewer().and_then(|watch| watch.output_folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());
-    let console =
-        ConsoleSink::new(options.timestamps, folder, place.num_proc, options.is_continued())?;
+    let console = ConsoleSink::new(
+        options.timestamps,
+        folder,
+        place.num_proc,
+        options.continues_earlier_job(),
+    )?;
     let sink = watching.wrap_sink(Arc::new(console) as Arc<dyn RecordSink>);
     let timeline =
         options.timeline.as_deref().map(|path| TimelineSink::new(path, &sink)).transpose()?;

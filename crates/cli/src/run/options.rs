@@ -109,7 +109,7 @@ impl RunOptions {
                 let networks = interface_networks(&interfaces)?;
                 remarks.extend(
                     networks
-                        .missing_warning()
+                        .missing_network_warning()
                         .map(|warning| format!("--network-interfaces: {warning}")),
                 );
                 given.insert("bind_address".to_owned(), networks.bind_list);
@@ -179,7 +179,7 @@ impl RunOptions {
     }
 
     /// Returns whether this process continues the job of an earlier one.
-    pub(crate) fn is_continued(&self) -> bool {
+    pub(crate) fn continues_earlier_job(&self) -> bool {
         let left = |path: PathBuf| path.metadata().is_ok_and(|file| file.len() > 0);
         self.is_elastic() && self.journal_path().is_some_and(left)
     }
@@ -208,7 +208,7 @@ impl RunOptions {
         if !self.config.host_discovery_script.is_empty() {
             return Ok(JobPlacement {
                 hosts: Vec::new(),
-                num_proc: self.initial_processes()?,
+                num_proc: self.initial_process_count()?,
                 shell,
                 allocation: None,
             });
@@ -233,7 +233,7 @@ impl RunOptions {
     }
 
     /// Returns the initial number of processes of an elastic job, if no other source has it.
-    fn initial_processes(&self) -> Result<u32> {
+    fn initial_process_count(&self) -> Result<u32> {
         let first = self.num_proc.or(self.config.min_num_proc);
         first.context("say how many processes to start: -np N or --min-num-proc N")
     }

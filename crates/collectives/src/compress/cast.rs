@@ -6,7 +6,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use super::{Compressor, require_length};
+use super::{Compressor, require_payload_length};
 use crate::Result;
 
 /// Numbers converted at a time: a block fits on the stack and in the first-level cache.
@@ -29,7 +29,7 @@ macro_rules! cast {
             }
 
             fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
-                require_length(self, payload.len(), values.len())?;
+                require_payload_length(self, payload.len(), values.len())?;
                 let mut halves = [<$half>::ZERO; CAST_BLOCK_NUMBERS];
                 for (values, bytes) in values
                     .chunks(CAST_BLOCK_NUMBERS)
@@ -45,7 +45,7 @@ macro_rules! cast {
             }
 
             fn accumulate(&self, payload: &[u8], into: &mut [f32]) -> Result<()> {
-                require_length(self, payload.len(), into.len())?;
+                require_payload_length(self, payload.len(), into.len())?;
                 decode::<$half>(
                     payload,
                     into,
@@ -55,8 +55,8 @@ macro_rules! cast {
                 Ok(())
             }
 
-            fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
-                require_length(self, payload.len(), from.len())?;
+            fn subtract_decoded(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
+                require_payload_length(self, payload.len(), from.len())?;
                 decode::<$half>(
                     payload,
                     from,

@@ -33,7 +33,7 @@ pub fn encode_with_residual(
         *left += value;
     }
     compressor.encode(residual, payload)?;
-    compressor.deduct(payload, residual)?;
+    compressor.subtract_decoded(payload, residual)?;
     for left in residual {
         if !left.is_finite() {
             *left = 0.0;

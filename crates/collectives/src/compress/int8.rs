@@ -3,7 +3,7 @@
 
 //! 8-bit codes in blocks, each with a scale.
 
-use super::{Compressor, require_length};
+use super::{Compressor, require_payload_length};
 use crate::Result;
 
 /// Largest code. -128 is not used, so that codes are symmetric.
@@ -40,7 +40,7 @@ impl Int8Compressor {
         with: &mut [f32],
         combine: impl Fn(&mut f32, f32),
     ) -> Result<()> {
-        require_length(self, payload.len(), with.len())?;
+        require_payload_length(self, payload.len(), with.len())?;
         let (scales, codes) = payload.split_at(self.scale_bytes(with.len()));
         let blocks = with.chunks_mut(self.block).zip(codes.chunks(self.block));
         for (scale, (with, codes)) in scales.as_chunks().0.iter().zip(blocks) {
@@ -59,7 +59,7 @@ impl Compressor for Int8Compressor {
     }
 
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
-        require_length(self, payload.len(), values.len())?;
+        require_payload_length(self, payload.len(), values.len())?;
         let (scales, codes) = payload.split_at_mut(self.scale_bytes(values.len()));
         let blocks = values.chunks(self.block).zip(codes.chunks_mut(self.block));
         for (scale_bytes, (values, codes)) in scales.as_chunks_mut().0.iter_mut().zip(blocks) {
@@ -77,7 +77,7 @@ impl Compressor for Int8Compressor {
         self.combine_decoded(payload, into, |into, value| *into += value)
     }
 
-    fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
+    fn subtract_decoded(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
         self.combine_decoded(payload, from, |from, value| *from -= value)
     }
 }

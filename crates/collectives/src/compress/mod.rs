@@ -49,11 +49,15 @@ pub trait Compressor: Send + Sync {
     ///
     /// # Errors
     /// Like [`accumulate`](Self::accumulate).
-    fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()>;
+    fn subtract_decoded(&self, payload: &[u8], from: &mut [f32]) -> Result<()>;
 }
 
 /// Returns an error if a payload does not have the length for `values` numbers.
-fn require_length(compressor: &dyn Compressor, payload: usize, values: usize) -> Result<()> {
+fn require_payload_length(
+    compressor: &dyn Compressor,
+    payload: usize,
+    values: usize,
+) -> Result<()> {
     let expected = compressor.payload_bytes(values);
     if payload == expected {
         return Ok(());

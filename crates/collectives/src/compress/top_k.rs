@@ -3,7 +3,7 @@
 
 //! Compression that keeps only the largest numbers.
 
-use super::{Compressor, require_length};
+use super::{Compressor, require_payload_length};
 use crate::{Error, Result};
 
 /// Bytes of an index and its value.
@@ -27,7 +27,7 @@ impl TopKCompressor {
     }
 
     /// Returns the number of sent numbers for a vector of `values` numbers.
-    pub fn sent_count(&self, values: usize) -> usize {
+    pub fn sent_value_count(&self, values: usize) -> usize {
         #[expect(
             clippy::cast_possible_truncation,
             reason = "a share of a length is no larger than it"
@@ -48,7 +48,7 @@ impl TopKCompressor {
         with: &mut [f32],
         combine: impl Fn(&mut f32, f32),
     ) -> Result<()> {
-        require_length(self, payload.len(), with.len())?;
+        require_payload_length(self, payload.len(), with.len())?;
         for [i0, i1, i2, i3, v0, v1, v2, v3] in payload.as_chunks::<ENTRY_BYTES>().0 {
             let index = u32::from_ne_bytes([*i0, *i1, *i2, *i3]);
             let place = usize::try_from(index).ok().and_then(|index| with.get_mut(index));
@@ -65,17 +65,17 @@ impl TopKCompressor {
 
 impl Compressor for TopKCompressor {
     fn payload_bytes(&self, values: usize) -> usize {
-        self.sent_count(values) * ENTRY_BYTES
+        self.sent_value_count(values) * ENTRY_BYTES
     }
 
     fn encode(&self, values: &[f32], payload: &mut [u8]) -> Result<()> {
-        require_length(self, payload.len(), values.len())?;
+        require_payload_length(self, payload.len(), values.len())?;
         if u32::try_from(values.len()).is_err() {
             return Err(Error::Shape {
                 reason: format!("indices have 32 bits; numbers: {}", values.len()),
             });
         }
-        let count = self.sent_count(values.len());
+        let count = self.sent_value_count(values.len());
         if count == 0 {
             return Ok(());
         }
@@ -109,7 +109,7 @@ impl Compressor for TopKCompressor {
         self.combine_decoded(payload, into, |into, value| *into += value)
     }
 
-    fn deduct(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
+    fn subtract_decoded(&self, payload: &[u8], from: &mut [f32]) -> Result<()> {
         self.combine_decoded(payload, from, |from, value| *from -= value)
     }
 }

@@ -83,7 +83,7 @@ impl AdasumJob {
         for at in (0..inputs.len()).step_by(CONVERSION_BLOCK_BYTES) {
             let block = &mut block[..CONVERSION_BLOCK_BYTES.min(inputs.len() - at)];
             inputs.read_at(at, block);
-            reducer.join_to_partial(
+            reducer.reduce_to_partial(
                 &[block],
                 &mut own[at * expansion..(at + block.len()) * expansion],
             );

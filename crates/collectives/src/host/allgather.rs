@@ -67,7 +67,7 @@ impl AllgatherJob {
                 .collect()
         };
         let stream = |link: usize| {
-            let peer = peers.member_of(link);
+            let peer = peers.member_of_link(link);
             AllgatherStream { out: parts(peers.member, peer), incoming: parts(peer, peers.member) }
         };
         let streams = (0..peers.links.len()).map(stream).collect();

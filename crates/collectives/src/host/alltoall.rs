@@ -50,7 +50,7 @@ impl AlltoallJob {
         let kept = member_block(&segment.input, sends, peers.member);
         kept.copy_into(&member_block(&segment.output, receives, peers.member));
         let stream = |link: usize| {
-            let peer = peers.member_of(link);
+            let peer = peers.member_of_link(link);
             let (ours, theirs) = (
                 member_block(&segment.input, sends, peer),
                 member_block(&segment.output, receives, peer),

@@ -9,7 +9,8 @@
 
 use super::message::{MessageProgress, padded_bytes};
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_incoming,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
+    with_incoming_windows,
 };
 use crate::Result;
 use crate::buffer::GatherList;
@@ -69,7 +70,7 @@ impl CollectiveJob for DirectJob {
             let (packed, result) =
                 (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);
             let (reducer, member) = (&self.reducer, *member);
-            with_incoming(links, |windows| {
+            with_incoming_windows(links, |windows| {
                 reduce_in_order(reducer, member, windows, 0..payload, packed, result)
             })?;
             for link in &mut *links {

@@ -40,11 +40,11 @@ impl MemberExchange {
         Ok(any)
     }
 
-    pub(super) fn is_sent(&self) -> bool {
+    pub(super) fn is_sent_to_all_members(&self) -> bool {
         self.out.iter().all(MessageProgress::is_finished)
     }
 
-    pub(super) fn is_received(&self) -> bool {
+    pub(super) fn is_received_from_all_members(&self) -> bool {
         self.incoming.iter().all(|(message, _)| message.is_finished())
     }
 

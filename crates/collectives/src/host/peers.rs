@@ -134,7 +134,7 @@ impl PeerLinks {
     }
 
     /// Returns the member to which a link leads.
-    pub(super) fn member_of(&self, link: usize) -> usize {
+    pub(super) fn member_of_link(&self, link: usize) -> usize {
         if link < self.member { link } else { link + 1 }
     }
 
@@ -144,7 +144,7 @@ impl PeerLinks {
     }
 
     /// Returns the error of an allreduce whose messages do not fit the smallest ring.
-    pub(super) fn ring_too_small(&self) -> Error {
+    pub(super) fn ring_too_small_error(&self) -> Error {
         let reason = format!("a ring of {} bytes is too small for an allreduce", self.capacity);
         Error::Shape { reason }
     }
@@ -227,7 +227,10 @@ pub(super) fn reduce_in_order(
 }
 
 /// Calls `work` with all incoming windows, in link order.
-pub(super) fn with_incoming<T>(links: &mut [Link], work: impl FnOnce(&[&[u8]]) -> T) -> Result<T> {
+pub(super) fn with_incoming_windows<T>(
+    links: &mut [Link],
+    work: impl FnOnce(&[&[u8]]) -> T,
+) -> Result<T> {
     let count = links.len();
     if count <= MAX_STACK_INPUTS {
         let mut incoming: [&[u8]; MAX_STACK_INPUTS] = [&[]; MAX_STACK_INPUTS];
@@ -243,7 +246,7 @@ pub(super) fn with_incoming<T>(links: &mut [Link], work: impl FnOnce(&[&[u8]]) -
 }
 
 /// Calls `work` with all incoming and all outgoing windows, in link order.
-pub(super) fn with_windows<T>(
+pub(super) fn with_all_windows<T>(
     links: &mut [Link],
     work: impl FnOnce(&[&[u8]], &mut [&mut [u8]]) -> T,
 ) -> Result<T> {

@@ -32,7 +32,7 @@ use farandole_transport::Link;
 
 use super::copy_path::RingCopier;
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_windows,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_all_windows,
 };
 use super::position::MessagePosition;
 use super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, part_start};
@@ -69,13 +69,13 @@ impl PipelineSchedule {
     }
 
     /// Returns the start of a member's part, in bytes.
-    fn member_start(&self, member: usize) -> usize {
+    fn member_part_start(&self, member: usize) -> usize {
         part_start(self.bytes, self.members, member)
     }
 
     /// Returns the start of chunk `t` of a member's part, and its length.
     fn chunk_extent(&self, member: usize, t: usize) -> (usize, usize) {
-        let (start, end) = (self.member_start(member), self.member_start(member + 1));
+        let (start, end) = (self.member_part_start(member), self.member_part_start(member + 1));
         let from = (start + t * self.chunk).min(end);
         (from, (end - from).min(self.chunk))
     }
@@ -130,11 +130,11 @@ impl PipelineJob {
     ) -> Result<Self> {
         let cut = PipelineSchedule::new(inputs.len(), peers.member_count(), peers.capacity);
         if cut.chunk == 0 {
-            return Err(peers.ring_too_small());
+            return Err(peers.ring_too_small_error());
         }
         let member = peers.member;
         let stream = |link: usize| {
-            let peer = peers.member_of(link);
+            let peer = peers.member_of_link(link);
             PipelineStream {
                 peer,
                 writing: cut.seek_message(0, peer, member),
@@ -202,7 +202,7 @@ impl PipelineJob {
         scratch.result.resize(scratch.result.len().max(REDUCTION_BLOCK_BYTES), 0);
         let store =
             if self.past_caches { GatherList::write_nontemporal } else { GatherList::write_at };
-        let wire = with_windows(links, |incoming, outgoing| {
+        let wire = with_all_windows(links, |incoming, outgoing| {
             let lengths = incoming.iter().map(|window| window.len());
             let shortest =
                 lengths.chain(outgoing.iter().map(|window| window.len())).min().unwrap_or(0);
@@ -293,9 +293,12 @@ mod tests {
         for bytes in [1, 63, 64, 65, 128, 1000, 4096, 100_003] {
             for members in 1..9 {
                 let cut = PipelineSchedule::new(bytes, members, 1 << 20);
-                assert_eq!((cut.member_start(0), cut.member_start(members)), (0, bytes));
+                assert_eq!((cut.member_part_start(0), cut.member_part_start(members)), (0, bytes));
                 let units: Vec<usize> = (0..members)
-                    .map(|p| (cut.member_start(p + 1) - cut.member_start(p)).div_ceil(UNIT_BYTES))
+                    .map(|p| {
+                        (cut.member_part_start(p + 1) - cut.member_part_start(p))
+                            .div_ceil(UNIT_BYTES)
+                    })
                     .collect();
                 assert!(
                     units.iter().max().unwrap() - units.iter().min().unwrap() <= 1,
@@ -323,8 +326,8 @@ mod tests {
                 writing = cut.seek_message(writing.next_slot(), 2, 1);
                 reading = cut.seek_message(reading.next_slot(), 2, 1);
             }
-            assert_eq!(posted, cut.member_start(3) - cut.member_start(2));
-            assert_eq!(reduced, cut.member_start(2) - cut.member_start(1));
+            assert_eq!(posted, cut.member_part_start(3) - cut.member_part_start(2));
+            assert_eq!(reduced, cut.member_part_start(2) - cut.member_part_start(1));
         }
     }
 

@@ -61,12 +61,12 @@ impl MessagePosition {
     }
 
     /// Returns whether the early message of a chunk was before this position.
-    pub(super) fn is_past_early(self, chunk: usize) -> bool {
+    pub(super) fn is_past_early_message(self, chunk: usize) -> bool {
         self.slot > 2 * chunk
     }
 
     /// Returns whether the late message of a chunk was before this position.
-    pub(super) fn is_past_late(self, ahead: usize, chunk: usize) -> bool {
+    pub(super) fn is_past_late_message(self, ahead: usize, chunk: usize) -> bool {
         self.slot > 2 * (chunk + ahead) + 1
     }
 }

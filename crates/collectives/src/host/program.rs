@@ -129,7 +129,7 @@ impl ProgramBuilder {
 
     /// Adds the steps that bring the inputs of a chunk to the member that carries it, within a
     /// host. Returns the receiving steps if `member` is the carrier, otherwise `None`.
-    pub(super) fn gather_inputs(
+    pub(super) fn add_input_gather_steps(
         &mut self,
         chunk: &CarriedChunk<'_>,
         member: usize,
@@ -146,7 +146,7 @@ impl ProgramBuilder {
 
     /// Adds the steps that bring the result of a chunk, which the steps `results` compute, from its
     /// carrier to the other members on the host of the carrier.
-    pub(super) fn distribute_result(
+    pub(super) fn add_result_distribution_steps(
         &mut self,
         chunk: &CarriedChunk<'_>,
         member: usize,
@@ -215,7 +215,7 @@ impl TransferLoad {
         bytes.fold(Self { copied, ..Self::default() }, add)
     }
 
-    pub(super) fn with_copied(self, copied: bool) -> Self {
+    pub(super) fn with_copied_flag(self, copied: bool) -> Self {
         Self { copied, ..self }
     }
 
@@ -395,7 +395,7 @@ pub(super) mod tests {
 
     /// Checks that `from` sends messages of the expected lengths to `to`, and that `to` receives
     /// them in this order.
-    pub(in super::super) fn assert_goes(
+    pub(in super::super) fn assert_messages_match(
         programs: &[CollectiveProgram],
         from: usize,
         to: usize,

@@ -187,10 +187,11 @@ impl BlockReducer {
         orders: Option<Arc<HierarchicalOrder>>,
     ) -> Result<Self> {
         let halves = matches!(reduction.dtype, DataType::F16 | DataType::Bf16);
-        let rounding = orders
-            .clone()
-            .filter(|orders| reduction.op.is_rounded() && halves && orders.sizes.len() > 1);
-        let reduction = ReductionSpec { op: reduction.op.without_rounding(), ..reduction };
+        let rounding = orders.clone().filter(|orders| {
+            reduction.op.rounds_between_hosts() && halves && orders.sizes.len() > 1
+        });
+        let reduction =
+            ReductionSpec { op: reduction.op.without_inter_host_rounding(), ..reduction };
         let orders = orders.filter(|orders| !orders.members.is_sequential());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
         if !path.is_available() {
@@ -241,7 +242,7 @@ impl BlockReducer {
                 let (members, others) = rest.split_at((*size).min(rest.len()));
                 let members: Vec<&[u8]> =
                     members.iter().map(|input| &input[here.clone()]).collect();
-                self.join_to_partial(&members, &mut partial[..here.len()]);
+                self.reduce_to_partial(&members, &mut partial[..here.len()]);
                 rest = others;
             }
             let partials: Vec<&[u8]> =
@@ -282,7 +283,7 @@ impl BlockReducer {
     }
 
     /// Combines the `inputs` of a host's members into a partial.
-    pub fn join_to_partial(&self, inputs: &[&[u8]], partial: &mut [u8]) {
+    pub fn reduce_to_partial(&self, inputs: &[&[u8]], partial: &mut [u8]) {
         self.run_kernel(BlockForm::Element, self.partial_form(), None, inputs, partial);
     }
 
@@ -291,7 +292,7 @@ impl BlockReducer {
         self.kernel.accumulator_expansion()
     }
 
-    /// Like [`join_to_partial`](Self::join_to_partial), but writes accumulators, which
+    /// Like [`reduce_to_partial`](Self::reduce_to_partial), but writes accumulators, which
     /// [`merge_accumulators`](Self::merge_accumulators) combines.
     pub fn accumulate_inputs(&self, inputs: &[&[u8]], accumulators: &mut [u8]) {
         if self.rounding.is_none() {
@@ -304,7 +305,7 @@ impl BlockReducer {
             );
         }
         let mut rounded = vec![0; accumulators.len() / self.accumulator_expansion()];
-        self.join_to_partial(inputs, &mut rounded);
+        self.reduce_to_partial(inputs, &mut rounded);
         self.run_kernel(BlockForm::Rounded, BlockForm::Partial, None, &[&rounded], accumulators);
     }
 

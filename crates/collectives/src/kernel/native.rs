@@ -301,9 +301,9 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
                     let second = second.unwrap_or(&above[0][..out.len()]);
                     let block = &mut below[height - 1][..out.len()];
                     if k + 1 == inputs.len() && left == 0 {
-                        Self::join_pair(Some(first.unwrap_or(block)), second, out, factor);
+                        Self::combine_block_pair(Some(first.unwrap_or(block)), second, out, factor);
                     } else {
-                        Self::join_pair(first, second, block, one);
+                        Self::combine_block_pair(first, second, block, one);
                     }
                 }
             }
@@ -313,7 +313,7 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
     /// Combines `first` with `second` into `out`. If `first` is `None`, the first value is in
     /// `out`.
     #[inline(always)]
-    fn join_pair(first: Option<&[u8]>, second: &[u8], out: &mut [u8], factor: T) {
+    fn combine_block_pair(first: Option<&[u8]>, second: &[u8], out: &mut [u8], factor: T) {
         let second = T::cells(second).iter();
         let finish = |a, b: &T::Bytes| J::finish(J::join(T::get(a), T::get(*b)), factor).put();
         match first {

@@ -14,7 +14,7 @@ use crate::{DataType, Error, ReduceOp, Result};
 /// `Unsupported` when the reduction is not defined for the type.
 pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
     let unsupported = Err(Error::Unsupported { op, dtype });
-    let op = op.without_rounding();
+    let op = op.without_inter_host_rounding();
     let mut bytes = [0_u8; 16];
     let mut set = |value: &[u8]| bytes[..value.len()].copy_from_slice(value);
     macro_rules! integer {

@@ -48,7 +48,7 @@ struct IpcOperation {
 }
 
 impl IpcOperation {
-    fn end_piece(&self) -> u64 {
+    fn end_piece_number(&self) -> u64 {
         self.first_piece + self.pieces.len() as u64
     }
 
@@ -94,7 +94,7 @@ fn kernel_reduction(operation: &CollectiveOperation) -> Option<PieceReduction> {
         return None;
     };
     // Nothing goes from host to host here.
-    let op = op.without_rounding();
+    let op = op.without_inter_host_rounding();
     let scaled = prescale != 1.0 || postscale != 1.0;
     let truths = dtype == DataType::Bool && (op == ReduceOp::Average || scaled);
     let complex = matches!(dtype, DataType::C64 | DataType::C128);
@@ -184,7 +184,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
             (IpcCommunicatorState::PreparingWindow, _) => match self.device.poll_window_handle() {
                 None => return self.check_deadline("forming it").map(|()| false),
                 Some(Ok(offer)) => {
-                    self.mailbox.publish_handle(&offer);
+                    self.mailbox.publish_window_handle(&offer);
                     self.window_offered = true;
                     self.state = IpcCommunicatorState::WindowOffered;
                 }
@@ -209,11 +209,11 @@ impl<S: IpcDevice> IpcCommunicator<S> {
 
     fn open_windows(&mut self) {
         let offers: Vec<_> = (0..self.mailbox.member_count())
-            .map(|member| self.mailbox.member_handle(member))
+            .map(|member| self.mailbox.member_window_handle(member))
             .collect();
         match self.device.open_windows(&offers, self.mailbox.own_member()) {
             Ok(()) => {
-                self.mailbox.mark_opened();
+                self.mailbox.mark_windows_opened();
                 self.state = IpcCommunicatorState::WindowsOpened;
             }
             Err(reason) => {
@@ -255,7 +255,8 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         let mut others =
             (0..self.mailbox.member_count()).filter(|member| *member != self.mailbox.own_member());
         others.find(|member| {
-            let unread = self.pieces_filled < current.end_piece() && !self.has_read_slot(*member);
+            let unread =
+                self.pieces_filled < current.end_piece_number() && !self.has_read_slot(*member);
             unread
                 || (self.pieces_reduced < self.pieces_filled
                     && self.mailbox.pieces_filled(*member) <= self.pieces_reduced)
@@ -273,9 +274,11 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     /// the stream, an operation could be found complete after its pieces were found incomplete.
     /// They would never be published, because nothing asks once all operations are complete.
     fn publish_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
-        let over = count_ready(self.running.iter().map(|(_, event, _)| event));
-        let (takes, fills) =
-            (count_first_ready(&self.reduce_events), count_first_ready(&self.fill_events));
+        let over = count_leading_ready_events(self.running.iter().map(|(_, event, _)| event));
+        let (takes, fills) = (
+            count_first_ready_events(&self.reduce_events),
+            count_first_ready_events(&self.fill_events),
+        );
         let (fills, takes, over) = over
             .and_then(|over| Ok((fills?, takes?, over)))
             .map_err(|error| self.fail_with(&error.to_string()))?;
@@ -300,7 +303,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         let Some(current) = self.current.take() else { return Ok(moved) };
         let advanced = self.advance_pieces(&current);
         moved |= advanced.map_err(|error| self.fail_with(&error.to_string()))?;
-        if self.pieces_reduced < current.end_piece() {
+        if self.pieces_reduced < current.end_piece_number() {
             self.current = Some(current);
             return Ok(moved);
         }
@@ -343,7 +346,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     fn advance_pieces(&mut self, current: &IpcOperation) -> Result<bool> {
         let mut moved = false;
         let members = self.mailbox.member_count();
-        while self.pieces_filled < current.end_piece()
+        while self.pieces_filled < current.end_piece_number()
             && (0..members).all(|member| self.has_read_slot(member))
         {
             let piece = current.piece_spans(self.pieces_filled);
@@ -397,7 +400,9 @@ impl<S: IpcDevice> IpcCommunicator<S> {
 }
 
 /// Returns the number of leading events that are ready.
-fn count_ready<'a>(events: impl Iterator<Item = &'a Arc<dyn DeviceEvent>>) -> Result<usize> {
+fn count_leading_ready_events<'a>(
+    events: impl Iterator<Item = &'a Arc<dyn DeviceEvent>>,
+) -> Result<usize> {
     let mut count = 0;
     for event in events {
         if !event.is_ready()? {
@@ -408,8 +413,8 @@ fn count_ready<'a>(events: impl Iterator<Item = &'a Arc<dyn DeviceEvent>>) -> Re
     Ok(count)
 }
 
-fn count_first_ready(events: &VecDeque<Arc<dyn DeviceEvent>>) -> Result<usize> {
-    count_ready(events.iter())
+fn count_first_ready_events(events: &VecDeque<Arc<dyn DeviceEvent>>) -> Result<usize> {
+    count_leading_ready_events(events.iter())
 }
 
 impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
@@ -462,7 +467,7 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
         self.state == IpcCommunicatorState::Ready && kernel_reduction(operation).is_some()
     }
 
-    fn take_notice(&mut self) -> Option<String> {
+    fn take_user_notice(&mut self) -> Option<String> {
         self.remark.take()
     }
 
@@ -520,7 +525,7 @@ impl<S: IpcDevice> Drop for IpcCommunicator<S> {
         // Others may still read this window; in good order they end at the same time. After a
         // failure no member is waited for: its operations complete with the error first. Memory
         // that a member may still read is kept, because a kernel may be using it.
-        let alone = || self.mailbox.all_others_closed();
+        let alone = || self.mailbox.all_peers_closed_windows();
         let unread = !self.window_offered || alone() || (orderly && poll_until(alone));
         if !(self.stream_idle && unread) {
             self.device.leak_resources();

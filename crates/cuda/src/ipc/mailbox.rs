@@ -144,7 +144,7 @@ impl IpcMailbox {
     }
 
     /// Shows this member's window to the others.
-    pub(crate) fn publish_handle(&self, offer: &IpcMemoryHandle) {
+    pub(crate) fn publish_window_handle(&self, offer: &IpcMemoryHandle) {
         for (word, bytes) in self.own_slot().handle.iter().zip(offer.0.as_chunks::<8>().0) {
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
@@ -152,7 +152,7 @@ impl IpcMailbox {
     }
 
     /// Returns a member's window, once it has offered it.
-    pub(crate) fn member_handle(&self, member: usize) -> IpcMemoryHandle {
+    pub(crate) fn member_window_handle(&self, member: usize) -> IpcMemoryHandle {
         let mut offer = IpcMemoryHandle([0; 64]);
         for (word, bytes) in
             self.member_slot(member).handle.iter().zip(offer.0.as_chunks_mut::<8>().0)
@@ -163,7 +163,7 @@ impl IpcMailbox {
     }
 
     /// This member has opened all windows.
-    pub(crate) fn mark_opened(&self) {
+    pub(crate) fn mark_windows_opened(&self) {
         self.set_phase(MemberPhase::Opened);
     }
 
@@ -200,7 +200,7 @@ impl IpcMailbox {
     }
 
     /// Returns whether only this member can read its window.
-    pub(crate) fn all_others_closed(&self) -> bool {
+    pub(crate) fn all_peers_closed_windows(&self) -> bool {
         let mut others = (0..self.size).filter(|member| *member != self.member);
         others.all(|member| self.member_slot(member).closed.load(Ordering::Acquire) != 0)
     }
@@ -266,9 +266,9 @@ mod tests {
         let (first, second) = pair();
         let mut offer = IpcMemoryHandle([7; 64]);
         offer.0[63] = 9;
-        first.publish_handle(&offer);
+        first.publish_window_handle(&offer);
         assert_eq!(
-            (second.member_phase(0), second.member_handle(0)),
+            (second.member_phase(0), second.member_window_handle(0)),
             (MemberPhase::Offered, offer)
         );
         second.publish_pieces_filled(3);
@@ -277,9 +277,9 @@ mod tests {
             (first.pieces_filled(1), first.pieces_read(1), first.pieces_filled(0)),
             (3, 2, 0)
         );
-        assert!(!first.all_others_closed());
+        assert!(!first.all_peers_closed_windows());
         second.mark_closed();
-        assert!(first.all_others_closed() && !second.all_others_closed());
+        assert!(first.all_peers_closed_windows() && !second.all_peers_closed_windows());
     }
 
     #[test]
@@ -297,7 +297,7 @@ mod tests {
         first.mark_closed();
         drop(first);
         assert!(
-            second.all_others_closed()
+            second.all_peers_closed_windows()
                 && second.formation_outcome() == IpcFormationOutcome::Refused(0),
             "it outlives its owner"
         );

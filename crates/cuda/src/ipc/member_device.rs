@@ -187,7 +187,7 @@ fn same_size_integer(dtype: DataType) -> DataType {
 }
 
 /// Parts of tensors as kernels take them: address and elements.
-fn kernel_parts(
+fn kernel_tensor_arguments(
     piece: &[PieceSpan],
     dtype: DataType,
     of: impl Fn(&PieceSpan) -> u64,
@@ -274,7 +274,8 @@ impl IpcDevice for GpuIpcDevice {
         if let [span] = piece {
             return Ok(self.stream.copy_within_device(from(span), base, span.bytes)?);
         }
-        let (plain, parts) = (same_size_integer(dtype), kernel_parts(piece, dtype, from));
+        let (plain, parts) =
+            (same_size_integer(dtype), kernel_tensor_arguments(piece, dtype, from));
         // SAFETY: the segments' owners keep them until the operation is over. The members' counters
         // show that the slot is free, and it has room for the piece.
         Ok(unsafe {
@@ -316,7 +317,8 @@ impl IpcDevice for GpuIpcDevice {
         // memory is used in the order of the stream alone.
         unsafe { tools.kernels.reduce_buffers(dtype, &inputs, out, count, self.stream_handle()) }?;
         if out == scratch {
-            let (plain, parts) = (same_size_integer(dtype), kernel_parts(piece, dtype, to));
+            let (plain, parts) =
+                (same_size_integer(dtype), kernel_tensor_arguments(piece, dtype, to));
             // SAFETY: as above.
             unsafe {
                 tools.kernels.transfer_tensors(

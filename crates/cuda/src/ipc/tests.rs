@@ -458,10 +458,10 @@ fn all_members_refuse_if_one_cannot_take_part_and_name_it_with_the_reason() {
             assert!(!member.all.is_forming() && member.all.pending_count() == 0);
             assert!(!member.all.can_execute(&allreduce(&[])));
             assert_eq!(
-                member.all.take_notice().unwrap(),
+                member.all.take_user_notice().unwrap(),
                 format!("member 1 cannot use CUDA IPC: {why}")
             );
-            assert_eq!(member.all.take_notice(), None);
+            assert_eq!(member.all.take_user_notice(), None);
         }
         // One has ended before the last has looked.
         let mut all = members(&[None, Some(broken), None], true, Duration::from_secs(20));

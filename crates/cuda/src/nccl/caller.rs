@@ -294,7 +294,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
                 return Err("it was given up".to_owned());
             }
             std::thread::sleep(CALL_POLL_INTERVAL);
-            status = self.nccl.async_status(self.calls.comm.load(Ordering::Acquire));
+            status = self.nccl.async_communicator_status(self.calls.comm.load(Ordering::Acquire));
         }
         self.nccl.check_status(function, status).map_err(|error| error.to_string())
     }

@@ -45,7 +45,7 @@ fn is_float(dtype: DataType) -> bool {
 }
 
 fn nccl_operator(op: ReduceOp) -> Option<i32> {
-    Some(match op.without_rounding() {
+    Some(match op.without_inter_host_rounding() {
         ReduceOp::Sum => NCCL_SUM,
         ReduceOp::Product => 1,
         ReduceOp::Max => 2,
@@ -63,7 +63,7 @@ pub fn is_nccl_operation(operation: &CollectiveOperation) -> bool {
         CollectiveOperation::Allreduce { dtype, op, prescale, postscale, .. }
         | CollectiveOperation::Reducescatter { dtype, op, prescale, postscale, .. } => {
             let scaled = *prescale != 1.0 || *postscale != 1.0;
-            let op = op.without_rounding();
+            let op = op.without_inter_host_rounding();
             let linear = matches!(op, ReduceOp::Sum | ReduceOp::Average);
             let complex = matches!(dtype, DataType::C64 | DataType::C128);
             nccl_type(*dtype).is_some()
@@ -91,7 +91,10 @@ pub(crate) const MIN_ARCH_FOR_FLOAT8: u32 = 90;
 /// does it as we define it among so many members. It averages by multiplying with the inverse of
 /// their number in the tensor's type, which is exact for powers of two whose inverse is not
 /// subnormal.
-pub(super) fn supports_float8(operation: &CollectiveOperation, size: usize) -> Option<bool> {
+pub(super) fn float8_reduction_support(
+    operation: &CollectiveOperation,
+    size: usize,
+) -> Option<bool> {
     let (CollectiveOperation::Allreduce { dtype, op, .. }
     | CollectiveOperation::Reducescatter { dtype, op, .. }) = operation
     else {
@@ -102,7 +105,10 @@ pub(super) fn supports_float8(operation: &CollectiveOperation, size: usize) -> O
         DataType::F8E5M2 => 1 << 14,
         _ => return None,
     };
-    Some(op.without_rounding() != ReduceOp::Average || (size.is_power_of_two() && size <= most))
+    Some(
+        op.without_inter_host_rounding() != ReduceOp::Average
+            || (size.is_power_of_two() && size <= most),
+    )
 }
 
 /// A group of calls on a communicator.
@@ -147,7 +153,7 @@ impl NcclCallGroup<'_> {
         if made {
             // SAFETY: made below for this communicator, and used by nothing that is not enqueued
             // yet.
-            unsafe { (table.scaled_sum_destroy)(op, self.comm) };
+            unsafe { (table.destroy_premul_sum)(op, self.comm) };
         }
         called?;
         self.nccl.check_status("ncclGroupEnd", status)?;
@@ -170,7 +176,7 @@ impl NcclCallGroup<'_> {
         if factor == 1.0 {
             return Ok(((kind, parts), op_number, false));
         }
-        if op.without_rounding() == ReduceOp::Average {
+        if op.without_inter_host_rounding() == ReduceOp::Average {
             factor /= self.size as f64;
         }
         let mut made = 0;
@@ -183,7 +189,7 @@ impl NcclCallGroup<'_> {
             DataType::F64 => (&raw mut factor).cast(),
             _ => (&raw mut single).cast(),
         };
-        let create = self.nccl.function_table().scaled_sum;
+        let create = self.nccl.function_table().create_premul_sum;
         // SAFETY: the factor has the type that is named and is read before the call returns.
         let status =
             unsafe { create(&raw mut made, scalar, kind, SCALAR_HOST_IMMEDIATE, self.comm) };

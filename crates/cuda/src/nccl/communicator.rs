@@ -24,7 +24,7 @@ use farandole_collectives::{
 };
 
 use super::caller::{Made, NcclCaller, Queued};
-use super::calls::{is_nccl_operation, supports_float8};
+use super::calls::{float8_reduction_support, is_nccl_operation};
 use super::{NcclLibrary, Stream, UniqueId};
 use crate::Error;
 use crate::shutdown::{SHUTDOWN_TIMEOUT, drain_communicator, poll_until};
@@ -147,21 +147,21 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     /// Enables allgather and alltoall. All members must have
     /// [`CommunicatorStream::allocate_result`].
     #[must_use]
-    pub fn with_result_memory(mut self) -> Self {
+    pub fn with_result_memory_enabled(mut self) -> Self {
         self.has_result_memory = true;
         self
     }
 
     /// Enables registration. All members must register their [`super::NcclMemory`].
     #[must_use]
-    pub fn with_memory_registration(self) -> Self {
+    pub fn with_memory_registration_enabled(self) -> Self {
         self.caller.enable_registration();
         self
     }
 
     /// Enables reductions of 8-bit floats. NCCL and the GPUs of all members must support them.
     #[must_use]
-    pub fn with_float8(mut self) -> Self {
+    pub fn with_float8_enabled(mut self) -> Self {
         self.float8 = true;
         self
     }
@@ -169,7 +169,8 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     /// Returns whether NCCL supports an operation among these members, if there is memory for its
     /// result.
     fn supports_operation(&self, operation: &CollectiveOperation) -> bool {
-        let among = supports_float8(operation, self.size).is_none_or(|does| self.float8 && does);
+        let among =
+            float8_reduction_support(operation, self.size).is_none_or(|does| self.float8 && does);
         among && is_nccl_operation(operation)
     }
 
@@ -216,7 +217,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     }
 
     /// Looks after what NCCL does; true when it has done something.
-    fn check_caller(&mut self) -> Result<bool> {
+    fn poll_nccl_caller(&mut self) -> Result<bool> {
         let called = self.state == NcclCommunicatorState::Forming || self.handed_over > 0;
         let what = match self.state {
             NcclCommunicatorState::Ended => return Err(self.ended_error()),
@@ -228,7 +229,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
         let moved = called && self.collect_update()?;
         // Two threads at a time may not ask.
         if self.state == NcclCommunicatorState::Ready && self.handed_over == 0 {
-            let status = self.nccl.async_status(self.caller.raw_communicator());
+            let status = self.nccl.async_communicator_status(self.caller.raw_communicator());
             if let Err(error) = self.nccl.check_status("a communicator of NCCL", status) {
                 return Err(self.fail_with(&error.to_string()));
             }
@@ -265,7 +266,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     }
 
     /// Hands over what waits.
-    fn hand_over_queued(&mut self) -> bool {
+    fn hand_over_queued_operations(&mut self) -> bool {
         let under_way = self.handed_over + self.running.len();
         let count = self.queued.len().min(MAX_OPERATIONS_ON_DEVICE.saturating_sub(under_way));
         if self.state != NcclCommunicatorState::Ready || count == 0 {
@@ -351,8 +352,8 @@ impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
     }
 
     fn make_progress(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {
-        let mut moved = self.check_caller()?;
-        moved |= self.hand_over_queued();
+        let mut moved = self.poll_nccl_caller()?;
+        moved |= self.hand_over_queued_operations();
         while let Some((token, event, _)) = self.running.front() {
             let token = *token;
             match event.is_ready() {

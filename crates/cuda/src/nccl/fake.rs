@@ -94,7 +94,7 @@ pub(super) fn thread_unique_id() -> UniqueId {
 }
 
 /// Takes this thread for one of the test that has given the name.
-pub(super) fn adopt_fake(id: &UniqueId) {
+pub(super) fn join_fake_nccl(id: &UniqueId) {
     let number = id.0[8..16].try_into().map_or(0, usize::from_le_bytes);
     let state = ALL_FAKES.lock().get(number).map(Arc::clone);
     THREAD_FAKE.with_borrow_mut(|own| *own = (number, state.unwrap_or_else(|| Arc::clone(&own.1))));
@@ -149,7 +149,7 @@ unsafe extern "C" fn fake_init(
     rank: i32,
     settings: *mut NcclConfig,
 ) -> i32 {
-    adopt_fake(&id);
+    join_fake_nccl(&id);
     with_fake(|fake| fake.ending = None);
     // SAFETY: the caller's places.
     let settings = unsafe {
@@ -286,7 +286,13 @@ unsafe extern "C" fn fake_receive(
     note_call(format!("receive {} {count} from {peer}", format_address(to)))
 }
 
-unsafe extern "C" fn scaled_sum(op: *mut i32, scalar: Write, kind: i32, _: i32, _: Comm) -> i32 {
+unsafe extern "C" fn create_premul_sum(
+    op: *mut i32,
+    scalar: Write,
+    kind: i32,
+    _: i32,
+    _: Comm,
+) -> i32 {
     // SAFETY: the caller's places; a factor has the type that is named.
     let factor = unsafe {
         *op = 42;
@@ -295,7 +301,7 @@ unsafe extern "C" fn scaled_sum(op: *mut i32, scalar: Write, kind: i32, _: i32, 
     note_call(format!("factor {factor} of {kind}"))
 }
 
-unsafe extern "C" fn scaled_sum_destroy(op: i32, _: Comm) -> i32 {
+unsafe extern "C" fn destroy_premul_sum(op: i32, _: Comm) -> i32 {
     note_call(format!("no factor {op}"))
 }
 
@@ -346,8 +352,8 @@ pub(crate) fn fake_nccl() -> crate::Result<NcclLibrary> {
         reducescatter: fake_reduce_scatter,
         send: fake_send,
         receive: fake_receive,
-        scaled_sum,
-        scaled_sum_destroy,
+        create_premul_sum,
+        destroy_premul_sum,
         allocate: Some(fake_allocate),
         register: Some(fake_register),
     };

@@ -97,8 +97,8 @@ function_table! {
             reducescatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
             send = "ncclSend"(*const c_void, usize, i32, i32, Comm, Stream);
             receive = "ncclRecv"(*mut c_void, usize, i32, i32, Comm, Stream);
-            scaled_sum = "ncclRedOpCreatePreMulSum"(*mut i32, *mut c_void, i32, i32, Comm);
-            scaled_sum_destroy = "ncclRedOpDestroy"(i32, Comm);
+            create_premul_sum = "ncclRedOpCreatePreMulSum"(*mut i32, *mut c_void, i32, i32, Comm);
+            destroy_premul_sum = "ncclRedOpDestroy"(i32, Comm);
         }
         optional {
             allocate = "ncclMemAlloc"(*mut *mut c_void, usize);
@@ -193,7 +193,7 @@ impl NcclLibrary {
     }
 
     /// Returns the description of a communicator.
-    fn async_status(&self, comm: Comm) -> i32 {
+    fn async_communicator_status(&self, comm: Comm) -> i32 {
         let mut status = NCCL_SUCCESS;
         // SAFETY: the caller's communicator is alive and the place, too.
         let asked = unsafe { (self.table.async_error)(comm, &raw mut status) };

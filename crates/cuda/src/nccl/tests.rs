@@ -260,7 +260,7 @@ fn a_running_call_returns_before_its_communicator_is_aborted() {
     entered("}");
     let id = fake::thread_unique_id();
     let comes = std::thread::spawn(move || {
-        fake::adopt_fake(&id);
+        fake::join_fake_nccl(&id);
         std::thread::sleep(Duration::from_millis(20));
         with_fake(|fake| fake.alone = false);
         take_calls()
@@ -467,7 +467,7 @@ fn gathers_and_exchanges_are_for_members_with_room_for_their_results() {
         CollectiveOperation::Alltoall { segment: nothing, sends: Vec::new(), receives: Vec::new() };
     let (communicator, _lane) = ready();
     assert!(!communicator.can_execute(&gather) && !communicator.can_execute(&exchange));
-    let mut communicator = communicator.with_result_memory();
+    let mut communicator = communicator.with_result_memory_enabled();
     assert!(communicator.can_execute(&gather) && communicator.can_execute(&exchange));
     assert!(
         communicator.can_execute(&plain())
@@ -511,7 +511,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
         assert!(
             communicator.submit_operation(OperationToken(1), of(dtype, ReduceOp::Sum)).is_err()
         );
-        let communicator = communicator.with_float8();
+        let communicator = communicator.with_float8_enabled();
         assert!(ops.into_iter().all(|op| communicator.can_execute(&of(dtype, op))));
         assert!(
             !communicator.can_execute(&sum(dtype, ReduceOp::Sum, (0.5, 1.0))),
@@ -520,7 +520,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
         assert!(!communicator.can_execute(&of(dtype, ReduceOp::Adasum)));
     }
     let (communicator, _lane) = ready();
-    let mut communicator = communicator.with_float8();
+    let mut communicator = communicator.with_float8_enabled();
     call(&mut communicator, 1, of(DataType::F8E4M3, ReduceOp::Average));
     call(&mut communicator, 2, of(DataType::F8E5M2, ReduceOp::Max));
     let averaged = ["{", "allreduce 0x100>0x100 40 of 10 by 4", "}"];
@@ -534,7 +534,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
 fn averages_of_eight_bits_are_for_as_many_members_as_have_an_exact_inverse() {
     let averages = |dtype, size| {
         let (communicator, _lane) = form(&fake_nccl().unwrap(), 1, size).unwrap();
-        communicator.with_float8().can_execute(&sum(dtype, ReduceOp::Average, (1.0, 1.0)))
+        communicator.with_float8_enabled().can_execute(&sum(dtype, ReduceOp::Average, (1.0, 1.0)))
     };
     assert!(averages(DataType::F8E4M3, 64) && averages(DataType::F8E5M2, 1 << 14));
     assert!(!averages(DataType::F8E4M3, 128) && !averages(DataType::F8E5M2, 1 << 15));

@@ -117,7 +117,7 @@ pub struct EpochPlan {
 
 impl EpochRequest {
     /// Returns the number of rows of this rank in an epoch over `rows` rows.
-    fn rank_rows(&self, rows: u64) -> u64 {
+    fn rank_row_count(&self, rows: u64) -> u64 {
         let left = rows.saturating_sub(self.start_row).saturating_sub(u64::from(self.rank.0));
         left.div_ceil(u64::from(self.size).max(1))
     }
@@ -130,7 +130,7 @@ impl EpochRequest {
         match self.tail {
             TailPolicy::Keep | TailPolicy::Pad => left.div_ceil(global),
             TailPolicy::Drop => left / global,
-            TailPolicy::Join => self.rank_rows(rows).div_ceil(self.batch_size.max(1)),
+            TailPolicy::Join => self.rank_row_count(rows).div_ceil(self.batch_size.max(1)),
         }
     }
 }
@@ -146,7 +146,7 @@ impl EpochPlan {
         let order = lanes.epoch_order(request.seed, request.epoch, request.shuffle);
         let total = lanes.total_rows();
         let steps = request.step_count(total);
-        let rows = request.rank_rows(total).min(steps * request.batch_size);
+        let rows = request.rank_row_count(total).min(steps * request.batch_size);
         let mut plan = Self {
             parts: Vec::new(),
             phases: Vec::new(),

@@ -27,7 +27,7 @@ pub(super) struct HelpBackoff {
 
 impl HelpBackoff {
     /// Returns the time to help in this call.
-    fn next_budget(&self) -> Duration {
+    fn next_help_budget(&self) -> Duration {
         let vain = self.failed_helps.load(Ordering::Relaxed);
         if vain < MAX_FAILED_HELPS || vain.is_multiple_of(RETRY_HELP_EVERY) {
             HELP_BUDGET
@@ -58,7 +58,7 @@ impl Engine {
         mut requests: Vec<CollectiveRequest>,
         later: impl FnOnce() -> Vec<Callback>,
     ) -> Result<Option<Vec<Result<RequestCompletion>>>> {
-        self.check_process()?;
+        self.check_original_process()?;
         self.inner.callbacks.ensure_thread()?;
         let handles = match requests.pop() {
             Some(request) if requests.is_empty() => vec![self.admit_request(request, None)?],
@@ -67,7 +67,7 @@ impl Engine {
                 self.admit_group(requests, Vec::new())?
             }
         };
-        let moment = self.help_backoff.next_budget();
+        let moment = self.help_backoff.next_help_budget();
         let results = if moment.is_zero() {
             self.inner.announce_submission();
             self.help_backoff.record_outcome(false);
@@ -134,12 +134,12 @@ mod tests {
     fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
         let zeal = HelpBackoff::default();
         let given = || {
-            let moment = zeal.next_budget();
+            let moment = zeal.next_help_budget();
             zeal.record_outcome(false);
             !moment.is_zero()
         };
         assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
         zeal.record_outcome(true);
-        assert_eq!(zeal.next_budget(), HELP_BUDGET);
+        assert_eq!(zeal.next_help_budget(), HELP_BUDGET);
     }
 }

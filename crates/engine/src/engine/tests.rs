@@ -24,7 +24,7 @@ impl ProgressHost for Awake {
 
 fn options(id: u32) -> EngineOptions {
     EngineOptions {
-        world: World::single_rank(HostHash("host".to_owned())),
+        world: World::single_rank_world(HostHash("host".to_owned())),
         settings: EngineSettings {
             collective_timeout: Duration::from_secs(20),
             fusion_threshold: 0,

@@ -46,12 +46,12 @@ impl EngineShared {
                     now >= deadline || (news && !self.desk.lock().is_pending(handle))
                 }
                 DriveGoal::Idle | DriveGoal::AnyEvent => {
-                    self.signals.is_wanted()
+                    self.signals.is_lock_wanted()
                         || self.background.is_stopping()
                         || (matches!(until, DriveGoal::Idle) && !driver.is_busy())
                 }
             };
-            if over || driver.stopped || self.signals.is_summoned() {
+            if over || driver.stopped || self.signals.is_preempt_requested() {
                 return;
             }
             if moved {
@@ -79,7 +79,7 @@ impl EngineShared {
             let beat = now
                 + if glances {
                     (spun / 8).clamp(DEVICE_POLL_INTERVALS.0, DEVICE_POLL_INTERVALS.1)
-                } else if driver.sets.iter().any(ProcessSet::has_suspect) {
+                } else if driver.sets.iter().any(ProcessSet::has_suspected_peer) {
                     SUSPECT_POLL_INTERVAL
                 } else {
                     HEARTBEAT_INTERVAL
@@ -103,9 +103,9 @@ impl EngineShared {
 
     fn park_driver(&self, driver: &mut DriverState, until: DriveGoal, limit: Instant) {
         self.signals.mark_parked(|| self.host.prepare_park());
-        let called = self.signals.is_queued()
-            || self.signals.is_summoned()
-            || (!matches!(until, DriveGoal::Done(..)) && self.signals.is_wanted())
+        let called = self.signals.has_queued_submissions()
+            || self.signals.is_preempt_requested()
+            || (!matches!(until, DriveGoal::Done(..)) && self.signals.is_lock_wanted())
             || self.background.is_stopping();
         let now = Instant::now();
         if called || self.drive_step(driver, now) || driver.stopped {
@@ -169,7 +169,7 @@ impl EngineShared {
 
     /// Takes submissions and announces them, which is quick. Returns whether there were any.
     fn enqueue_submissions(&self, driver: &mut DriverState) -> Step<bool> {
-        if !self.signals.take_queued() {
+        if !self.signals.take_queued_flag() {
             return Ok(false);
         }
         self.desk.lock().drain_queue(&mut driver.intake);
@@ -202,7 +202,7 @@ impl EngineShared {
             let set = &mut driver.sets[index];
             moved |= set.poll(now, &mut driver.finished)?;
             if due {
-                set.check_clocks(now)?;
+                set.check_stall_time_limits(now)?;
             }
             let key = set.key;
             if let Some(cause) = set.departure_cause() {
@@ -257,7 +257,11 @@ impl EngineShared {
         let orderly = matches!(cause, StopCause::ShutDown);
         tracing::debug!(rank = self.world.rank.0, %cause, "the engine stops");
         let cause = Arc::new(cause);
-        self.desk.lock().stop_all(Arc::clone(&cause), &mut driver.intake, &mut driver.calls);
+        self.desk.lock().refuse_all_requests(
+            Arc::clone(&cause),
+            &mut driver.intake,
+            &mut driver.calls,
+        );
         let DriverState { sets, finished, calls, .. } = driver;
         if !orderly {
             // Notify the peers of all sets first: after a panic, `fail_set` may panic again.

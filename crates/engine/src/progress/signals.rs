@@ -53,41 +53,41 @@ impl DriverSignals {
     }
 
     /// Returns whether the queue is not empty.
-    pub(super) fn is_queued(&self) -> bool {
+    pub(super) fn has_queued_submissions(&self) -> bool {
         self.queued.load(Ordering::SeqCst)
     }
 
     /// Clears `queued` and returns whether the queue was not empty; for the driver, before it
     /// drains the queue.
-    pub(super) fn take_queued(&self) -> bool {
-        if !self.is_queued() {
+    pub(super) fn take_queued_flag(&self) -> bool {
+        if !self.has_queued_submissions() {
             return false;
         }
         self.queued.store(false, Ordering::SeqCst);
         true
     }
 
-    pub(super) fn increment_wanted(&self) {
+    pub(super) fn increment_lock_waiters(&self) {
         self.wanted.fetch_add(1, Ordering::SeqCst);
     }
 
-    pub(super) fn decrement_wanted(&self) {
+    pub(super) fn decrement_lock_waiters(&self) {
         self.wanted.fetch_sub(1, Ordering::SeqCst);
     }
 
-    pub(super) fn is_wanted(&self) -> bool {
+    pub(super) fn is_lock_wanted(&self) -> bool {
         self.wanted.load(Ordering::SeqCst) > 0
     }
 
-    pub(super) fn increment_summoned(&self) {
+    pub(super) fn increment_preempt_requests(&self) {
         self.summoned.fetch_add(1, Ordering::SeqCst);
     }
 
-    pub(super) fn decrement_summoned(&self) {
+    pub(super) fn decrement_preempt_requests(&self) {
         self.summoned.fetch_sub(1, Ordering::SeqCst);
     }
 
-    pub(super) fn is_summoned(&self) -> bool {
+    pub(super) fn is_preempt_requested(&self) -> bool {
         self.summoned.load(Ordering::SeqCst) > 0
     }
 
@@ -127,7 +127,7 @@ impl DriverSignals {
     }
 
     /// Stores whether work is in progress; for the driver, before it unlocks.
-    pub(super) fn store_busy(&self, busy: bool) {
+    pub(super) fn store_busy_flag(&self, busy: bool) {
         self.busy.store(busy, Ordering::SeqCst);
     }
 
@@ -141,7 +141,8 @@ impl DriverSignals {
     /// Returns whether work is left that no waiting thread will drive; to be called after
     /// unlocking.
     pub(super) fn needs_driver(&self) -> bool {
-        (self.busy.load(Ordering::SeqCst) || self.is_queued()) && !self.is_wanted()
+        (self.busy.load(Ordering::SeqCst) || self.has_queued_submissions())
+            && !self.is_lock_wanted()
     }
 }
 
@@ -189,7 +190,7 @@ mod tests {
 
         /// Drives: drains the queue and posts the results.
         fn drive_step(&self, driven: &mut usize) {
-            if self.signals.take_queued() {
+            if self.signals.take_queued_flag() {
                 let (mut intake, mut calls) = (VecDeque::new(), Vec::new());
                 self.desk.lock().unwrap().drain_queue(&mut intake);
                 *driven += intake.len();
@@ -208,7 +209,7 @@ mod tests {
         }
 
         fn release_driver(&self, driven: loom::sync::MutexGuard<'_, usize>) {
-            self.signals.store_busy(false);
+            self.signals.store_busy_flag(false);
             drop(driven);
             if self.signals.should_notify_waiters() {
                 let desk = self.desk.lock().unwrap();
@@ -244,7 +245,7 @@ mod tests {
         fn wait_for_result(&self) -> bool {
             let handle = self.put_submission();
             self.signals.mark_submitted_unfenced();
-            self.signals.increment_wanted();
+            self.signals.increment_lock_waiters();
             loop {
                 if let Ok(mut driven) = self.progress.try_lock() {
                     self.drive_step(&mut driven);
@@ -270,7 +271,7 @@ mod tests {
                 drop(self.changed.wait(desk).unwrap());
                 self.signals.unregister_waiter();
             }
-            self.signals.decrement_wanted();
+            self.signals.decrement_lock_waiters();
             self.desk.lock().unwrap().take_result(handle).unwrap().is_some()
         }
     }
@@ -303,7 +304,7 @@ mod tests {
             let submitter = thread::spawn(move || other.announce_submission());
             while *driven == 0 {
                 model.signals.mark_parked(|| ());
-                if !model.signals.is_queued() {
+                if !model.signals.has_queued_submissions() {
                     let mut woken = model.woken.lock().unwrap();
                     while !*woken {
                         woken = model.wake.wait(woken).unwrap();

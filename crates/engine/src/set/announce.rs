@@ -28,7 +28,7 @@ impl ProcessSet {
         let me = self.tree.me;
         if let Some((id, agreed)) = self.cache.find_by_name(&entry.name)
             && agreed.signature.covers_request(&signature)
-            && agreed.request_rows(me) == entry.rows
+            && agreed.request_row_counts(me) == entry.rows
         {
             self.statistics.cache_hits += 1;
             return Announcement::Cached(id, Arc::clone(agreed), Vec::new());
@@ -145,7 +145,7 @@ impl ProcessSet {
         self.read_announced_items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
-        self.cache.forget_dropped_until(seen);
+        self.cache.forget_dropped_entries_until(seen);
         Ok(())
     }
 

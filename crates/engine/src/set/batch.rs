@@ -391,7 +391,10 @@ impl FusedBatch {
                 let agreed = &first.agreed;
                 let blocks =
                     |rows: &[u64]| rows.iter().map(|rows| rows_to_bytes(agreed, *rows)).collect();
-                let (sends, receives) = (blocks(agreed.send_rows()), blocks(agreed.receive_rows()));
+                let (sends, receives) = (
+                    blocks(agreed.alltoall_send_row_counts()),
+                    blocks(agreed.alltoall_receive_row_counts()),
+                );
                 CollectiveOperation::Alltoall { segment, sends, receives }
             }
             CollectiveCall::Reducescatter { op, prescale, postscale } => {
@@ -446,7 +449,7 @@ impl FusedBatch {
     ) {
         self.state = BatchState::Done;
         self.block = None;
-        let completed = self.parts.drain(..).filter_map(|part| part.into_finished(reached));
+        let completed = self.parts.drain(..).filter_map(|part| part.into_finished_request(reached));
         finished.extend(completed.filter(|done| done.handle != NO_HANDLE));
         if let Some(span) = self.span.take() {
             span.mark_successful();
@@ -573,7 +576,10 @@ impl BatchPart {
             CollectiveCall::Allgather => bytes_by_member(&self.agreed).iter().sum(),
             CollectiveCall::Alltoall { .. } => rows_to_bytes(
                 &self.agreed,
-                self.agreed.receive_rows().iter().fold(0, |sum, rows| rows.saturating_add(sum)),
+                self.agreed
+                    .alltoall_receive_row_counts()
+                    .iter()
+                    .fold(0, |sum, rows| rows.saturating_add(sum)),
             ),
             CollectiveCall::Reducescatter { .. } => {
                 let rows = member_rows(&self.agreed, me, members);
@@ -647,11 +653,14 @@ impl BatchPart {
         there.then(|| (memory.as_buffer().slice(0, output.len()), output.clone()))
     }
 
-    fn into_finished(self, reached: Option<&Arc<dyn DeviceEvent>>) -> Option<FinishedRequest> {
+    fn into_finished_request(
+        self,
+        reached: Option<&Arc<dyn DeviceEvent>>,
+    ) -> Option<FinishedRequest> {
         let PendingEntry { handle, name, .. } = self.entry?;
         let rows = match self.agreed.signature.call {
             CollectiveCall::Allgather => self.agreed.rows.clone(),
-            CollectiveCall::Alltoall { .. } => self.agreed.receive_rows().to_vec(),
+            CollectiveCall::Alltoall { .. } => self.agreed.alltoall_receive_row_counts().to_vec(),
             _ => Vec::new(),
         };
         let result = match self.misfit {

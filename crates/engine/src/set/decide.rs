@@ -78,7 +78,7 @@ impl SetCoordinator {
         *self = Self::default();
     }
 
-    pub(super) fn push_all_joined(&mut self, last: u32) {
+    pub(super) fn push_all_joined_decision(&mut self, last: u32) {
         self.decisions.push(CoordinatorDecision::Joined(last));
     }
 
@@ -113,7 +113,7 @@ impl ProcessSet {
                 return Ok(());
             }
             Announcement::Cached(id, agreed, absent) => {
-                self.accept_without_absent(agreed, Some(id), &absent);
+                self.accept_without_absent_members(agreed, Some(id), &absent);
                 return Ok(());
             }
             Announcement::Explicit(variants) => variants,
@@ -130,7 +130,7 @@ impl ProcessSet {
                 self.coordinator
                     .accept_tensor(ReadyTensor { agreed: Arc::new(agreed), known: None });
             }
-            Ok(agreed) => self.accept_without_absent(Arc::new(agreed), None, &absent),
+            Ok(agreed) => self.accept_without_absent_members(Arc::new(agreed), None, &absent),
             Err(text) if divided => return Err(StopCause::Disagreement { text }),
             Err(text) => self.refuse_tensor(name, group, text),
         }
@@ -145,7 +145,7 @@ impl ProcessSet {
 
     /// Accepts a tensor that all members except joined ones agree on, or refuses it if the
     /// operation cannot run without them.
-    fn accept_without_absent(
+    fn accept_without_absent_members(
         &mut self,
         agreed: Arc<CachedResponse>,
         known: Option<CacheId>,
@@ -218,7 +218,7 @@ impl ProcessSet {
         if self.coordinator.is_empty() || self.departure.is_some() {
             return Ok(false);
         }
-        if self.execution.unfinished_lists() >= max_concurrent_lists(self.tree.hosts) {
+        if self.execution.unfinished_list_count() >= max_concurrent_lists(self.tree.hosts) {
             return Ok(false);
         }
         let decisions = std::mem::take(&mut self.coordinator.decisions);

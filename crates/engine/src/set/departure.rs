@@ -132,13 +132,13 @@ impl ProcessSet {
         self.retired.is_some_and(|deadline| now >= deadline || self.drain_links(now))
     }
 
-    pub(super) fn on_done(&mut self) {
+    pub(super) fn on_done_frame(&mut self) {
         if let Some(leaving) = &mut self.departure {
             leaving.children_done += 1;
         }
     }
 
-    pub(super) fn on_clear(&mut self) -> Step {
+    pub(super) fn on_clear_frame(&mut self) -> Step {
         if let Some(leaving) = &mut self.departure {
             leaving.cleared = true;
         }
@@ -253,7 +253,7 @@ impl ProcessSet {
         }
         leaving.done_sent = true;
         if self.is_coordinator() {
-            self.on_clear()
+            self.on_clear_frame()
         } else {
             self.send_frame(0, kind::SUBTREE_DONE, &[])
         }
@@ -308,7 +308,7 @@ impl ProcessSet {
     }
 
     /// Returns whether it is open if a lost peer departed in order.
-    pub(crate) fn has_suspect(&self) -> bool {
+    pub(crate) fn has_suspected_peer(&self) -> bool {
         self.suspect.is_some()
     }
 

@@ -76,7 +76,7 @@ impl BatchExecution {
     }
 
     /// Returns the number of lists that are not complete.
-    pub(super) fn unfinished_lists(&self) -> u64 {
+    pub(super) fn unfinished_list_count(&self) -> u64 {
         match (self.batches.front(), self.batches.back()) {
             (Some(front), Some(back)) => back.list - front.list + 1,
             _ => 0,
@@ -120,7 +120,7 @@ impl BatchExecution {
         cause: &Arc<StopCause>,
         finished: &mut Vec<FinishedRequest>,
     ) {
-        self.device_communicator.drain_or_abandon(cause.is_orderly(), self.broken);
+        self.device_communicator.drain_or_abandon(cause.is_orderly_stop(), self.broken);
         self.broken = true;
         self.started = 0;
         if let Some(communicator) = &mut self.communicator {
@@ -184,8 +184,8 @@ impl BatchExecution {
             }
             let started = match self.choose_route(shared, members)? {
                 BatchRoute::Undecided => false,
-                BatchRoute::Host => self.start_on_hosts(shared, members, finished)?,
-                BatchRoute::Device => self.start_on_devices(members)?,
+                BatchRoute::Host => self.start_batch_on_hosts(shared, members, finished)?,
+                BatchRoute::Device => self.start_batch_on_devices(members)?,
             };
             if !started {
                 break;
@@ -265,7 +265,7 @@ impl BatchExecution {
         self.batches.append(&mut later);
     }
 
-    fn start_on_hosts(
+    fn start_batch_on_hosts(
         &mut self,
         shared: &ProcessSetContext,
         members: &[Rank],
@@ -312,7 +312,7 @@ impl BatchExecution {
         Ok(true)
     }
 
-    fn start_on_devices(&mut self, members: &[Rank]) -> Step<bool> {
+    fn start_batch_on_devices(&mut self, members: &[Rank]) -> Step<bool> {
         let (me, _) = self.own_position();
         let token = OperationToken(self.first_token + self.started as u64);
         let (Some(batch), Some(communicator)) =
@@ -369,7 +369,7 @@ impl BatchExecution {
         };
         let mut over = Vec::new();
         moved |= communicator.make_progress(&mut over)?;
-        if let Some(remark) = communicator.take_notice().filter(|_| me == 0) {
+        if let Some(remark) = communicator.take_user_notice().filter(|_| me == 0) {
             shared.observer.on_notice(&remark);
         }
         let mut launched = std::mem::take(&mut self.launched);

@@ -86,7 +86,11 @@ impl JoinState {
     }
 
     /// Returns the start of the wait of joined ranks if a report of it is due now.
-    pub(super) fn take_overdue(&mut self, now: Instant, patience: Duration) -> Option<Instant> {
+    pub(super) fn take_overdue_join_wait(
+        &mut self,
+        now: Instant,
+        patience: Duration,
+    ) -> Option<Instant> {
         let since = self.since?;
         let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= patience;
         due.then(|| {
@@ -96,7 +100,7 @@ impl JoinState {
     }
 
     /// Stores the ranks that are missing according to the coordinator.
-    pub(super) fn set_missing(&mut self, missing: Vec<Rank>) {
+    pub(super) fn set_missing_ranks(&mut self, missing: Vec<Rank>) {
         if let Some(own) = &mut self.own {
             own.missing = Some(missing);
         }
@@ -183,7 +187,7 @@ impl ProcessSet {
             // Written after the announcements of the members below.
             self.upward_frame().0.write_byte(4);
         } else if let Some(last) = self.joins.joined.last() {
-            self.coordinator.push_all_joined(last.member);
+            self.coordinator.push_all_joined_decision(last.member);
         }
         Ok(())
     }

@@ -357,7 +357,7 @@ impl ProcessSet {
     ) -> Result<(), FrameFailure> {
         match kind {
             kind::TENSOR_ANNOUNCEMENT => self.on_announcement(from, frame, now),
-            kind::RESPONSE_LIST => self.on_list(frame, finished),
+            kind::RESPONSE_LIST => self.on_response_list(frame, finished),
             kind::RANK_DEPARTURE => self.on_departure(from, frame, finished),
             kind::RANK_ABORT => self.on_abort(frame),
             kind::GROUP_DISAGREEMENT => {
@@ -366,13 +366,13 @@ impl ProcessSet {
             }
             kind::STALL_SUBMITTERS => self.on_stall_submitters(frame, now),
             kind::STALL_STATUS => self.on_stall_status(frame),
-            kind::STALL_QUERY => self.on_query(frame, now),
-            kind::STALL_ANSWER => self.on_answer(frame),
+            kind::STALL_QUERY => self.on_stall_query(frame, now),
+            kind::STALL_ANSWER => self.on_stall_answer(frame),
             kind::SUBTREE_DONE => {
-                self.on_done();
+                self.on_done_frame();
                 Ok(())
             }
-            kind::LINKS_CLEAR => Ok(self.on_clear()?),
+            kind::LINKS_CLEAR => Ok(self.on_clear_frame()?),
             other => Err(MalformedFrame::Tag(other).into()),
         }
     }

@@ -137,7 +137,7 @@ pub(super) fn decode_list(
 }
 
 impl ProcessSet {
-    pub(super) fn on_list(
+    pub(super) fn on_response_list(
         &mut self,
         frame: &[u8],
         finished: &mut Vec<FinishedRequest>,
@@ -176,7 +176,7 @@ impl ProcessSet {
             }
         }
         if self.tree.children.is_empty() {
-            self.cache.forget_dropped_until(number);
+            self.cache.forget_dropped_entries_until(number);
         }
         Ok(())
     }

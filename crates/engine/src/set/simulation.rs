@@ -110,7 +110,7 @@ impl ControlPlane {
         // One shared single-rank world: a full world for each rank would need a seat for every pair
         // of ranks.
         let alone = ProcessSetContext {
-            world: Arc::new(World::single_rank(HostHash(String::new()))),
+            world: Arc::new(World::single_rank_world(HostHash(String::new()))),
             settings,
             devices: Arc::default(),
             observer: Arc::new(SilentObserver),

@@ -148,7 +148,11 @@ impl ProcessSet {
         Ok(())
     }
 
-    pub(super) fn on_query(&mut self, frame: &[u8], now: Instant) -> Result<(), FrameFailure> {
+    pub(super) fn on_stall_query(
+        &mut self,
+        frame: &[u8],
+        now: Instant,
+    ) -> Result<(), FrameFailure> {
         self.send_to_children(kind::STALL_QUERY, frame)?;
         let mut reader = FrameReader(frame);
         let number = reader.read_varint()?;
@@ -175,7 +179,7 @@ impl ProcessSet {
     }
 
     /// Returns the operations in this set that this process waits for.
-    fn own_waits(&self, now: Instant) -> impl Iterator<Item = RankWait> {
+    fn own_waited_operations(&self, now: Instant) -> impl Iterator<Item = RankWait> {
         let set = self.watch.set;
         self.local
             .values()
@@ -210,13 +214,13 @@ impl ProcessSet {
             writer.write_byte(wait.meeting.into());
             writer.write_varint(u64::try_from(wait.since.as_millis()).unwrap_or(u64::MAX));
         }
-        match self.on_answer(&frame) {
+        match self.on_stall_answer(&frame) {
             Err(FrameFailure::Cause(cause)) => Err(cause),
             Err(FrameFailure::Malformed(_)) | Ok(()) => Ok(()),
         }
     }
 
-    pub(super) fn on_answer(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
+    pub(super) fn on_stall_answer(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
         if !self.is_coordinator() {
             return Ok(self.send_frame(0, kind::STALL_ANSWER, frame)?);
         }
@@ -342,7 +346,8 @@ impl ProcessSet {
 pub(crate) fn answer_questions(sets: &mut [ProcessSet], now: Instant) -> Step {
     for index in 0..sets.len() {
         let Some((number, stack)) = sets[index].take_answerable_question(now) else { continue };
-        let mut waits: Vec<RankWait> = sets.iter().flat_map(|set| set.own_waits(now)).collect();
+        let mut waits: Vec<RankWait> =
+            sets.iter().flat_map(|set| set.own_waited_operations(now)).collect();
         waits.sort_by_key(|wait| std::cmp::Reverse(wait.since));
         waits.truncate(MAX_NAMED_TENSORS);
         sets[index].send_answer(number, &stack, &waits)?;

@@ -78,7 +78,7 @@ impl StallWatch {
 
 impl ProcessSet {
     /// Checks all time limits. Call it regularly while anything is pending.
-    pub(crate) fn check_clocks(&mut self, now: Instant) -> Step {
+    pub(crate) fn check_stall_time_limits(&mut self, now: Instant) -> Step {
         self.inquiries.note_executed_lists(self.lists, now);
         self.report_overdue_tensors(now)?;
         let due: Vec<Arc<str>> = self
@@ -113,7 +113,7 @@ impl ProcessSet {
             }
         }
         if self.is_coordinator()
-            && let Some(since) = self.joins.take_overdue(now, patience)
+            && let Some(since) = self.joins.take_overdue_join_wait(now, patience)
         {
             let (name, what, came) = (
                 Arc::from(JOIN_TENSOR_NAME),
@@ -226,7 +226,7 @@ impl ProcessSet {
     fn note_missing(&mut self, name: &str, missing: Vec<Rank>) {
         match self.local.get_mut(name) {
             Some(entry) => entry.missing = Some(missing),
-            None if name == JOIN_TENSOR_NAME => self.joins.set_missing(missing),
+            None if name == JOIN_TENSOR_NAME => self.joins.set_missing_ranks(missing),
             None => {}
         }
     }

@@ -24,7 +24,7 @@ impl ProcessSet {
         let track = self.timeline_track(name);
         let ranks = members.iter().filter_map(|member| self.members.get(*member as usize));
         // If every rank writes its own file, each file has only the rank's own announcements.
-        let only = timeline.only_rank();
+        let only = timeline.arrival_filter_rank();
         let ranks: Vec<u32> =
             ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
         let begins =

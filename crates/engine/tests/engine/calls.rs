@@ -241,7 +241,7 @@ fn process_sets_work_by_themselves_and_names_are_theirs() {
             ..sum("t", &[rank as f32])
         };
         let mine: Vec<u32> =
-            (1..3).filter(|set| engine.set_members(ProcessSetId(*set)).is_ok()).collect();
+            (1..3).filter(|set| engine.process_set_members(ProcessSetId(*set)).is_ok()).collect();
         let handles: Vec<(u32, RequestHandle)> =
             mine.iter().map(|set| (*set, engine.submit(of(*set)).unwrap())).collect();
         assert_eq!(call_sum(&engine, "t", &[rank as f32]), [6.0]);

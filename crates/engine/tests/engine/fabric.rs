@@ -220,7 +220,7 @@ impl Communicator for Among {
         self.forming > 0
     }
 
-    fn take_notice(&mut self) -> Option<String> {
+    fn take_user_notice(&mut self) -> Option<String> {
         if self.is_forming() { None } else { self.remark.take() }
     }
 

@@ -23,7 +23,7 @@ impl EngineObserver for Hears {
     }
 
     fn describe_threads(&self, answer: StackAnswer) {
-        answer.send_text("in f\n".to_owned());
+        answer.send_stacks("in f\n".to_owned());
     }
 }
 
@@ -134,7 +134,7 @@ fn missing_ranks_report_the_operation_and_the_place_in_which_they_wait() {
 fn one_of_two_meetings(rank: u32) -> CollectiveRequest {
     match rank {
         0 => CollectiveRequest::barrier("meet", ProcessSetId::GLOBAL),
-        _ => CollectiveRequest::set_change("set", ProcessSetChange::Add(vec![Rank(0)])),
+        _ => CollectiveRequest::process_set_change("set", ProcessSetChange::Add(vec![Rank(0)])),
     }
 }
 

@@ -29,7 +29,7 @@ pub(super) struct DiscoveredHosts {
 
 impl DiscoveredHosts {
     /// Returns whether this host is the only one.
-    pub(super) fn all_are_local(&self) -> bool {
+    pub(super) fn are_all_hosts_local(&self) -> bool {
         self.hosts.iter().all(|host| self.is_local_host(&host.host))
     }
 
@@ -197,7 +197,7 @@ mod tests {
         let found = watch.next_change(LONG).unwrap().unwrap();
         assert_eq!(found.hosts, one);
         assert!(
-            found.all_are_local()
+            found.are_all_hosts_local()
                 && found.is_local_host("localhost")
                 && !found.is_local_host("elsewhere")
         );

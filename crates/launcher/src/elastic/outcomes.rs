@@ -137,7 +137,7 @@ impl ElasticJobOutcomes {
 
 #[cfg(test)]
 mod tests {
-    use farandole_world::{Generation, HostHash, TaskId, TaskPlacement, assign_as_listed};
+    use farandole_world::{Generation, HostHash, TaskId, TaskPlacement, assign_ranks_as_listed};
 
     use super::*;
 
@@ -160,7 +160,7 @@ mod tests {
             |task: &u32| TaskPlacement { task: TaskId(*task), host: HostHash("a".to_owned()) };
         let places: Vec<TaskPlacement> = tasks.iter().map(place).collect();
         let mut tally = ElasticJobOutcomes::default();
-        tally.set_world(assign_as_listed(Generation(1), &places).unwrap());
+        tally.set_world(assign_ranks_as_listed(Generation(1), &places).unwrap());
         tally
     }
 

@@ -269,7 +269,7 @@ impl MembershipJournal {
     }
 
     fn check_file_identity(&self, present: &File) -> io::Result<()> {
-        if is_file_at(present, &self.path) {
+        if path_names_open_file(present, &self.path) {
             return Ok(());
         }
         Err(io::Error::other("another file has its name, or it was removed"))
@@ -309,7 +309,7 @@ impl MembershipJournal {
         }
         // If the removal fails, the file is at least empty.
         drop(file.set_len(0));
-        if is_file_at(&file, &self.path) {
+        if path_names_open_file(&file, &self.path) {
             drop(std::fs::remove_file(&self.path));
         }
     }
@@ -367,14 +367,14 @@ fn open_locked(path: &Path) -> std::result::Result<File, String> {
             });
         }
         // If the path names another file now, that file has replaced this one: open it instead.
-        if is_file_at(&file, path) {
+        if path_names_open_file(&file, path) {
             return Ok(file);
         }
     }
 }
 
 /// Returns whether a path names an open file.
-fn is_file_at(file: &File, path: &Path) -> bool {
+fn path_names_open_file(file: &File, path: &Path) -> bool {
     let number = |found: Metadata| (found.dev(), found.ino());
     let named = std::fs::metadata(path).map(number);
     named.is_ok_and(|named| file.metadata().map(number).is_ok_and(|open| open == named))

@@ -33,7 +33,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use farandole_world::{
-    Generation, HostHash, TaskId, TaskPlacement, World, assign_in_order, assign_ranks,
+    Generation, HostHash, TaskId, TaskPlacement, World, assign_in_task_order, assign_ranks,
 };
 use serde::{Deserialize, Serialize};
 
@@ -345,7 +345,7 @@ impl FixedMembership {
             .map(|(task, waiting)| TaskPlacement { task: *task, host: waiting.host.clone() })
             .collect();
         let next = Generation(self.generation.0 + 1);
-        let rule = if self.options.in_order { assign_in_order } else { assign_ranks };
+        let rule = if self.options.in_order { assign_in_task_order } else { assign_ranks };
         let world = rule(next, &places).ok()?;
         let members = std::mem::take(&mut self.waiting);
         self.generation = next;

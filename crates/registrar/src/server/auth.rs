@@ -52,7 +52,7 @@ impl AuthInterceptor {
     }
 
     /// Returns the counter of admitted calls.
-    pub(super) fn admitted_calls(&self) -> Arc<AtomicU64> {
+    pub(super) fn admitted_call_count(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.admitted)
     }
 

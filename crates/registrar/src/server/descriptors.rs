@@ -23,7 +23,7 @@ const RESERVED_DESCRIPTORS: u64 = SPARE_DESCRIPTORS / 2;
 ///
 /// # Errors
 /// `Descriptors`, with the required number, if the hard limit is too low for `least` connections.
-pub(super) fn allow_connections(least: u32, most: u32) -> Result<usize> {
+pub(super) fn raise_limit_for_connections(least: u32, most: u32) -> Result<usize> {
     let taken = count_open_descriptors();
     let needed = |connections: u32| taken + u64::from(connections) + SPARE_DESCRIPTORS;
     let (must, may) = (needed(least), needed(most));

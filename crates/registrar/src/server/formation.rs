@@ -65,8 +65,8 @@ pub(super) fn parse_request(
 /// Converts an outcome to a reply.
 pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> Pieces {
     match outcome {
-        Ok(met) => cards_reply(met.cards.clone()),
-        Err(apart) => single_piece_reply(match apart.clone() {
+        Ok(met) => formed_world_reply(met.cards.clone()),
+        Err(apart) => single_piece_formation_reply(match apart.clone() {
             FormationRefusal::RankTaken(holder) => What::Taken(holder),
             FormationRefusal::MembersDiffer { rank, members } => {
                 let all = members.len() == size as usize;
@@ -84,14 +84,14 @@ pub(super) fn timeout_reply(asked: &FormationRequestGuard<'_>) -> Pieces {
         asked.core.formation_table().lock().missing_ranks(asked.generation, &asked.ask.members);
     let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
     let ranks = missing.into_iter().take(MAX_LISTED_TASKS).collect();
-    single_piece_reply(What::Missing(wire::Missing { ranks, count }))
+    single_piece_formation_reply(What::Missing(wire::Missing { ranks, count }))
 }
 
-fn single_piece_reply(what: What) -> Pieces {
+fn single_piece_formation_reply(what: What) -> Pieces {
     Box::new(std::iter::once(Ok(wire::MeetReply { what: Some(what) })))
 }
 
-fn cards_reply(cards: Bytes) -> Pieces {
+fn formed_world_reply(cards: Bytes) -> Pieces {
     Box::new((0..cards.len()).step_by(CARDS_PIECE_BYTES).map(move |at| {
         let piece = cards.slice(at..cards.len().min(at + CARDS_PIECE_BYTES));
         Ok(wire::MeetReply { what: Some(What::Cards(piece)) })

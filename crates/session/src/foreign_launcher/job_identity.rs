@@ -56,7 +56,7 @@ pub(super) fn launcher_process(variable: &str) -> Option<String> {
     let assignment = format!("{variable}=");
     let mut process = "self".to_owned();
     for _ in 0..MAX_ANCESTORS {
-        let (parent, _) = parent_and_start(&process)?;
+        let (parent, _) = parent_pid_and_start_tick(&process)?;
         // An unreadable environment belongs to another user's process, so it is not one of our
         // ranks.
         let environment = fs::read(format!("/proc/{parent}/environ")).unwrap_or_default();
@@ -64,7 +64,7 @@ pub(super) fn launcher_process(variable: &str) -> Option<String> {
             .split(|byte| *byte == 0)
             .any(|entry| entry.starts_with(assignment.as_bytes()));
         if !has {
-            let (_, start) = parent_and_start(&parent)?;
+            let (_, start) = parent_pid_and_start_tick(&parent)?;
             return Some(format!("{parent}@{start}"));
         }
         process = parent;
@@ -73,7 +73,7 @@ pub(super) fn launcher_process(variable: &str) -> Option<String> {
 }
 
 /// Returns the number of a process's parent, and the tick at which the process itself started.
-fn parent_and_start(process: &str) -> Option<(String, String)> {
+fn parent_pid_and_start_tick(process: &str) -> Option<(String, String)> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
     // The name in parentheses may hold any characters, so fields are counted after it: field 3 is
     // the state, 4 the parent, 22 the start.
@@ -135,8 +135,8 @@ mod tests {
     #[test]
     fn the_starter_is_the_nearest_ancestor_without_the_variable() {
         let found = launcher_process("FARANDOLE_NOBODY_SETS_THIS").unwrap();
-        let (parent, own) = parent_and_start("self").unwrap();
+        let (parent, own) = parent_pid_and_start_tick("self").unwrap();
         assert!(found.starts_with(&format!("{parent}@")), "{found}");
-        assert_eq!(parent_and_start(&process::id().to_string()).unwrap(), (parent, own));
+        assert_eq!(parent_pid_and_start_tick(&process::id().to_string()).unwrap(), (parent, own));
     }
 }

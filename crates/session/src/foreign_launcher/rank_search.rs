@@ -227,7 +227,7 @@ impl RankSearch<'_> {
         {
             options.host = Some("127.0.0.1".to_owned());
         }
-        let registrar = Registrar::start_in_order(options, secret)?;
+        let registrar = Registrar::start_with_ranked_tasks(options, secret)?;
         let written = match self.rendezvous {
             RankZeroRendezvous::File { folder, name, .. } => {
                 let text = registrar.ticket().encode_text();
@@ -431,7 +431,7 @@ pub fn host_registrar(size: u32, one_host: bool) -> Result<String> {
     if one_host && options.host.is_none() && options.bind.is_empty() {
         options.host = Some("127.0.0.1".to_owned());
     }
-    let registrar = Registrar::start_in_order(options, None)?;
+    let registrar = Registrar::start_with_ranked_tasks(options, None)?;
     let ticket = registrar.ticket().encode_text();
     let earlier = HOSTED_REGISTRAR.lock().replace((process::id(), registrar));
     drop(earlier);

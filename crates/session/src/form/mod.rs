@@ -45,7 +45,7 @@ pub(crate) fn form_session(
         }
         Some(client) => form_launched_session(&config, client, wishes, deadline, interrupted),
         None => {
-            let world = World::single_rank(host::host_facts().host_hash());
+            let world = World::single_rank_world(host::host_facts().host_hash());
             wishes.selected_ranks(&world)?;
             form_single_session(&config, world, None, wishes, deadline, interrupted)
         }
@@ -194,7 +194,7 @@ fn join_mesh(
         bind: listen_interfaces(config, world)?,
         relay: gateway,
         use_shared_memory: config.shared_memory,
-        shared_memory_bytes: links::per_process_share(
+        shared_memory_bytes: links::per_process_memory_share(
             world,
             links::shared_memory_budget(world, config),
         ),
@@ -258,7 +258,7 @@ fn start_engine(
             world,
             &everybody,
             data,
-            links::read_crossover(config)?,
+            links::read_crossover_rules(config)?,
         )?),
         members: everybody,
         control,

@@ -133,7 +133,7 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
     for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let host = Some("127.0.0.1".to_owned());
         let options = RegistrarOptions { host, ..RegistrarOptions::from_config(5, &config()) };
-        let registrar = Registrar::start_in_order(options, None).unwrap();
+        let registrar = Registrar::start_with_ranked_tasks(options, None).unwrap();
         let config = Config { allreduce_algorithm: algorithm.to_owned(), ..config() };
         let seats = with(
             &registrar,

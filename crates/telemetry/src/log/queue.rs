@@ -56,7 +56,7 @@ impl EventQueue {
 
     /// Keeps events from now on. Whether this process did not do so before; `None` when the lock
     /// was lost by a fork.
-    pub(super) fn start_keeping(&self) -> Option<bool> {
+    pub(super) fn start_keeping_events(&self) -> Option<bool> {
         let deadline = Instant::now() + LOCK_TIMEOUT;
         let mut state = loop {
             match self.state.try_lock() {
@@ -150,7 +150,10 @@ mod tests {
     fn the_oldest_events_make_room_and_are_counted() {
         let queue = EventQueue::new(2 * event("a").weight_bytes());
         assert!(!queue.push(event("nobody takes it")));
-        assert_eq!((queue.start_keeping(), queue.start_keeping()), (Some(true), Some(false)));
+        assert_eq!(
+            (queue.start_keeping_events(), queue.start_keeping_events()),
+            (Some(true), Some(false))
+        );
         for text in ["a", "b", "c"] {
             assert!(queue.push(event(text)));
         }
@@ -166,16 +169,16 @@ mod tests {
         let queue = EventQueue::new(EVENT_QUEUE_BUDGET_BYTES);
         let held = queue.lock_state();
         thread::scope(|scope| {
-            assert_eq!(scope.spawn(|| queue.start_keeping()).join().unwrap(), None)
+            assert_eq!(scope.spawn(|| queue.start_keeping_events()).join().unwrap(), None)
         });
         drop(held);
-        assert_eq!(queue.start_keeping(), Some(true));
+        assert_eq!(queue.start_keeping_events(), Some(true));
     }
 
     #[test]
     fn a_close_wakes_the_taker_after_the_last_events() {
         let queue = EventQueue::new(EVENT_QUEUE_BUDGET_BYTES);
-        queue.start_keeping();
+        queue.start_keeping_events();
         queue.push(event("last"));
         let started = Instant::now();
         thread::scope(|scope| {
@@ -187,6 +190,6 @@ mod tests {
             assert_eq!(taker.join().unwrap(), ((vec!["last".to_owned()], 0), None));
         });
         assert!(started.elapsed() < Duration::from_secs(30));
-        assert_eq!(queue.start_keeping(), Some(true), "it may begin again");
+        assert_eq!(queue.start_keeping_events(), Some(true), "it may begin again");
     }
 }

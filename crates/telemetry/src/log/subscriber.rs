@@ -63,7 +63,7 @@ pub(super) fn keeps_events() -> bool {
 }
 
 /// Sends later events to stderr.
-pub(super) fn clear_keeping_process() {
+pub(super) fn redirect_events_to_stderr() {
     KEEPING_PROCESS.store(0, Ordering::Relaxed);
 }
 

@@ -127,7 +127,7 @@ impl Timeline {
     }
 
     /// Returns the rank whose arrivals alone are wanted, where each rank writes its own file.
-    pub fn only_rank(&self) -> Option<u32> {
+    pub fn arrival_filter_rank(&self) -> Option<u32> {
         Some(self.arrivals_of.load(Ordering::Relaxed)).filter(|rank| *rank != ALL_RANKS)
     }
 

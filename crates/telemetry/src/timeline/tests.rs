@@ -223,9 +223,9 @@ fn it_gets_the_rank_whose_arrivals_are_wanted() {
             TimelineOptions { own_arrivals_only: true, ..TimelineOptions::default() },
         )
         .unwrap();
-    assert_eq!(timeline.only_rank(), Some(1));
+    assert_eq!(timeline.arrival_filter_rank(), Some(1));
     timeline.start_writing(&folder.path().join("2"), title, TimelineOptions::default()).unwrap();
-    assert_eq!(timeline.only_rank(), None);
+    assert_eq!(timeline.arrival_filter_rank(), None);
 }
 
 /// The numbers of lists in both files, oldest first.

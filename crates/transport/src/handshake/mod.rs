@@ -381,7 +381,10 @@ impl HandshakeTranscript {
     }
 
     /// Dialer: reads the last message; returns `None` if its code is invalid.
-    pub(crate) fn read_accepted(&self, bytes: &[u8; ACCEPTED_BYTES]) -> Option<HandshakeStatus> {
+    pub(crate) fn read_accepted_message(
+        &self,
+        bytes: &[u8; ACCEPTED_BYTES],
+    ) -> Option<HandshakeStatus> {
         let [a, b, ..] = *bytes;
         if self.verify_mac(b"accepted", &[a, b], &bytes[2..]) {
             HandshakeStatus::from_code([a, b])

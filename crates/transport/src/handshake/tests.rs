@@ -68,7 +68,7 @@ fn a_hello_survives_encoding() {
 fn both_sides_prove_the_key() {
     let (dialer, acceptor) = shaken(offer(&KEY));
     assert_eq!(
-        dialer.read_accepted(&acceptor.accepted_message(HandshakeStatus::NoSharedMemory)),
+        dialer.read_accepted_message(&acceptor.accepted_message(HandshakeStatus::NoSharedMemory)),
         Some(HandshakeStatus::NoSharedMemory)
     );
 }
@@ -230,7 +230,7 @@ fn a_status_cannot_be_changed_on_the_way() {
             .unwrap();
     let mut accepted = acceptor.accepted_message(HandshakeStatus::NoSharedMemory);
     accepted[0] = 0;
-    assert_eq!(acceptor.read_accepted(&accepted), None);
+    assert_eq!(acceptor.read_accepted_message(&accepted), None);
     challenge[10] = 1;
     assert!(offer.read_challenge(&challenge).is_err());
 }

@@ -23,7 +23,7 @@ const GIVE_UP_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Returns the number of concurrent dials for this number of peers.
 #[must_use]
-pub fn concurrent_dials(peers: usize) -> usize {
+pub fn max_concurrent_dials(peers: usize) -> usize {
     (peers / PEERS_PER_DIAL).clamp(1, MAX_CONCURRENT_DIALS)
 }
 
@@ -34,7 +34,7 @@ pub(super) fn dial_all_peers<T: Send>(
     wait: &mut DialWait<'_>,
     dial: impl Fn(Rank, &mut DialWait<'_>) -> Result<T> + Sync,
 ) -> Result<Vec<(usize, T)>> {
-    let threads = concurrent_dials(peers.len());
+    let threads = max_concurrent_dials(peers.len());
     if threads == 1 {
         return peers.iter().map(|(place, rank)| Ok((*place, dial(*rank, wait)?))).collect();
     }

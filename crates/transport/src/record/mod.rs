@@ -29,12 +29,12 @@ pub(crate) static RECORDS_IN_CLEAR: std::sync::atomic::AtomicBool =
     std::sync::atomic::AtomicBool::new(false);
 
 #[cfg(feature = "_test-harness")]
-fn in_clear() -> bool {
+fn sends_in_clear() -> bool {
     RECORDS_IN_CLEAR.load(std::sync::atomic::Ordering::Relaxed)
 }
 
 #[cfg(not(feature = "_test-harness"))]
-const fn in_clear() -> bool {
+const fn sends_in_clear() -> bool {
     false
 }
 
@@ -136,7 +136,7 @@ impl RecordSeal {
         let header = RecordHeader::new(kind, payload.len())
             .filter(|header| header.announced_record().is_some())?;
         let next = self.record.checked_add(1)?;
-        if in_clear() {
+        if sends_in_clear() {
             return Some((header, [0; RECORD_TAG_BYTES]));
         }
         let tag = self.cipher.encrypt_payload(self.record, &header.0, payload)?;
@@ -154,7 +154,7 @@ impl RecordSeal {
         tag: [u8; RECORD_TAG_BYTES],
     ) -> Result<(), TamperedRecord> {
         let tampered = TamperedRecord { record: self.record };
-        if in_clear() {
+        if sends_in_clear() {
             return Ok(());
         }
         let next = self.record.checked_add(1).ok_or(tampered)?;
@@ -164,7 +164,7 @@ impl RecordSeal {
     }
 
     /// Returns the error for an invalid record at this position.
-    pub(crate) fn tampered_record(&self) -> TamperedRecord {
+    pub(crate) fn tampered_record_error(&self) -> TamperedRecord {
         TamperedRecord { record: self.record }
     }
 }

@@ -93,7 +93,7 @@ fn a_record_of_another_key_or_another_place_does_not_open() {
         let mut receiver = seal(suite, 1);
         opened(&mut receiver, &records[0]).unwrap();
         let error = opened(&mut receiver, &records[0]).unwrap_err();
-        assert_eq!(error, receiver.tampered_record(), "repeated");
+        assert_eq!(error, receiver.tampered_record_error(), "repeated");
         assert!(error.to_string().contains("record 1 "), "{error}");
     }
 }

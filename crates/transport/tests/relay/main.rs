@@ -329,7 +329,7 @@ fn a_recorded_handshake_is_useless_later() {
     let other = Mesh::join(options(1, 1), &meeting).unwrap();
     let mesh = joining.join().unwrap();
     for words in &recorded {
-        let before = mesh.refused_connections();
+        let before = mesh.refused_connection_count();
         let mut stream = TcpStream::connect(there).unwrap();
         stream.set_read_timeout(Some(TEST_WAIT_LIMIT)).unwrap();
         // The door may close in the middle.
@@ -338,7 +338,7 @@ fn a_recorded_handshake_is_useless_later() {
         drop(stream.read_to_end(&mut heard));
         assert!(heard.len() <= HANDSHAKE[1] - 34, "it was accepted");
         let limit = Instant::now() + TEST_WAIT_LIMIT;
-        while mesh.refused_connections() == before {
+        while mesh.refused_connection_count() == before {
             assert!(Instant::now() < limit, "it was not turned away");
             thread::yield_now();
         }

@@ -106,7 +106,7 @@ pub(crate) fn explain_record(record: &Map<String, Value>, files: &Files) -> RunE
     }
     explain_straggler(&ranks)
         .or_else(|| explain_slow_data(&ranks))
-        .unwrap_or_else(|| explain_by_share(record, &ranks))
+        .unwrap_or_else(|| explain_by_largest_step_part(record, &ranks))
 }
 
 /// Returns whether the run is one of a function or a script, not of an estimator: its steps are not
@@ -248,7 +248,10 @@ fn slowest_rank(
 }
 
 /// Returns the largest part of a step on average.
-fn explain_by_share(record: &Map<String, Value>, ranks: &[RankStepTimes]) -> RunExplanation {
+fn explain_by_largest_step_part(
+    record: &Map<String, Value>,
+    ranks: &[RankStepTimes],
+) -> RunExplanation {
     let step = mean_over_ranks(ranks, |rank| Some(rank.step)).unwrap_or_default();
     let takes = format!("a step takes {:.1} ms on average over {} ranks", step * 1e3, ranks.len());
     let share = |of: fn(&RankStepTimes) -> Option<f64>| {

@@ -121,7 +121,7 @@ impl HalvingJob {
             reducer.accumulator_expansion(),
             peers.capacity,
         );
-        let schedule = schedule.ok_or_else(|| peers.ring_too_small())?;
+        let schedule = schedule.ok_or_else(|| peers.ring_too_small_error())?;
         let (member, host) = (peers.member, peers.hosts.own_host());
         let lanes = match &peers.scratch.lanes {
             Some(lanes) => Arc::clone(lanes),
@@ -191,7 +191,7 @@ impl HalvingJob {
 
     /// Begins a chunk if there is free memory for its partials, and joins the inputs of this host
     /// that have arrived.
-    fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+    fn reduce_host_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let is_joined = |work: &HalvingChunk, schedule: &HalvingSchedule| {
             work.joined == schedule.chunk_extent(work.chunk).1
         };
@@ -243,7 +243,7 @@ impl HalvingJob {
         let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate_inputs(inputs, out);
         let inputs =
             HostInputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
-        inputs.join_into(width, join, &mut partials[*at * width..]);
+        inputs.reduce_into_partials(width, join, &mut partials[*at * width..]);
         *at += bytes;
         let wire = bytes.next_multiple_of(UNIT_BYTES);
         for (lane, link) in near {
@@ -273,14 +273,15 @@ impl HalvingJob {
                 any |= self.send_partials(lane, work, &stage, peers)?;
                 any |= self.merge_partials(lane, work, &stage, peers)?;
                 let LinkPositions { writing, reading } = &self.streams[lane];
-                writing.is_past_early(work.chunk) && reading.is_past_early(work.chunk)
+                writing.is_past_early_message(work.chunk)
+                    && reading.is_past_early_message(work.chunk)
             } else {
                 let far = LaneChunk { lane, chunk: work.chunk };
                 any |= self.send_host_results(far, &stage, peers)?;
                 any |= self.receive_host_results(far, &stage, peers)?;
                 let LinkPositions { writing, reading } = &self.streams[lane];
                 let is_past = |position: MessagePosition| {
-                    position.is_past_late(self.lanes[lane].ahead, work.chunk)
+                    position.is_past_late_message(self.lanes[lane].ahead, work.chunk)
                 };
                 is_past(*writing) && is_past(*reading)
             };
@@ -470,7 +471,7 @@ impl CollectiveJob for HalvingJob {
             let link = self.lanes[lane].link;
             any |= self.send_input(lane, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        any |= self.join_inputs(peers)?;
+        any |= self.reduce_host_inputs(peers)?;
         let mut works = std::mem::take(&mut self.works);
         for work in &mut works {
             any |= self.exchange_between_hosts(work, peers)?;

@@ -46,7 +46,7 @@ impl<'a> HalvingProgramWriter<'a> {
     }
 
     /// Adds a send to the carrier on the other host of a stage.
-    fn send_to_partner(
+    fn add_send_to_partner(
         &mut self,
         stage: &HalvingStage,
         (chunk, step): (usize, usize),
@@ -73,13 +73,13 @@ impl<'a> HalvingProgramWriter<'a> {
             for level in (0..self.schedule.level_count()).rev() {
                 let chunk = t.checked_sub(self.schedule.result_lag_between_hosts(level));
                 if let Some(chunk) = chunk.filter(|chunk| *chunk < chunks) {
-                    self.write_late_steps(chunk, level);
+                    self.write_result_exchange_steps(chunk, level);
                 }
             }
             if let Some(chunk) = t.checked_sub(within) {
                 let results = std::mem::take(&mut self.before[chunk]);
                 let carried = self.schedule.carried_chunk(chunk, self.host);
-                self.builder.distribute_result(&carried, self.member, &results);
+                self.builder.add_result_distribution_steps(&carried, self.member, &results);
             }
         }
         self.builder.into_program()
@@ -103,7 +103,9 @@ impl<'a> HalvingProgramWriter<'a> {
     /// for other members, the input to the carrier.
     fn write_reduction_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
-        let Some(inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
+        let Some(inputs) = self.builder.add_input_gather_steps(&carried, self.member) else {
+            return;
+        };
         let (len, width) = (carried.bytes, self.schedule.accumulator_width());
         let mut before =
             vec![self.builder.add_reduction(len * (inputs.len() + 1 + width), &inputs)];
@@ -114,7 +116,7 @@ impl<'a> HalvingProgramWriter<'a> {
             let mut after = Vec::with_capacity(2);
             if !give.is_empty() {
                 let load = TransferLoad::single_message(give.len() * width, true);
-                after.push(self.send_to_partner(&stage, (chunk, step), load, &before));
+                after.push(self.add_send_to_partner(&stage, (chunk, step), load, &before));
             }
             if !keep.is_empty() {
                 let (from, load) = (
@@ -138,7 +140,7 @@ impl<'a> HalvingProgramWriter<'a> {
     }
 
     /// Writes the swap of results at a level, if this member carries the chunk.
-    fn write_late_steps(&mut self, chunk: usize, level: usize) {
+    fn write_result_exchange_steps(&mut self, chunk: usize, level: usize) {
         if self.chunk_carrier(self.host, chunk) != self.member {
             return;
         }
@@ -147,7 +149,7 @@ impl<'a> HalvingProgramWriter<'a> {
         let (before, mut after) = (std::mem::take(&mut self.before[chunk]), Vec::with_capacity(2));
         if !stage.keep.is_empty() {
             let load = TransferLoad::single_message(stage.keep.len(), true);
-            after.push(self.send_to_partner(&stage, (chunk, step), load, &before));
+            after.push(self.add_send_to_partner(&stage, (chunk, step), load, &before));
         }
         if !stage.give.is_empty() {
             let from = self.partner_member(&stage, chunk);
@@ -164,7 +166,7 @@ impl<'a> HalvingProgramWriter<'a> {
 #[cfg(test)]
 mod tests {
     use super::super::super::hosts::MembersByHost;
-    use super::super::super::program::tests::assert_goes;
+    use super::super::super::program::tests::assert_messages_match;
     use super::super::schedule::LaneDirection;
     use super::*;
 
@@ -192,7 +194,7 @@ mod tests {
                                     schedule.next_message(position, lane, LaneDirection::Outgoing);
                             }
                         }
-                        assert_goes(&programs, from, to, &expected, numbers);
+                        assert_messages_match(&programs, from, to, &expected, numbers);
                     }
                 }
             }

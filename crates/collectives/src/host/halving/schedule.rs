@@ -37,21 +37,21 @@ pub(super) struct HalvingStage {
 #[derive(Clone, Copy, Debug)]
 pub(in super::super) struct HalvingLane {
     pub(super) link: usize,
-    own: LanePosition,
-    peer: LanePosition,
+    own: MemberHostPosition,
+    peer: MemberHostPosition,
     /// Lag of results behind early messages, in chunks.
     pub(super) ahead: usize,
 }
 
 /// Host of a member, the number of the member on this host, and the number of members on it.
 #[derive(Clone, Copy, Debug)]
-struct LanePosition {
+struct MemberHostPosition {
     host: usize,
     number: usize,
     size: usize,
 }
 
-impl LanePosition {
+impl MemberHostPosition {
     fn new(hosts: &MembersByHost, member: usize) -> Self {
         let host = hosts.host_of(member);
         let members = hosts.host_members(host);
@@ -74,7 +74,7 @@ impl HalvingLane {
     }
 
     /// Returns the sender and the receiver in one direction.
-    fn sender_and_receiver(&self, way: LaneDirection) -> (LanePosition, LanePosition) {
+    fn sender_and_receiver(&self, way: LaneDirection) -> (MemberHostPosition, MemberHostPosition) {
         match way {
             LaneDirection::Outgoing => (self.own, self.peer),
             LaneDirection::Incoming => (self.peer, self.own),
@@ -195,25 +195,25 @@ impl HalvingSchedule {
 
     /// Returns the position of a host among the hosts that swap. Both hosts of a pair have the same
     /// position.
-    fn swap_position(&self, host: usize) -> usize {
+    fn position_among_swapping_hosts(&self, host: usize) -> usize {
         if host < self.folded { host / 2 } else { host - self.folded / 2 }
     }
 
     /// Returns which host of each pair swaps halves of this chunk. The hosts of a pair take turns,
     /// so that both send as much as the other hosts.
-    fn pair_turn(&self, chunk: usize) -> usize {
+    fn swapping_host_of_pair(&self, chunk: usize) -> usize {
         chunk / self.hosts.largest_host_size() % 2
     }
 
     /// Returns whether a host swaps halves of this chunk. If not, the other host of its pair does.
     fn swaps_halves(&self, host: usize, chunk: usize) -> bool {
-        host >= self.folded || host % 2 == self.pair_turn(chunk)
+        host >= self.folded || host % 2 == self.swapping_host_of_pair(chunk)
     }
 
     /// Returns the host at a position among the hosts that swap.
-    fn host_at_position(&self, place: usize, chunk: usize) -> usize {
+    fn swapping_host_at(&self, place: usize, chunk: usize) -> usize {
         if place < self.folded / 2 {
-            2 * place + self.pair_turn(chunk)
+            2 * place + self.swapping_host_of_pair(chunk)
         } else {
             place + self.folded / 2
         }
@@ -248,14 +248,14 @@ impl HalvingSchedule {
         let distance = 1_usize
             .checked_shl(u32::try_from(step).ok()?)
             .filter(|distance| *distance < self.full)?;
-        let place = self.swap_position(host);
+        let place = self.position_among_swapping_hosts(host);
         for step in 0..step {
             range = split_halves(range, place >> step & 1 == 0).0;
         }
         let is_earlier = place & distance == 0;
         let (keep, give) = split_halves(range, is_earlier);
         Some(HalvingStage {
-            host: self.host_at_position(place ^ distance, chunk),
+            host: self.swapping_host_at(place ^ distance, chunk),
             keep,
             give,
             is_earlier,
@@ -279,7 +279,7 @@ impl HalvingSchedule {
 
     /// Returns the level at which two hosts meet.
     fn meeting_level(&self, host: usize, other: usize) -> Option<usize> {
-        match self.swap_position(host) ^ self.swap_position(other) {
+        match self.position_among_swapping_hosts(host) ^ self.position_among_swapping_hosts(other) {
             0 => Some(0),
             distance if distance.is_power_of_two() => {
                 Some(usize::from(self.folded > 0) + distance.ilog2() as usize)
@@ -315,7 +315,7 @@ impl HalvingSchedule {
     /// bytes.
     pub(super) fn member_lanes(&self, member: usize) -> Vec<HalvingLane> {
         let hosts = &self.hosts;
-        let own = LanePosition::new(hosts, member);
+        let own = MemberHostPosition::new(hosts, member);
         let mut peers: BTreeSet<usize> = hosts.local_peers(member).collect();
         for host in self.partner_hosts(own.host) {
             let size = hosts.host_members(host).len();
@@ -331,7 +331,7 @@ impl HalvingSchedule {
         }
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
         let lane = |peer: &usize| {
-            let (link, peer) = (link(peer), LanePosition::new(hosts, *peer));
+            let (link, peer) = (link(peer), MemberHostPosition::new(hosts, *peer));
             let level = self.meeting_level(own.host, peer.host).filter(|_| own.host != peer.host);
             let ahead = level.map_or_else(
                 || self.result_lag_within_host(),
@@ -392,8 +392,8 @@ impl HalvingSchedule {
     fn next_shared_chunk(
         &self,
         from: usize,
-        sender: LanePosition,
-        receiver: LanePosition,
+        sender: MemberHostPosition,
+        receiver: MemberHostPosition,
         bytes: impl Fn(usize) -> usize,
     ) -> Found {
         let carried = (sender.next_carried_chunk(from)..self.chunks).step_by(sender.size);

@@ -85,7 +85,7 @@ pub(super) struct HierarchyRoute {
 /// the links within the host, and one link to each other host.
 fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     let route = |link: usize| {
-        let (own, peer) = (peers.member, peers.member_of(link));
+        let (own, peer) = (peers.member, peers.member_of_link(link));
         let course = |from, to| RouteDirection::new(&peers.hosts, from, to);
         HierarchyRoute {
             link,
@@ -149,7 +149,7 @@ impl HierarchyJob {
         let (peers, hosts) = (&*peers, &peers.hosts);
         let expansion = reducer.partial_expansion();
         let schedule = HierarchySchedule::new(inputs.len(), hosts, expansion, peers.capacity)
-            .ok_or_else(|| peers.ring_too_small())?;
+            .ok_or_else(|| peers.ring_too_small_error())?;
         let (member, host) = (peers.member, hosts.own_host());
         let stream = |route: &HierarchyRoute| LinkPositions {
             writing: schedule.seek_message(0, &route.out),
@@ -188,7 +188,7 @@ impl HierarchyJob {
         self.routes.partition_point(|route| route.link < link)
     }
 
-    fn store_slot(&self, chunk: usize) -> usize {
+    fn chunk_store_slot(&self, chunk: usize) -> usize {
         chunk / self.stride % self.store.len()
     }
 
@@ -225,7 +225,7 @@ impl HierarchyJob {
 
     /// Joins inputs of this host that have arrived. The partial is written to the window of the
     /// link to the owner of the part, or to the own store.
-    fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+    fn reduce_host_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let ChunkCursor { chunk, at } = self.joining;
         let (start, len) = self.schedule.chunk_extent(chunk);
         if chunk >= self.schedule.chunk_count() {
@@ -264,7 +264,7 @@ impl HierarchyJob {
         if bytes == 0 {
             return Ok(false);
         }
-        let slot = self.store_slot(chunk);
+        let slot = self.chunk_store_slot(chunk);
         let (before, rest) = peers.links.split_at_mut(self.local.start);
         let (local, after) = rest.split_at_mut(self.local.len());
         let out = match target {
@@ -276,7 +276,7 @@ impl HierarchyJob {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        join_host_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
+        reduce_host_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
         if let Some((target, link)) = target {
             let message = &mut self.streams[target].writing.message;
             let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
@@ -339,7 +339,8 @@ impl HierarchyJob {
             self.carriers = carriers;
             return Ok(false);
         }
-        let own = &self.store[self.store_slot(chunk)][at * expansion..(at + bytes) * expansion];
+        let own =
+            &self.store[self.chunk_store_slot(chunk)][at * expansion..(at + bytes) * expansion];
         let mut partials = Vec::with_capacity(carriers.len() + 1);
         // Carriers and links are in the order of the hosts.
         let (mut rest, mut passed) = (&mut peers.links[..], 0);
@@ -463,11 +464,11 @@ impl HierarchyJob {
     }
 
     /// Drops the records of chunks that were distributed.
-    fn drop_distributed(&mut self) {
+    fn drop_distributed_chunks(&mut self) {
         while let Some(front) = self.arrived.front() {
             let waits = |index: usize| {
                 let ahead = self.routes[index].out.ahead;
-                !self.streams[index].writing.is_past_late(ahead, front.chunk)
+                !self.streams[index].writing.is_past_late_message(ahead, front.chunk)
             };
             if self.near.clone().any(waits) {
                 return;
@@ -503,7 +504,7 @@ pub(super) fn arrived_bytes(
 }
 
 /// Joins the inputs of a host in member order. `place` is this member's position among them.
-pub(super) fn join_host_blocks(
+pub(super) fn reduce_host_blocks(
     reducer: &BlockReducer,
     windows: &[&[u8]],
     place: usize,
@@ -512,9 +513,9 @@ pub(super) fn join_host_blocks(
     bytes: usize,
     out: &mut [u8],
 ) {
-    let begin = |inputs: &[&[u8]], out: &mut [u8]| reducer.join_to_partial(inputs, out);
+    let begin = |inputs: &[&[u8]], out: &mut [u8]| reducer.reduce_to_partial(inputs, out);
     let from = HostInputs { windows, place, own, start, bytes };
-    from.join_into(reducer.partial_expansion(), begin, out);
+    from.reduce_into_partials(reducer.partial_expansion(), begin, out);
 }
 
 /// Inputs of a host in member order. `place` is this member's position among them.
@@ -528,7 +529,7 @@ pub(super) struct HostInputs<'a> {
 
 impl HostInputs<'_> {
     /// Joins the inputs to partials with `width` times the bytes of elements.
-    pub(super) fn join_into(
+    pub(super) fn reduce_into_partials(
         &self,
         width: usize,
         join: impl Fn(&[&[u8]], &mut [u8]),
@@ -558,7 +559,7 @@ impl CollectiveJob for HierarchyJob {
             any |= self.send_input(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
         for _ in 0..self.schedule.hosts().host_count() {
-            if !self.join_inputs(peers)? {
+            if !self.reduce_host_inputs(peers)? {
                 break;
             }
             any = true;
@@ -569,7 +570,7 @@ impl CollectiveJob for HierarchyJob {
             any |= self.receive_results(index, &mut peers.links[link])?;
             any |= self.send_results(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
-        self.drop_distributed();
+        self.drop_distributed_chunks();
         let done = self.reducing.chunk >= self.schedule.chunk_count()
             && self.streams.iter().all(LinkPositions::is_at_end);
         if done {

@@ -72,12 +72,12 @@ impl<'a> HierarchyProgramWriter<'a> {
                 self.write_reduction_steps(t);
             }
             if let Some(chunk) = t.checked_sub(between).filter(present) {
-                self.write_late_steps(chunk);
+                self.write_result_exchange_steps(chunk);
             }
             if let Some(chunk) = t.checked_sub(within) {
                 let results = std::mem::take(&mut self.results[chunk]);
                 let carried = self.schedule.carried_chunk(chunk, self.host);
-                self.builder.distribute_result(&carried, self.member, &results);
+                self.builder.add_result_distribution_steps(&carried, self.member, &results);
             }
         }
         self.builder.into_program()
@@ -93,10 +93,12 @@ impl<'a> HierarchyProgramWriter<'a> {
     /// reduction of the own part; for other members, the input to the carrier.
     fn write_reduction_steps(&mut self, chunk: usize) {
         let carried = self.schedule.carried_chunk(chunk, self.host);
-        let Some(mut inputs) = self.builder.gather_inputs(&carried, self.member) else { return };
+        let Some(mut inputs) = self.builder.add_input_gather_steps(&carried, self.member) else {
+            return;
+        };
         let members = inputs.len() + 1;
         inputs.extend(self.joined);
-        let own = self.write_joins(chunk, members, &inputs);
+        let own = self.write_host_reductions(chunk, members, &inputs);
         let part = self.schedule.part_extent(chunk, self.host).1;
         if part == 0 {
             return;
@@ -105,9 +107,9 @@ impl<'a> HierarchyProgramWriter<'a> {
         let (width, schedule) = (self.width, self.schedule);
         if self.folded {
             let load = self.partials_load(chunk);
-            partials.extend(self.receive_folded(load));
+            partials.extend(self.add_folded_receives(load));
         } else {
-            partials.extend(self.receive_from_carriers(chunk, |_| part * width, false));
+            partials.extend(self.add_receives_from_carriers(chunk, |_| part * width, false));
         }
         let touched = part * (schedule.hosts().host_count() * width + 1);
         self.results[chunk].push(self.builder.add_reduction(touched, &partials));
@@ -115,7 +117,12 @@ impl<'a> HierarchyProgramWriter<'a> {
 
     /// Joins the inputs of this host part by part and sends each partial to its owner. Returns the
     /// step that joins the own part.
-    fn write_joins(&mut self, chunk: usize, members: usize, inputs: &[u32]) -> Option<u32> {
+    fn write_host_reductions(
+        &mut self,
+        chunk: usize,
+        members: usize,
+        inputs: &[u32],
+    ) -> Option<u32> {
         let (mut own, mut before) = (None, inputs.to_vec());
         for owner in 0..self.schedule.hosts().host_count() {
             let len = self.schedule.part_extent(chunk, owner).1;
@@ -156,7 +163,7 @@ impl<'a> HierarchyProgramWriter<'a> {
 
     /// Receives, in a folded program, the messages of this member's counterparts: the same load as
     /// this member sends.
-    fn receive_folded(&mut self, load: TransferLoad) -> Vec<u32> {
+    fn add_folded_receives(&mut self, load: TransferLoad) -> Vec<u32> {
         if load.is_empty() {
             Vec::new()
         } else {
@@ -165,7 +172,7 @@ impl<'a> HierarchyProgramWriter<'a> {
     }
 
     /// Adds receipts from the carriers of a chunk on the other hosts.
-    fn receive_from_carriers(
+    fn add_receives_from_carriers(
         &mut self,
         chunk: usize,
         bytes: impl Fn(usize) -> usize,
@@ -185,7 +192,7 @@ impl<'a> HierarchyProgramWriter<'a> {
 
     /// Writes the exchange of results with the carriers on other hosts, if this member carries the
     /// chunk.
-    fn write_late_steps(&mut self, chunk: usize) {
+    fn write_result_exchange_steps(&mut self, chunk: usize) {
         let part = self.schedule.part_extent(chunk, self.host).1;
         let mut results = std::mem::take(&mut self.results[chunk]);
         if self.schedule.hosts().carrier_for_turn(self.host, chunk) == self.member {
@@ -195,14 +202,14 @@ impl<'a> HierarchyProgramWriter<'a> {
                 if !load.is_empty() {
                     self.builder.add_send(self.member, load, &results);
                 }
-                results.extend(self.receive_folded(load));
+                results.extend(self.add_folded_receives(load));
             } else {
                 for host in far.into_iter().filter(|_| part > 0) {
                     let to = self.schedule.hosts().carrier_for_turn(host, chunk);
                     self.builder.add_send(to, TransferLoad::single_message(part, true), &results);
                 }
                 let schedule = self.schedule;
-                results.extend(self.receive_from_carriers(
+                results.extend(self.add_receives_from_carriers(
                     chunk,
                     |host| schedule.part_extent(chunk, host).1,
                     true,
@@ -216,7 +223,7 @@ impl<'a> HierarchyProgramWriter<'a> {
 #[cfg(test)]
 mod tests {
     use super::super::super::hosts::MembersByHost;
-    use super::super::super::program::tests::assert_goes;
+    use super::super::super::program::tests::assert_messages_match;
     use super::super::schedule::RouteDirection;
     use super::*;
 
@@ -244,7 +251,7 @@ mod tests {
                         expected.push(position.message.remaining_bytes() as u64);
                         position = schedule.next_message(position, &course);
                     }
-                    assert_goes(&programs, from, to, &expected, numbers);
+                    assert_messages_match(&programs, from, to, &expected, numbers);
                 }
             }
         }

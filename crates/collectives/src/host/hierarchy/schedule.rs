@@ -28,15 +28,18 @@ const MIN_CHUNKS_PER_SHARE: usize = 4;
 
 /// Every `step`-th chunk, starting with `first`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct ChunkTurns {
+struct ChunkStride {
     first: usize,
     step: usize,
 }
 
-impl ChunkTurns {
+impl ChunkStride {
     /// Returns the chunks with remainder `one` modulo `several` and remainder `other` modulo
     /// `many`; `None` if there is no such chunk.
-    fn common_turns((one, several): (usize, usize), (other, many): (usize, usize)) -> Option<Self> {
+    fn intersect_chunk_strides(
+        (one, several): (usize, usize),
+        (other, many): (usize, usize),
+    ) -> Option<Self> {
         // The first such chunk is less than the least common multiple.
         let first = (0..many).map(|k| one + k * several).find(|chunk| chunk % many == other)?;
         let step = (1..=many).map(|k| k * several).find(|step| step.is_multiple_of(many))?;
@@ -44,7 +47,7 @@ impl ChunkTurns {
     }
 
     /// Returns the first of these chunks that is not before `chunk`.
-    fn first_from(self, chunk: usize) -> usize {
+    fn first_chunk_not_before(self, chunk: usize) -> usize {
         self.first + chunk.saturating_sub(self.first).div_ceil(self.step) * self.step
     }
 }
@@ -53,8 +56,8 @@ impl ChunkTurns {
 /// depends only on the hosts of the members.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RouteDirection {
-    early: Option<ChunkTurns>,
-    late: Option<ChunkTurns>,
+    early: Option<ChunkStride>,
+    late: Option<ChunkStride>,
     /// Lag of results behind early messages, in chunks.
     pub(super) ahead: usize,
     from: usize,
@@ -69,11 +72,11 @@ impl RouteDirection {
             (host, (member - members.start, members.len()))
         };
         let ((here, sender), (there, receiver)) = (place(from), place(to));
-        let turns = |(first, step)| Some(ChunkTurns { first, step });
+        let turns = |(first, step)| Some(ChunkStride { first, step });
         let (early, late, ahead) = if here == there {
             (turns(receiver), turns(sender), result_lag_within_host(hosts))
         } else {
-            let both = ChunkTurns::common_turns(sender, receiver);
+            let both = ChunkStride::intersect_chunk_strides(sender, receiver);
             (both, both, result_lag_between_hosts(hosts))
         };
         Self { early, late, ahead, from: here, to: there }
@@ -172,16 +175,17 @@ impl HierarchySchedule {
     pub(super) fn seek_message(&self, slot: usize, course: &RouteDirection) -> MessagePosition {
         // Chunks never get longer: if a message is empty, all later messages of its turns are
         // empty, too.
-        let find = |turns: Option<ChunkTurns>, from, bytes: &dyn Fn(usize) -> usize| {
-            let chunk = self.existing_chunk(turns?.first_from(from))?;
+        let find = |turns: Option<ChunkStride>, from, bytes: &dyn Fn(usize) -> usize| {
+            let chunk = self.chunk_if_in_range(turns?.first_chunk_not_before(from))?;
             Some((chunk, bytes(chunk))).filter(|(_, bytes)| *bytes > 0)
         };
-        let early = |from| find(course.early, from, &|chunk| self.early_bytes(chunk, course));
-        let late = |from| find(course.late, from, &|chunk| self.late_bytes(chunk, course));
+        let early =
+            |from| find(course.early, from, &|chunk| self.early_message_bytes(chunk, course));
+        let late = |from| find(course.late, from, &|chunk| self.late_message_bytes(chunk, course));
         MessagePosition::first_nonempty(slot, course.ahead, early, late)
     }
 
-    fn existing_chunk(&self, chunk: usize) -> Option<usize> {
+    fn chunk_if_in_range(&self, chunk: usize) -> Option<usize> {
         (chunk < self.chunks).then_some(chunk)
     }
 
@@ -194,7 +198,11 @@ impl HierarchySchedule {
         self.seek_message(position.next_slot(), course)
     }
 
-    fn early_bytes(&self, chunk: usize, RouteDirection { from, to, .. }: &RouteDirection) -> usize {
+    fn early_message_bytes(
+        &self,
+        chunk: usize,
+        RouteDirection { from, to, .. }: &RouteDirection,
+    ) -> usize {
         if from == to {
             self.chunk_extent(chunk).1
         } else {
@@ -202,7 +210,11 @@ impl HierarchySchedule {
         }
     }
 
-    fn late_bytes(&self, chunk: usize, RouteDirection { from, to, .. }: &RouteDirection) -> usize {
+    fn late_message_bytes(
+        &self,
+        chunk: usize,
+        RouteDirection { from, to, .. }: &RouteDirection,
+    ) -> usize {
         if from == to { self.chunk_extent(chunk).1 } else { self.part_extent(chunk, *from).1 }
     }
 }

@@ -92,7 +92,7 @@ impl InPlaceJob {
         inputs: GatherList,
         outputs: GatherList,
     ) -> Self {
-        peers.regions.unmap_retired();
+        peers.regions.unmap_retired_regions();
         let tensors: Vec<usize> =
             outputs.buffers().iter().map(crate::Buffer::len).filter(|bytes| *bytes > 0).collect();
         let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
@@ -139,7 +139,7 @@ impl InPlaceJob {
         };
         let mut new = false;
         for place in places.iter().flatten() {
-            match peers.regions.recorded_verdict(place) {
+            match peers.regions.recorded_mapping_verdict(place) {
                 Some(true) => {}
                 Some(false) => return self.fall_back_to_pipeline(peers),
                 None => new = true,
@@ -157,15 +157,15 @@ impl InPlaceJob {
     }
 
     /// Continues after all members have reported whether they could map the new memory.
-    fn handle_verdicts(
+    fn handle_mapping_verdicts(
         &mut self,
         peers: &mut PeerLinks,
         all: bool,
         places: &[Vec<TensorLocation>],
     ) -> Result<InPlaceStage> {
         for place in places.iter().flatten() {
-            if peers.regions.recorded_verdict(place).is_none() {
-                peers.regions.record_verdict(place, all);
+            if peers.regions.recorded_mapping_verdict(place).is_none() {
+                peers.regions.record_mapping_verdict(place, all);
             }
         }
         if all { self.start_reduction(peers, places) } else { self.fall_back_to_pipeline(peers) }
@@ -203,7 +203,7 @@ impl InPlaceJob {
     }
 
     /// Ends the operation: no other member uses the memory of this member any more.
-    fn release_exposed(&mut self) -> Result<()> {
+    fn release_exposed_memory(&mut self) -> Result<()> {
         let own = std::mem::take(&mut self.exposed);
         if own.iter().all(HostMemory::is_shareable) {
             return Ok(());
@@ -222,9 +222,11 @@ impl CollectiveJob for InPlaceJob {
         let next = match &mut self.stage {
             InPlaceStage::ExchangingLocations => {
                 any |= self.locations.poll(peers)?;
-                if self.locations.is_sent() && self.locations.is_received() {
+                if self.locations.is_sent_to_all_members()
+                    && self.locations.is_received_from_all_members()
+                {
                     Some(self.handle_locations(peers)?)
-                } else if self.locations.is_sent() && self.exposed.is_empty() {
+                } else if self.locations.is_sent_to_all_members() && self.exposed.is_empty() {
                     Some(self.fall_back_to_pipeline(peers)?)
                 } else {
                     None
@@ -232,11 +234,11 @@ impl CollectiveJob for InPlaceJob {
             }
             InPlaceStage::ExchangingVerdicts { verdicts, places } => {
                 any |= verdicts.poll(peers)?;
-                if verdicts.is_sent() && verdicts.is_received() {
+                if verdicts.is_sent_to_all_members() && verdicts.is_received_from_all_members() {
                     let all =
                         verdicts.member_messages(peers.member).all(|said| said.first() == Some(&1));
                     let places = std::mem::take(places);
-                    Some(self.handle_verdicts(peers, all, &places)?)
+                    Some(self.handle_mapping_verdicts(peers, all, &places)?)
                 } else {
                     None
                 }
@@ -249,13 +251,13 @@ impl CollectiveJob for InPlaceJob {
             }
             InPlaceStage::AwaitingPeers(words) => {
                 any |= words.poll(peers)?;
-                if words.is_sent() && words.is_received() {
-                    self.release_exposed()?;
+                if words.is_sent_to_all_members() && words.is_received_from_all_members() {
+                    self.release_exposed_memory()?;
                     return Ok(PollProgress { any: true, done: true });
                 }
                 None
             }
-            InPlaceStage::Pipelined(pipeline) if !self.locations.is_received() => {
+            InPlaceStage::Pipelined(pipeline) if !self.locations.is_received_from_all_members() => {
                 any |= self.locations.poll(peers)?;
                 any |= pipeline.send_inputs(peers)?;
                 None

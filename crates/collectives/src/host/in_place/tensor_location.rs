@@ -59,11 +59,11 @@ pub(in super::super) struct PeerRegions {
 }
 
 impl PeerRegions {
-    pub(super) fn recorded_verdict(&self, place: &TensorLocation) -> Option<bool> {
+    pub(super) fn recorded_mapping_verdict(&self, place: &TensorLocation) -> Option<bool> {
         self.verdicts.get(&place.card.nonce).copied()
     }
 
-    pub(super) fn record_verdict(&mut self, place: &TensorLocation, usable: bool) {
+    pub(super) fn record_mapping_verdict(&mut self, place: &TensorLocation, usable: bool) {
         self.verdicts.insert(place.card.nonce, usable);
         if !usable {
             self.mapped.remove(&place.card.nonce);
@@ -71,7 +71,7 @@ impl PeerRegions {
     }
 
     /// Unmaps the regions that their owners have freed.
-    pub(super) fn unmap_retired(&mut self) {
+    pub(super) fn unmap_retired_regions(&mut self) {
         self.mapped
             .retain(|_, memory| memory.shared_region().is_some_and(|region| !region.is_retired()));
     }
@@ -146,10 +146,10 @@ mod tests {
         for (offset, bytes) in [(990, 11), (u64::MAX, 1), (5, usize::MAX)] {
             assert!(regions.region_buffer(&at(offset), bytes).is_none());
         }
-        regions.unmap_retired();
+        regions.unmap_retired_regions();
         assert!(regions.region_buffer(&at(0), 1).is_some());
         drop(memory);
-        regions.unmap_retired();
+        regions.unmap_retired_regions();
         assert!(regions.region_buffer(&at(0), 1).is_none() && !regions.map_region(&at(0)));
     }
 }

@@ -36,7 +36,7 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
     for t in 0..cut.steps + LOOKAHEAD_CHUNKS {
         if t < cut.steps {
             for to in others() {
-                send_nonempty(
+                add_nonempty_send(
                     &mut builder,
                     to,
                     TransferLoad::single_message(cut.chunk_extent(to, t).1, true),
@@ -56,7 +56,7 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
         let Some(t) = t.checked_sub(LOOKAHEAD_CHUNKS) else { continue };
         for to in others() {
             let after = reduced[t].map_or(Vec::new(), |step| vec![step]);
-            send_nonempty(
+            add_nonempty_send(
                 &mut builder,
                 to,
                 TransferLoad::single_message(cut.chunk_extent(member, t).1, false),
@@ -91,30 +91,34 @@ pub(in super::super) fn folded_program(cut: &PipelineSchedule) -> CollectiveProg
     };
     for t in 0..cut.steps + LOOKAHEAD_CHUNKS {
         if t < cut.steps && !own(t, false).is_empty() {
-            send_nonempty(&mut builder, 0, theirs(t, true), &[]);
-            let arrived = receive_nonempty(&mut builder, theirs(t, true), false);
+            add_nonempty_send(&mut builder, 0, theirs(t, true), &[]);
+            let arrived = add_nonempty_receive(&mut builder, theirs(t, true), false);
             reduced[t] = Some(
                 builder.add_reduction(reduction_bytes(cut, cut.chunk_extent(0, t).1), &arrived),
             );
         }
         let Some(t) = t.checked_sub(LOOKAHEAD_CHUNKS) else { continue };
         let after = reduced[t].map_or(Vec::new(), |step| vec![step]);
-        send_nonempty(&mut builder, 0, own(t, false), &after);
-        receive_nonempty(&mut builder, own(t, false), true);
+        add_nonempty_send(&mut builder, 0, own(t, false), &after);
+        add_nonempty_receive(&mut builder, own(t, false), true);
     }
     builder.into_program()
 }
 
-fn send_nonempty(builder: &mut ProgramBuilder, to: usize, load: TransferLoad, after: &[u32]) {
+fn add_nonempty_send(builder: &mut ProgramBuilder, to: usize, load: TransferLoad, after: &[u32]) {
     if !load.is_empty() {
         builder.add_send(to, load, after);
     }
 }
 
-fn receive_nonempty(builder: &mut ProgramBuilder, load: TransferLoad, copied: bool) -> Vec<u32> {
+fn add_nonempty_receive(
+    builder: &mut ProgramBuilder,
+    load: TransferLoad,
+    copied: bool,
+) -> Vec<u32> {
     if load.is_empty() {
         Vec::new()
     } else {
-        vec![builder.add_receive(0, load.with_copied(copied), &[])]
+        vec![builder.add_receive(0, load.with_copied_flag(copied), &[])]
     }
 }

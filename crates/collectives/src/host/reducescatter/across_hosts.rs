@@ -24,7 +24,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::super::UNIT_BYTES;
-use super::super::hierarchy::{arrived_bytes, join_host_blocks};
+use super::super::hierarchy::{arrived_bytes, reduce_host_blocks};
 use super::super::hosts::MembersByHost;
 use super::super::message::MessageProgress;
 use super::super::peers::{CollectiveJob, PeerLinks, PollProgress};
@@ -126,7 +126,7 @@ impl HostReducescatterJob {
             travelling.filter(|part| !part.message.is_finished()).collect()
         };
         let stream = |link: usize| {
-            let peer = peers.member_of(link);
+            let peer = peers.member_of_link(link);
             HostReducescatterStream { out: queue(member, peer), incoming: queue(peer, member) }
         };
         let carried = |of: &usize| part_carrier(hosts, host, *of) == member && parts[*of].len() > 0;
@@ -171,7 +171,7 @@ impl HostReducescatterJob {
 
     /// Joins inputs of this host that have arrived. The partial is written to the window of the
     /// link to the owner of the part, or to the own store.
-    fn join_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
+    fn reduce_host_inputs(&mut self, peers: &mut PeerLinks) -> Result<bool> {
         let Some(of) = self.carried.front().copied() else { return Ok(false) };
         let expansion = self.reducer.partial_expansion();
         let len = self.parts[of].len();
@@ -209,20 +209,20 @@ impl HostReducescatterJob {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        join_host_blocks(&self.reducer, &windows, place, &self.parts[of], self.at, bytes, out);
+        reduce_host_blocks(&self.reducer, &windows, place, &self.parts[of], self.at, bytes, out);
         match target {
             None => self.joined += bytes,
             Some(target) => {
                 let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
                 out[bytes * expansion..wire].fill(0);
                 peers.links[target].sender.commit(wire)?;
-                advance_front(&mut self.streams[target].out, wire);
+                advance_first_message(&mut self.streams[target].out, wire);
             }
         }
         for index in self.local.clone() {
             let wire = bytes.next_multiple_of(UNIT_BYTES);
             peers.links[index].receiver.release(wire)?;
-            advance_front(&mut self.streams[index].incoming, wire);
+            advance_first_message(&mut self.streams[index].incoming, wire);
         }
         self.at += bytes;
         if self.at == len {
@@ -270,7 +270,7 @@ impl HostReducescatterJob {
         for index in carriers {
             let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
             peers.links[index].receiver.release(wire)?;
-            advance_front(&mut self.streams[index].incoming, wire);
+            advance_first_message(&mut self.streams[index].incoming, wire);
         }
         self.store.drain(..bytes * expansion);
         self.reduced += bytes;
@@ -280,7 +280,7 @@ impl HostReducescatterJob {
 
 /// Records that `wire` bytes of the first message have moved, and removes the message when it is
 /// finished.
-fn advance_front(parts: &mut VecDeque<HostReducescatterPart>, wire: usize) {
+fn advance_first_message(parts: &mut VecDeque<HostReducescatterPart>, wire: usize) {
     if let Some(HostReducescatterPart { message, .. }) = parts.front_mut() {
         message.advance_by(wire);
         if message.is_finished() {
@@ -293,7 +293,7 @@ impl CollectiveJob for HostReducescatterJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = self.send_inputs(peers)?;
         for _ in 0..peers.hosts.host_count() {
-            if !self.join_inputs(peers)? {
+            if !self.reduce_host_inputs(peers)? {
                 break;
             }
             any = true;

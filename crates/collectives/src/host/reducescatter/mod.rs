@@ -23,7 +23,8 @@ use farandole_transport::{Link, PACKET_PAYLOAD_BYTES};
 
 use super::message::MessageProgress;
 use super::peers::{
-    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_incoming,
+    CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
+    with_incoming_windows,
 };
 use crate::buffer::GatherList;
 use crate::kernel::BlockReducer;
@@ -68,7 +69,7 @@ impl ReducescatterJob {
     ) -> Self {
         let part = |member: usize| member_part(segments, bytes, member);
         let stream = |link: usize| {
-            let part = part(peers.member_of(link));
+            let part = part(peers.member_of_link(link));
             ReducescatterStream { out: MessageProgress::new(part.len()), part }
         };
         let own = part(peers.member);
@@ -107,7 +108,7 @@ impl ReducescatterJob {
         let PeerLinks { links, scratch, member, .. } = peers;
         scratch.result.resize(scratch.result.len().max(REDUCESCATTER_BLOCK_BYTES), 0);
         let Self { reducer, own, output, .. } = &*self;
-        with_incoming(links, |windows| {
+        with_incoming_windows(links, |windows| {
             for from in (0..payload).step_by(REDUCESCATTER_BLOCK_BYTES) {
                 let result = &mut scratch.result[..REDUCESCATTER_BLOCK_BYTES.min(payload - from)];
                 own.visit_range(start + from, result.len(), |offset, mine| {

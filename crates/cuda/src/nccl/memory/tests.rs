@@ -23,7 +23,7 @@ fn ready(library: &NcclLibrary) -> (Formed, NcclMemory) {
 /// beside it.
 fn with_memory(library: &NcclLibrary, bytes: usize) -> (Formed, NcclMemory) {
     let (communicator, lane) = form(library, 1, 2).unwrap();
-    let mut communicator = communicator.with_memory_registration();
+    let mut communicator = communicator.with_memory_registration_enabled();
     made(&mut communicator, &mut Vec::new()).unwrap();
     let memory =
         library.allocate_memory(&FakeCommunicatorStream::default(), STREAM, bytes).unwrap();

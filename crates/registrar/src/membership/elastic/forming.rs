@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use farandole_world::{Generation, TaskId, TaskPlacement, assign_as_listed};
+use farandole_world::{Generation, TaskId, TaskPlacement, assign_ranks_as_listed};
 
 use super::world::{CurrentWorld, LossCause};
 use super::{
@@ -221,7 +221,7 @@ impl ElasticMembership {
         };
         let places: Vec<TaskPlacement> = order.iter().filter_map(place).collect();
         let next = Generation(self.generation.0 + 1);
-        let Ok(world) = assign_as_listed(next, &places) else { return };
+        let Ok(world) = assign_ranks_as_listed(next, &places) else { return };
         for task in &order {
             if let Some(worker) = self.workers.get_mut(task) {
                 worker.stage = WorkerStage::Working;
@@ -241,7 +241,7 @@ impl ElasticMembership {
         let Some(present) = &self.present else { return };
         if present.broken.is_some() {
             if let Some(present) = &mut self.present
-                && let Some(reason) = present.announce_break()
+                && let Some(reason) = present.take_break_announcement()
             {
                 let verdict = GenerationVerdict { reason, cause: None, retry: true };
                 decisions.push(MembershipDecision::Broken { generation: self.generation, verdict });

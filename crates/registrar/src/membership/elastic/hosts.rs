@@ -45,7 +45,7 @@ impl ElasticHosts {
     }
 
     /// Returns whether a list of hosts was given; otherwise workers come by themselves.
-    pub(super) fn are_known(&self) -> bool {
+    pub(super) fn are_hosts_known(&self) -> bool {
         self.known
     }
 
@@ -145,7 +145,7 @@ impl ElasticHosts {
         };
         self.all
             .iter()
-            .filter(move |host| !self.outdated && !host.is_cooling(now))
+            .filter(move |host| !self.outdated && !host.is_cooling_down(now))
             .flat_map(move |host| std::iter::repeat_n(host.name.clone(), free(host)))
     }
 
@@ -167,7 +167,7 @@ impl ElasticHosts {
 }
 
 impl ElasticHost {
-    fn is_cooling(&self, now: Duration) -> bool {
+    fn is_cooling_down(&self, now: Duration) -> bool {
         self.cool_at.is_some_and(|until| now < until)
     }
 }

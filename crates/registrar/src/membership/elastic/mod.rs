@@ -49,7 +49,7 @@ mod world;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use farandole_world::{Generation, HostHash, TaskId, World, assign_as_listed};
+use farandole_world::{Generation, HostHash, TaskId, World, assign_ranks_as_listed};
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -200,7 +200,7 @@ impl ElasticMembership {
 
     /// Returns the present world, seen from rank 0.
     pub(crate) fn current_world(&self) -> Option<World> {
-        assign_as_listed(self.generation, &self.present.as_ref()?.places).ok()
+        assign_ranks_as_listed(self.generation, &self.present.as_ref()?.places).ok()
     }
 
     /// Returns the workers that have not called `init` yet, ascending.
@@ -221,7 +221,7 @@ impl ElasticMembership {
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
         self.check_open()?;
         if !self.workers.contains_key(&task) {
-            if self.hosts.are_known() || !self.came.insert(task) {
+            if self.hosts.are_hosts_known() || !self.came.insert(task) {
                 return Err(RegistrationRefusal::NotWanted { task });
             }
             self.workers.insert(task, ElasticWorker::new_starting(String::new(), now));

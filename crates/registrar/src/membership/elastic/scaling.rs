@@ -12,7 +12,7 @@ use super::{ElasticMembership, ElasticWorker, LEAVE_TIMEOUT, MembershipDecision,
 impl ElasticMembership {
     /// Starts workers on free slots, and dismisses workers without a slot.
     pub(super) fn plan_workers(&mut self, now: Duration, decisions: &mut Vec<MembershipDecision>) {
-        if !self.hosts.are_known() {
+        if !self.hosts.are_hosts_known() {
             return;
         }
         let rank =

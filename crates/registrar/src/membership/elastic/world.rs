@@ -112,7 +112,7 @@ impl CurrentWorld {
     }
 
     /// Returns the reason why the world is broken, but only once.
-    pub(super) fn announce_break(&mut self) -> Option<String> {
+    pub(super) fn take_break_announcement(&mut self) -> Option<String> {
         if std::mem::replace(&mut self.told_broken, true) {
             return None;
         }

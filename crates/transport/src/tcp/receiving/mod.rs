@@ -230,7 +230,7 @@ impl RecordReceiver {
     }
 
     fn tampered_step(&self) -> ReceiveStep {
-        ReceiveStep::Tampered(self.seal.tampered_record().to_string())
+        ReceiveStep::Tampered(self.seal.tampered_record_error().to_string())
     }
 }
 
