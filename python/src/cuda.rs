@@ -32,7 +32,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(packed_bytes, module)?)
 }
 
-fn library_places(named: &str, packages: Vec<PathBuf>) -> LibrarySearchPath {
+fn library_search_path(named: &str, packages: Vec<PathBuf>) -> LibrarySearchPath {
     let mut places = LibrarySearchPath::from_knob(named);
     places.packages.extend(packages);
     places
@@ -55,7 +55,7 @@ fn cuda_inventory(
     named: &str,
     packages: Vec<PathBuf>,
 ) -> Vec<(String, bool, String)> {
-    let places = library_places(named, packages);
+    let places = library_search_path(named, packages);
     let findings = py.detach(|| cuda::collect_inventory(&places));
     findings.into_iter().map(|finding| (finding.name, finding.works, finding.detail)).collect()
 }
@@ -65,7 +65,7 @@ fn cuda_inventory(
 #[pyo3(signature = (packages, /))]
 fn has_driver_and_nccl_version(py: Python<'_>, packages: Vec<PathBuf>) -> PyResult<(bool, i32)> {
     let config = Config::from_env().map_err(|error| PyValueError::new_err(error.to_string()))?;
-    let places = library_places(&config.cuda_libraries, packages);
+    let places = library_search_path(&config.cuda_libraries, packages);
     Ok(py.detach(|| cuda::detect_driver_and_nccl_version(&places)))
 }
 
@@ -94,7 +94,7 @@ impl GpuKernels {
         packages: Vec<PathBuf>,
         cache: PathBuf,
     ) -> PyResult<Self> {
-        let places = library_places(named, packages);
+        let places = library_search_path(named, packages);
         py.detach(|| {
             let context =
                 GpuDevice::new(CudaDriver::load_from(&places)?, ordinal).primary_context()?;
@@ -197,7 +197,7 @@ impl SingleMemberNccl {
     #[new]
     #[pyo3(signature = (ordinal, named, packages, /))]
     fn new(py: Python<'_>, ordinal: u32, named: &str, packages: Vec<PathBuf>) -> PyResult<Self> {
-        let places = library_places(named, packages);
+        let places = library_search_path(named, packages);
         py.detach(|| {
             let nccl = NcclLibrary::load_from(&places).map_err(cuda_exception)?;
             let lane =

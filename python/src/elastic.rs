@@ -26,7 +26,7 @@ use pyo3::types::PyBytes;
 
 use crate::error::to_exception;
 use crate::hosts::{launcher_exception, remote_shell};
-use crate::launcher::PyOutcome;
+use crate::launcher::PyWorkerOutcome;
 use crate::runtime::wait_interruptibly;
 
 /// News that wait to be taken; then the job waits.
@@ -259,8 +259,11 @@ fn event_to_python(py: Python<'_>, news: ElasticJobEvent) -> PyResult<(&'static 
             ("world", (generation, places).into_pyobject(py)?.into_any().unbind())
         }
         ElasticJobEvent::Ended(Ok(report)) => {
-            let outcomes: Vec<PyOutcome> =
-                report.outcomes.into_iter().map(|outcome| PyOutcome::new(py, outcome)).collect();
+            let outcomes: Vec<PyWorkerOutcome> = report
+                .outcomes
+                .into_iter()
+                .map(|outcome| PyWorkerOutcome::new(py, outcome))
+                .collect();
             ("ended", outcomes.into_pyobject(py)?.into_any().unbind())
         }
         ElasticJobEvent::Ended(Err(failure)) => {

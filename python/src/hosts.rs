@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::error::to_exception;
-use crate::launcher::PyOutcome;
+use crate::launcher::PyWorkerOutcome;
 use crate::registrar::{read_configuration, registrar_exception as registrar_error};
 
 /// This host's tasks, and every other host with its first task and the one after its last.
@@ -30,7 +30,7 @@ type News = (&'static str, Option<u32>, Py<PyAny>);
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PyRemote>()?;
+    module.add_class::<PyRemoteHost>()?;
     module.add_function(wrap_pyfunction!(networks_of_interfaces, module)?)?;
     module.add_function(wrap_pyfunction!(listen_address_and_ports, module)?)?;
     module.add_function(wrap_pyfunction!(host_slots, module)?)?;
@@ -99,13 +99,13 @@ fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyRe
 
 /// The agent of another host.
 #[pyclass(frozen, name = "Remote", module = "farandole._native.hosts")]
-struct PyRemote {
+struct PyRemoteHost {
     remote: RemoteAgent,
     notices: Mutex<mpsc::Receiver<AgentNotice>>,
 }
 
 #[pymethods]
-impl PyRemote {
+impl PyRemoteHost {
     #[new]
     #[pyo3(signature = (ticket, host, first, end, command, *, env, payload, python, same_python, ssh_command=None, ssh_port=None, ssh_identity_file=None, start_timeout=None))]
     #[expect(clippy::too_many_arguments, reason = "the Python signature")]
@@ -180,7 +180,7 @@ impl PyRemote {
                     AgentNotice::WorkerEnded { task, outcome: Ok(outcome) } => (
                         "ended",
                         Some(task.0),
-                        Py::new(py, PyOutcome::new(py, outcome))?.into_any(),
+                        Py::new(py, PyWorkerOutcome::new(py, outcome))?.into_any(),
                     ),
                     AgentNotice::WorkerEnded { task, outcome: Err(failure) } => (
                         "refused",

@@ -34,7 +34,7 @@ static FLUSH_REGISTERED_AT_EXIT: AtomicBool = AtomicBool::new(false);
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<PyOutcome>()?;
+    module.add_class::<PyWorkerOutcome>()?;
     module.add("ALLOCATOR", BTreeMap::from(ALLOCATOR_VARIABLES))?;
     module.add_function(wrap_pyfunction!(run_agent, module)?)?;
     module.add_function(wrap_pyfunction!(report_record, module)?)?;
@@ -43,7 +43,7 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The outcome of a worker.
 #[pyclass(frozen, get_all, name = "Outcome", module = "farandole._native.launcher")]
-pub(crate) struct PyOutcome {
+pub(crate) struct PyWorkerOutcome {
     rank: Option<u32>,
     size: Option<usize>,
     exit_code: Option<i32>,
@@ -56,7 +56,7 @@ pub(crate) struct PyOutcome {
     retry: bool,
 }
 
-impl PyOutcome {
+impl PyWorkerOutcome {
     pub(crate) fn new(py: Python<'_>, outcome: WorkerOutcome) -> Self {
         let (exit_code, signal) = outcome.exit_kind.as_ref().map_or((None, None), exit_numbers);
         Self {
@@ -75,7 +75,7 @@ impl PyOutcome {
 }
 
 #[pymethods]
-impl PyOutcome {
+impl PyWorkerOutcome {
     fn __repr__(&self) -> String {
         let end = match (&self.exit_code, &self.signal_name) {
             (Some(code), _) => format!("exit_code={code}"),
@@ -120,7 +120,7 @@ fn run_agent(
     host: Option<String>,
     together: bool,
     elastic: bool,
-) -> PyResult<PyOutcome> {
+) -> PyResult<PyWorkerOutcome> {
     let config =
         read_configuration(&[("start_timeout", start_timeout.map(|seconds| seconds.to_string()))])?;
     let ticket: Ticket = ticket.parse().map_err(|failure| registrar_error(&failure))?;
@@ -159,7 +159,7 @@ fn run_agent(
             return Err(interrupt);
         }
     };
-    Ok(PyOutcome::new(py, outcome))
+    Ok(PyWorkerOutcome::new(py, outcome))
 }
 
 fn registrar_client() -> PyResult<Option<TaskClient>> {

@@ -20,7 +20,7 @@ use crate::runtime::wait_interruptibly;
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<PyRegistrar>()?;
-    module.add_class::<PyEvent>()?;
+    module.add_class::<PyJobEvent>()?;
     module.add_function(wrap_pyfunction!(host_hash, module)?)
 }
 
@@ -47,7 +47,7 @@ pub(crate) fn read_configuration(given: &[(&str, Option<String>)]) -> PyResult<C
 /// Something that happened in the job.
 #[pyclass(frozen, get_all, name = "Event", module = "farandole._native.registrar")]
 #[derive(Default)]
-struct PyEvent {
+struct PyJobEvent {
     kind: &'static str,
     task: Option<u32>,
     rank: Option<u32>,
@@ -61,7 +61,7 @@ struct PyEvent {
 }
 
 #[pymethods]
-impl PyEvent {
+impl PyJobEvent {
     fn __repr__(&self) -> String {
         let number =
             |value: Option<u32>| value.map_or_else(|| "None".to_owned(), |value| value.to_string());
@@ -74,7 +74,7 @@ impl PyEvent {
     }
 }
 
-impl PyEvent {
+impl PyJobEvent {
     fn from_registrar_event(py: Python<'_>, event: registrar::JobEvent) -> Self {
         let bytes = |data: &[u8]| Some(PyBytes::new(py, data).unbind());
         match event {
@@ -244,7 +244,7 @@ impl PyRegistrar {
         self.inner.ticket().registrar_addresses().to_vec()
     }
 
-    fn events(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyEvent>> {
+    fn events(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<PyJobEvent>> {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         let drained = wait_interruptibly(py, Some(Instant::now() + timeout), |slice| {
@@ -256,10 +256,10 @@ impl PyRegistrar {
             Ok(over.then_some(drained))
         })?;
         let Some(drained) = drained else { return Ok(Vec::new()) };
-        let mut events: Vec<PyEvent> = drained
+        let mut events: Vec<PyJobEvent> = drained
             .records
             .into_iter()
-            .map(|event| PyEvent::from_registrar_event(py, event))
+            .map(|event| PyJobEvent::from_registrar_event(py, event))
             .collect();
         let first = events.iter_mut().find(|event| matches!(event.kind, "log" | "metric"));
         if let Some(first) = first {
@@ -269,7 +269,7 @@ impl PyRegistrar {
     }
 
     fn rank_assignment<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
-        self.inner.current_world().map(|world| seat_entries(py, &world)).transpose()
+        self.inner.current_world().map(|world| rank_placement_entries(py, &world)).transpose()
     }
 
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
@@ -303,7 +303,7 @@ impl PyRegistrar {
     }
 }
 
-fn seat_entries<'py>(py: Python<'py>, world: &World) -> PyResult<Bound<'py, PyList>> {
+fn rank_placement_entries<'py>(py: Python<'py>, world: &World) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
     for (rank, seat) in world.seats.iter().enumerate() {
         let entry = PyDict::new(py);

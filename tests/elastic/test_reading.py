@@ -48,7 +48,7 @@ model = torch.nn.ParameterList([torch.zeros(EPOCHS, ROWS)])
 counts = model[0]
 def say():
     print(f"pid {{os.getpid()}} of {{hvd.size()}}", flush=True)
-basics.on_init(say)
+basics.call_on_each_init(say)
 hvd.init()
 loader = ParquetLoader(sys.argv[1], batch_size=4, framework="torch", seed=3)
 plain = torch.optim.SGD(model.parameters(), lr=1.0)

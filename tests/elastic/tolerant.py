@@ -166,7 +166,7 @@ def end(moment: str, network: torch.nn.Module) -> None:
     elif moment == "during":
         threading.Timer(0.002, os.kill, (os.getpid(), signal.SIGKILL)).start()
     elif moment == "recovering":
-        basics.on_init(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        basics.call_on_each_init(lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
         os.kill(os.getpid(), signal.SIGTERM if moment == "asked" else signal.SIGKILL)
 

@@ -174,7 +174,7 @@ def compiled_calls_follow_branches_loops_and_functions():
         assert shared.experimental_get_tracing_count() == 2
 
     # What was compiled for a world of another size says so.
-    kept, xla._traced_set_size = xla._traced_set_size, lambda _: 3
+    kept, xla._traced_process_set_size = xla._traced_process_set_size, lambda _: 3
     try:
         for operation in (hvd.allgather, hvd.reducescatter):
             with pytest.raises(
@@ -182,7 +182,7 @@ def compiled_calls_follow_branches_loops_and_functions():
             ):
                 tf.function(operation, jit_compile=True)(tf.ones([3, 2]))
     finally:
-        xla._traced_set_size = kept
+        xla._traced_process_set_size = kept
 
 
 def keras_compiles_the_whole_step():

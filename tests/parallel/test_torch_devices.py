@@ -552,10 +552,10 @@ def captured_backward(as_view):
         named_parameters=layer.named_parameters(),
         gradient_as_bucket_view=as_view,
     )
-    asked, captured = [], _reducer.is_captured
-    _reducer.is_captured = lambda tensor: asked.append(tensor) is None
+    asked, captured = [], _reducer.is_in_cuda_graph_capture
+    _reducer.is_in_cuda_graph_capture = lambda tensor: asked.append(tensor) is None
     layer(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
-    _reducer.is_captured = captured
+    _reducer.is_in_cuda_graph_capture = captured
     busy = optimizer._reducer.is_busy()
     # As a graph that is replayed: gradients are there, and no hook was called.
     layer.weight.grad.fill_(10.0 * (hvd.rank() + 1))

@@ -24,7 +24,7 @@ class Fake:
     def used_bytes(self):
         return self.alive
 
-    def resident_bytes(self):
+    def anonymous_resident_bytes(self):
         return self.alive + self.unused + self.others
 
     def trim_unused(self):
@@ -50,7 +50,7 @@ class Clock:
         """After how long it trimmed within these seconds, if it did."""
         for after in range(1, round(4 * seconds) + 1):
             self.now += 0.25
-            if self.watch.sample_heap(self.now):
+            if self.watch.sample_heap_and_trim(self.now):
                 return after / 4
         return None
 
@@ -68,7 +68,10 @@ def test_unused_memory_is_returned_and_memory_of_other_allocators_is_left(heap):
 
 def test_a_thread_that_seldom_runs_decides_as_soon(heap):
     watch = HeapTrimmer(heap)
-    assert [watch.sample_heap(second / 2) for second in range(1, 9)] == [*[False] * 7, True]
+    assert [watch.sample_heap_and_trim(second / 2) for second in range(1, 9)] == [
+        *[False] * 7,
+        True,
+    ]
 
 
 def test_memory_that_a_step_frees_and_takes_again_is_kept(heap):
@@ -110,10 +113,10 @@ blocks = [library.malloc(8 << 20) for _ in range(8)]
 above = library.malloc(1000)
 for block in blocks:
     ctypes.memset(block, 1, 8 << 20)
-full = heap.resident_bytes()
+full = heap.anonymous_resident_bytes()
 for block in blocks:
     library.free(block)
-print((full - heap.resident_bytes()) >> 20)
+print((full - heap.anonymous_resident_bytes()) >> 20)
 """
 
 
@@ -140,7 +143,7 @@ def test_the_heap_of_this_process_tells_what_is_used_and_gives_back_what_is_not(
     used = heap.used_bytes()
     block = bytearray(8 * MIB)
     assert heap.used_bytes() - used >= len(block)
-    assert heap.resident_bytes() > 8 * MIB
+    assert heap.anonymous_resident_bytes() > 8 * MIB
     heap.trim_unused()
 
 

@@ -82,7 +82,7 @@ class OnGpu:
 def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
     hvd.init()
     _device._usable_by_ordinal.clear()
-    assert [_device.is_usable(OnGpu()) for _ in range(2)] == [False, False]
+    assert [_device.is_usable_in_place(OnGpu()) for _ in range(2)] == [False, False]
     told = capfd.readouterr().err
     assert told.count("tensors on GPU 1000 are copied to the host by torch") == 1
     with pytest.raises(FarandoleEnvironmentError):
@@ -104,7 +104,7 @@ class Resident(torch.Tensor):
 
 
 def test_torch_distributed_hands_the_engine_no_address_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(_device, "is_usable", lambda _: True)
+    monkeypatch.setattr(_device, "is_usable_in_place", lambda _: True)
     there = torch.arange(3.0).as_subclass(Resident)
     assert _handles.to_engine_tensor(there) is there
     for copied in (

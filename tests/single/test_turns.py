@@ -22,7 +22,7 @@ def rows_of(books: RowAssignment, piece: RowPiece) -> list[tuple[int, int]]:
     """The rows that a reader gives for a piece."""
     positions = range(piece.start + piece.rank, books.total, piece.size)[: piece.batch]
     rows = [(piece.epoch, position) for position in positions[piece.offset :: piece.stride]]
-    assert len(rows) == books.piece_rows(piece)
+    assert len(rows) == books.piece_row_count(piece)
     return rows
 
 

@@ -19,7 +19,7 @@ import farandole.spark
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.limits import elastic_timeout_seconds
 from farandole.spark.job.decommission import own_executor_id
-from farandole.spark.runner import elastic_sizes
+from farandole.spark.runner import elastic_worker_counts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -153,13 +153,13 @@ def test_a_function_that_fails_everywhere_ends_the_job_with_its_own_exception(
 
 
 def test_numbers_of_processes_that_contradict_each_other_are_refused() -> None:
-    assert elastic_sizes(None, None, None, lambda: 3) == (3, 3, 3)
-    assert elastic_sizes(None, 2, 6, lambda: 3) == (6, 2, 6)
-    assert elastic_sizes(4, 2, None, lambda: 3) == (4, 2, 4)
+    assert elastic_worker_counts(None, None, None, lambda: 3) == (3, 3, 3)
+    assert elastic_worker_counts(None, 2, 6, lambda: 3) == (6, 2, 6)
+    assert elastic_worker_counts(4, 2, None, lambda: 3) == (4, 2, 4)
     with pytest.raises(ValueError, match="5 <= 4 <= 4 does not"):
-        elastic_sizes(4, 5, None, lambda: 3)
+        elastic_worker_counts(4, 5, None, lambda: 3)
     with pytest.raises(ValueError, match="min_num_proc must be at least 1: 0"):
-        elastic_sizes(4, 0, None, lambda: 3)
+        elastic_worker_counts(4, 0, None, lambda: 3)
     with pytest.raises(ValueError, match="elastic_timeout"):
         elastic_timeout_seconds(0.0)
 

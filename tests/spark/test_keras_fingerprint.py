@@ -38,7 +38,7 @@ def test_a_model_counts_whatever_names_keras_gives_it():
     keras.utils.set_random_seed(1)
     first = made()
     assert not first.differences_to(made())
-    assert first.has_other_weights(made())
+    assert first.has_other_initial_weights(made())
     assert [one.name for one in first.differences_to(made(units=4))] == ["model"]
     assert [str(one) for one in first.differences_to(made(rate=0.25, loss="mae"))] == [
         "optimizer was SGD(learning_rate=0.1) and is SGD(learning_rate=0.25)",

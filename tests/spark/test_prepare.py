@@ -19,7 +19,11 @@ from pyspark.sql import functions as sf
 
 from farandole.data.columns import ColumnRoles
 from farandole.spark.common import LocalStore
-from farandole.spark.common.data.prepare import clear_training_cache, find_data, prepare_data
+from farandole.spark.common.data.prepare import (
+    clear_training_cache,
+    find_existing_data,
+    prepare_data,
+)
 
 pytestmark = pytest.mark.timeout(180)
 ROLES = ColumnRoles(features=("x",), labels=("y",))
@@ -149,7 +153,7 @@ def test_data_whose_manifest_is_gone_is_prepared_again(store, frame, tmp_path):
     (tmp_path / "intermediate_train_data.0" / "_manifest.json").unlink()
     again = prepared(store, frame)
     assert not again.reused
-    assert find_data(store, ROLES, again.index).train_rows == first.train_rows
+    assert find_existing_data(store, ROLES, again.index).train_rows == first.train_rows
 
 
 @pytest.mark.newest
@@ -203,7 +207,7 @@ def test_other_stores_have_their_own_data(store, frame, tmp_path):
 @pytest.mark.newest
 def test_prepared_data_is_found_without_spark(store, frame):
     first = prepared(store, frame, ColumnRoles(("x",), ("y",), validation=0.2))
-    found = find_data(store, ROLES, first.index)
+    found = find_existing_data(store, ROLES, first.index)
     assert (found.train_rows, found.val_rows) == (first.train_rows, first.val_rows)
     assert found.columns["x"].shape == (2,)
 
@@ -431,7 +435,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
     files = os.listdir(place)
     assert set(kept.values()) <= set(files)
     assert ids(again.train_url) == ids_of(plan())
-    assert prepare.find_data(store, roles, 0).train_rows == 190
+    assert prepare.find_existing_data(store, roles, 0).train_rows == 190
 
 
 def ids_of(frame):

@@ -96,7 +96,7 @@ def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
 ):
     SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
     failing = SaveDirectory(place, spark)
-    breaking(monkeypatch, failing, "delete_name", after=False)
+    breaking(monkeypatch, failing, "delete_entry", after=False)
     with caplog.at_level(logging.WARNING, "farandole"):
         failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
     assert "could not be deleted" in caplog.text

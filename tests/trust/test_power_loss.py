@@ -250,7 +250,7 @@ def test_a_loss_of_power_at_every_step_of_a_save_leaves_a_whole_model(
         {"class": "m", "n": 0}, {"weights": weights[0]}, overwrite=False
     )
     second = save_directory.SaveDirectory(str(place), session)
-    for call in ("write_rows", "write_text", "delete_name"):
+    for call in ("write_rows", "write_text", "delete_entry"):
         followed(monkeypatch, second._files, call, step)
     second.write_save({"class": "m", "n": 1}, {"weights": weights[1]}, overwrite=True)
     assert steps[:2] == [0, 1]

@@ -57,7 +57,9 @@ class _DistributedOptimizerMixin:
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns a new distributed optimizer of the same settings."""
-        return _wrapped(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
+        return _distribute_plain_optimizer(
+            cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings
+        )
 
     def __reduce__(self) -> Any:
         """Copies and pickles are distributed, too.
@@ -73,7 +75,7 @@ class _DistributedOptimizerMixin:
         plain.__dict__.update(
             {key: value for key, value in self.__dict__.items() if key != "_farandole"}
         )
-        return _wrapped, (plain, self._farandole_settings)
+        return _distribute_plain_optimizer, (plain, self._farandole_settings)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         self._farandole.variables = list(trainable_variables)
@@ -132,7 +134,9 @@ class _LossScaleMixin:
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Returns a new one of the same settings."""
-        return _scaling(cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings)
+        return _distribute_loss_scale_optimizer(
+            cls._farandole_kind.from_config(*args, **kwargs), cls._farandole_settings
+        )
 
     def __reduce__(self) -> Any:
         """Copies and pickles are distributed, too."""
@@ -140,7 +144,7 @@ class _LossScaleMixin:
         plain = object.__new__(self._farandole_kind)
         plain.__dict__.update(self.__dict__)
         plain.__dict__["inner_optimizer"] = inner
-        return _scaling, (plain, self._farandole_settings)
+        return _distribute_loss_scale_optimizer, (plain, self._farandole_settings)
 
 
 def is_optimizer(value: Any) -> bool:
@@ -224,7 +228,11 @@ def distribute_optimizer(optimizer: Any, settings: Settings) -> Any:
                 "backward_passes_per_step > 1 needs an optimizer that has not been built"
             )
         target.gradient_accumulation_steps = passes
-    new = _scaling(optimizer, settings) if scaled else _wrapped(optimizer, settings)
+    new = (
+        _distribute_loss_scale_optimizer(optimizer, settings)
+        if scaled
+        else _distribute_plain_optimizer(optimizer, settings)
+    )
     if settings.name is not None:
         new.name = settings.name
     return new
@@ -249,16 +257,18 @@ def _create_subclass_instance(optimizer: Any, mixed_in: type, settings: Settings
     return new
 
 
-def _wrapped(optimizer: Any, settings: Settings) -> Any:
+def _distribute_plain_optimizer(optimizer: Any, settings: Settings) -> Any:
     patches.install_patches()
     new = _create_subclass_instance(optimizer, _DistributedOptimizerMixin, settings)
     new.__dict__["_farandole"] = OptimizerDistribution(settings)
     return new
 
 
-def _scaling(optimizer: Any, settings: Settings) -> Any:
+def _distribute_loss_scale_optimizer(optimizer: Any, settings: Settings) -> Any:
     patches.install_patches()
     new = _create_subclass_instance(optimizer, _LossScaleMixin, settings)
-    inner = _wrapped(optimizer.inner_optimizer, dataclasses.replace(settings, name=None))
+    inner = _distribute_plain_optimizer(
+        optimizer.inner_optimizer, dataclasses.replace(settings, name=None)
+    )
     new.__dict__["inner_optimizer"] = inner
     return new

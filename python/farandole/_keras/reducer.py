@@ -52,7 +52,7 @@ class _ReducerNumbering:
     def __init__(self) -> None:
         self.world = 0
         self.numbers = itertools.count()
-        basics.on_init(self._restart_numbering)
+        basics.call_on_each_init(self._restart_numbering)
 
     def _restart_numbering(self) -> None:
         self.world += 1

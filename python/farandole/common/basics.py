@@ -28,14 +28,14 @@ _init_callbacks: list[Callable[[], None]] = []
 _world_ticket: tuple[str, int] | None = None
 
 
-def on_init(reset: Callable[[], None]) -> None:
+def call_on_each_init(reset: Callable[[], None]) -> None:
     """Registers `reset` for the beginning of each new world; framework modules drop the state of
     the last one.
     """
     _init_callbacks.append(reset)
 
 
-def before_elastic_join(load: Callable[[], None]) -> None:
+def call_before_elastic_join(load: Callable[[], None]) -> None:
     """Registers `load` for the moment before this process joins a world of an elastic job.
 
     Framework modules import there the modules that scripts use after `init`, because the other
@@ -142,7 +142,7 @@ def _begin_session(
     if isinstance(comm, MpiCommunicator):
         if engine.is_initialized():
             return False
-        told = _exchange_ticket(comm)
+        told = _agree_on_world_ticket(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
     if notices.is_elastic() and not engine.is_initialized():
@@ -157,7 +157,7 @@ def _begin_session(
     return True
 
 
-def _exchange_ticket(comm: MpiCommunicator) -> tuple[str, int]:
+def _agree_on_world_ticket(comm: MpiCommunicator) -> tuple[str, int]:
     """Returns the ticket of the world that a communicator's processes form, and this one's rank
     in it.
     """
@@ -295,7 +295,7 @@ def gloo_built() -> bool:
 
 
 @functools.cache
-def _detect_cuda() -> tuple[bool, int]:
+def _detect_cuda_and_nccl() -> tuple[bool, int]:
     """Returns whether there is a CUDA driver, and the version code of NCCL."""
     from farandole._native import cuda  # noqa: PLC0415 - only for those who ask
 
@@ -310,7 +310,7 @@ def nccl_built() -> int:
 
     It is loaded at the first call, so the result depends on this host and not on the build.
     """
-    return _detect_cuda()[1]
+    return _detect_cuda_and_nccl()[1]
 
 
 def ddl_built() -> bool:
@@ -327,7 +327,7 @@ def cuda_built() -> bool:
     """Returns whether the engine works on CUDA memory of torch, which it does if there is a
     driver.
     """
-    return _detect_cuda()[0]
+    return _detect_cuda_and_nccl()[0]
 
 
 def rocm_built() -> bool:

@@ -27,4 +27,4 @@ def uses_horovod_gradients() -> bool:
     return _cached_convention[0]
 
 
-basics.on_init(_cached_convention.clear)
+basics.call_on_each_init(_cached_convention.clear)

@@ -51,16 +51,16 @@ of its result. A tuple, because there may be hundreds at a time, and each furthe
 garbage collector run more often."""
 
 
-class _GroupFinish:
+class _ResumableGroupFinish:
     """Makes the result of an operation if a member failed or the wait was interrupted."""
 
     def __init__(self, finish: Finish, before: list[Any]) -> None:
         self._finish = finish
         self._known_outcomes = before
 
-    def with_outcomes(self, outcomes: list[Any]) -> _GroupFinish:
+    def with_outcomes(self, outcomes: list[Any]) -> _ResumableGroupFinish:
         """Returns a copy that has the outcomes of further members."""
-        return _GroupFinish(self._finish, self._known_outcomes + outcomes)
+        return _ResumableGroupFinish(self._finish, self._known_outcomes + outcomes)
 
     def __call__(self, outcomes: list[Any]) -> Any:
         """Returns the result, or the first failure."""
@@ -88,7 +88,7 @@ class HandleTable:
             itertools.count
         )
         self._join_count = 0
-        basics.on_init(self._reset_for_world)
+        basics.call_on_each_init(self._reset_for_world)
 
     def _reset_for_world(self) -> None:
         self._entries.clear()
@@ -196,7 +196,11 @@ class HandleTable:
             try:
                 outcome = engine.wait(member)
             except BaseException as error:
-                finish = finish if isinstance(finish, _GroupFinish) else _GroupFinish(finish, [])
+                finish = (
+                    finish
+                    if isinstance(finish, _ResumableGroupFinish)
+                    else _ResumableGroupFinish(finish, [])
+                )
                 # A failed operation is over; an interrupted wait is not, and its memory is still
                 # being written.
                 if not isinstance(error, Exception) or engine.is_pending(member):
@@ -251,7 +255,7 @@ def member_ranks(process_set: ProcessSet) -> list[int]:
     return list(range(basics.size())) if ranks is None else ranks
 
 
-def rows_of_this_rank(rows: int, process_set: ProcessSet) -> int:
+def row_count_of_this_rank(rows: int, process_set: ProcessSet) -> int:
     """Returns this rank's share of `rows`: the same for all ranks, plus one on the first ranks if
     rows remain.
 

@@ -85,7 +85,7 @@ class MallocHeap:
         info = self._info()
         return info.uordblks + info.hblkhd
 
-    def resident_bytes(self) -> int:
+    def anonymous_resident_bytes(self) -> int:
         """Returns the bytes of memory that are no pages of files."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
@@ -113,10 +113,10 @@ class HeapTrimmer:
         self._trim_times: deque[float] = deque(maxlen=_CHURN_TRIMS)
         """Times of the last trims."""
 
-    def sample_heap(self, now: float) -> bool:
+    def sample_heap_and_trim(self, now: float) -> bool:
         """Takes one sample at the given time in seconds; returns whether it trimmed the heap."""
         used = self._heap.used_bytes()
-        self._samples.append((now, self._heap.resident_bytes() - used))
+        self._samples.append((now, self._heap.anonymous_resident_bytes() - used))
         while len(self._samples) > _MIN_SAMPLES and self._samples[1][0] <= now - _UNUSED_SECONDS:
             self._samples.popleft()
         if len(self._samples) < _MIN_SAMPLES or self._samples[0][0] > now - _UNUSED_SECONDS:
@@ -127,7 +127,9 @@ class HeapTrimmer:
             return False
         self._heap.trim_unused()
         self._samples.clear()
-        self._untrimmable_bytes = max(self._heap.resident_bytes() - self._heap.used_bytes(), 0)
+        self._untrimmable_bytes = max(
+            self._heap.anonymous_resident_bytes() - self._heap.used_bytes(), 0
+        )
         self._trim_times.append(now)
         if len(self._trim_times) == _CHURN_TRIMS and now - self._trim_times[0] <= _CHURN_SECONDS:
             self._heap.map_large_blocks()
@@ -157,4 +159,4 @@ def _run_trimmer(watch: HeapTrimmer) -> None:
     pause = threading.Event()
     with suppress(OSError):
         while not pause.wait(_SAMPLE_INTERVAL):
-            watch.sample_heap(time.monotonic())
+            watch.sample_heap_and_trim(time.monotonic())

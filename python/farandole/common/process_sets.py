@@ -83,7 +83,7 @@ class ProcessSet:
         """Pickles the set as its ranks: a copy, even in another process, is the set of these ranks
         that is registered in that process.
         """
-        return _of_ranks, (self._ranks,)
+        return _process_set_of_ranks, (self._ranks,)
 
 
 class _GlobalProcessSet(ProcessSet):
@@ -122,7 +122,7 @@ def _update_registered_sets() -> None:
             _registered.discard(process_set)
 
 
-basics.on_init(_update_registered_sets)
+basics.call_on_each_init(_update_registered_sets)
 
 
 def register_initial_sets(given: list[ProcessSet]) -> None:
@@ -134,29 +134,29 @@ def register_initial_sets(given: list[ProcessSet]) -> None:
     carried = engine.carried_process_sets()
     if carried is None:
         for number, process_set in enumerate(given, start=1):
-            register_set(process_set, number)
+            record_process_set_number(process_set, number)
         return
     present = engine.process_sets()
     for number, process_set in enumerate(given, start=1):
         if number in carried:
             process_set._ranks = present[number]  # noqa: SLF001 - its own module's
-            register_set(process_set, number)
+            record_process_set_number(process_set, number)
 
 
-def register_set(process_set: ProcessSet, number: int) -> None:
+def record_process_set_number(process_set: ProcessSet, number: int) -> None:
     """Notes the engine's number of a set."""
     process_set.process_set_id = number
     _registered.add(process_set)
 
 
-def _of_ranks(ranks: list[int]) -> ProcessSet:
+def _process_set_of_ranks(ranks: list[int]) -> ProcessSet:
     for known in _registered:
         if known.ranks == ranks:
             return known
     process_set = ProcessSet(ranks)
     for number, members in engine.process_sets().items() if basics.is_initialized() else ():
         if number != 0 and members == ranks:
-            register_set(process_set, number)
+            record_process_set_number(process_set, number)
     return process_set
 
 
@@ -183,7 +183,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"process set is registered already: {process_set!r}")
-    register_set(process_set, engine.add_process_set(process_set.ranks or []))
+    record_process_set_number(process_set, engine.add_process_set(process_set.ranks or []))
     return process_set
 
 

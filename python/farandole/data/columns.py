@@ -45,7 +45,7 @@ class ColumnRoles:
         return list(dict.fromkeys([*self.features, *self.labels, *weight]))
 
     @property
-    def read_columns(self) -> list[str]:
+    def source_columns_to_read(self) -> list[str]:
         """Columns that are read from the DataFrame."""
         return (
             [*self.stored_columns, self.validation]
@@ -53,7 +53,7 @@ class ColumnRoles:
             else self.stored_columns
         )
 
-    def described_columns(self) -> list[tuple[str, str]]:
+    def columns_with_roles(self) -> list[tuple[str, str]]:
         """Returns pairs of role and column name, such as `feature column` and `age`."""
         pairs = [("feature column", name) for name in self.features]
         pairs += [("label column", name) for name in self.labels]
@@ -75,7 +75,7 @@ def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str
     Raises:
         ValueError: naming the column and what might have been meant.
     """
-    for role, given in roles.described_columns():
+    for role, given in roles.columns_with_roles():
         name = source_column(given, present)
         if name != given and role != "feature column":
             raise ValueError(

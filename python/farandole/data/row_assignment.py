@@ -49,7 +49,7 @@ class AssignmentRound(NamedTuple):
     size: int
     is_divided: bool
 
-    def piece_of(self, number: int) -> RowPiece:
+    def piece_of_rank(self, number: int) -> RowPiece:
         """Returns the piece of one rank."""
         return (
             self.whole.split_part(number, self.size)
@@ -59,7 +59,7 @@ class AssignmentRound(NamedTuple):
 
     def all_pieces(self) -> list[RowPiece]:
         """Returns the pieces of all ranks."""
-        return [self.piece_of(number) for number in range(self.size)]
+        return [self.piece_of_rank(number) for number in range(self.size)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class RowAssignment:
         self.place, dealt = self._deal_round(self.place, self.size)
         self.rounds += 1
         self.dealt_rounds.append(dealt)
-        self.taken_pieces.append(dealt.piece_of(self.rank))
+        self.taken_pieces.append(dealt.piece_of_rank(self.rank))
         return self.taken_pieces[-1]
 
     def rounds_left(self) -> int:
@@ -186,7 +186,7 @@ class RowAssignment:
         nothing = RowPiece(place.epoch, 0, 0, 1, 1, offset=1)
         return place, AssignmentRound(nothing, size, True)
 
-    def piece_rows(self, piece: RowPiece) -> int:
+    def piece_row_count(self, piece: RowPiece) -> int:
         """Returns the number of rows of a piece."""
         read = min(piece.batch, -(-(self.total - piece.start - piece.rank) // piece.size))
         return max(0, -(-(read - piece.offset) // piece.stride))
@@ -217,7 +217,7 @@ class RowAssignment:
         hands = [[] if record is None else record["hand"] for record in records]
         held = {piece for hand in hands for piece in hand}
         dealt = [piece for turn in best["dealt"] for piece in turn.all_pieces()]
-        lost = [piece for piece in dealt if piece not in held and self.piece_rows(piece) > 0]
+        lost = [piece for piece in dealt if piece not in held and self.piece_row_count(piece) > 0]
         place = replace(best["place"], left=(*best["place"].left, *lost))
         self.rank, self.size = rank, len(records)
         self.rounds = best["rounds"]
@@ -230,5 +230,5 @@ class RowAssignment:
             place, turned = self._deal_round(place, len(sharers))
             self.dealt_rounds.append(turned)
             if rank in sharers:
-                self.pending_pieces.append(turned.piece_of(sharers.index(rank)))
+                self.pending_pieces.append(turned.piece_of_rank(sharers.index(rank)))
         self.place = place

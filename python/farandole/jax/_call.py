@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 
 
-def _reset_numbers() -> None:
+def _reset_operation_numbers() -> None:
     global _numbers  # noqa: PLW0603 - as the world, there is one per process
     _numbers = itertools.count()
 
 
-basics.on_init(_reset_numbers)
+basics.call_on_each_init(_reset_operation_numbers)
 
 
 def is_traced(values: Sequence[Any]) -> bool:

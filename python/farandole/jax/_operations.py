@@ -12,7 +12,7 @@ import numpy as np
 
 import farandole.numpy as plain
 from farandole.common import basics
-from farandole.common.handles import member_ranks, rows_of_this_rank
+from farandole.common.handles import member_ranks, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum, choose_op
 from farandole.jax._call import call_on_arrays, is_traced, shape_dtype_of
@@ -303,7 +303,7 @@ def reducescatter(
         FarandoleInternalError: As for `allreduce`.
     """
     value = _require_rows(tensor, "reducescatter")
-    rows = rows_of_this_rank(value.shape[0], process_set)
+    rows = row_count_of_this_rank(value.shape[0], process_set)
     size = len(member_ranks(process_set))
 
     def run_reducescatter(arrays: list[Any], name: str | None) -> Sequence[Any]:

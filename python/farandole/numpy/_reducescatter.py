@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native import engine
-from farandole.common.handles import process_set_number, rows_of_this_rank
+from farandole.common.handles import process_set_number, row_count_of_this_rank
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.util import Average, Sum
 from farandole.numpy._arrays import Array, as_input, data_address, dtype_number, synchronize, table
@@ -36,7 +36,8 @@ def _prepare_buffers(value: Any, process_set: ProcessSet) -> tuple[Array, Array]
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array of at least one dimension: shape ()")
     return source, np.empty(
-        (rows_of_this_rank(source.shape[0], process_set), *source.shape[1:]), dtype=source.dtype
+        (row_count_of_this_rank(source.shape[0], process_set), *source.shape[1:]),
+        dtype=source.dtype,
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.ray.discovery import count_workers_as_free
-from farandole.ray.results import death_summary
+from farandole.ray.results import actor_death_summary
 from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray
 
@@ -294,7 +294,7 @@ class RayAgentPool:
         except Exception as error:  # noqa: BLE001 - the actor or its node died: the next one is another worker
             if not seat.given_up.is_set():
                 self._output.print_message(
-                    f"the actor of worker {task} died: {death_summary(error)}"
+                    f"the actor of worker {task} died: {actor_death_summary(error)}"
                 )
             return None
         finally:

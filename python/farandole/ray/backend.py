@@ -18,7 +18,7 @@ from farandole.ray.agent_pool import (
     hold_minimum_resources,
 )
 from farandole.ray.drains import NodeDrains
-from farandole.ray.results import death_summary
+from farandole.ray.results import actor_death_summary
 from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray, is_ray_client
 from farandole.runner import environment, outcome, timelines, warm_workers
@@ -261,7 +261,7 @@ class SpareActors:
         self._actors: list[Any] = []
 
     @classmethod
-    def for_process(cls) -> SpareActors:
+    def spare_actors_of_process(cls) -> SpareActors:
         """Returns the spare actors of this process, in which Ray Tune runs several trials with
         `reuse_actors=True`.
         """
@@ -269,7 +269,7 @@ class SpareActors:
             cls._process_instance = cls()
         return cls._process_instance
 
-    def take_actors(self, purpose: Any) -> list[Any]:
+    def take_spare_actors(self, purpose: Any) -> list[Any]:
         """Returns the waiting actors if they are for the same purpose; other actors are killed.
 
         Args:
@@ -282,7 +282,7 @@ class SpareActors:
             import_ray().kill(actor)
         return []
 
-    def keep_actors(self, purpose: Any, actors: list[Any]) -> None:
+    def keep_spare_actors(self, purpose: Any, actors: list[Any]) -> None:
         """Keeps actors that have ended their job."""
         self._reuse_key, self._actors = purpose, actors
 
@@ -320,7 +320,7 @@ class RayAgents(GangAgents):
     def start_agents(self) -> None:
         """Asks Ray for the actors."""
         self._actors = (
-            self._spare.take_actors(self._reuse_key()) if self._spare is not None else []
+            self._spare.take_spare_actors(self._reuse_key()) if self._spare is not None else []
         ) or self._create_actors()
         self._agent_results = [
             actor.run_worker.remote(self._work, task) for task, actor in enumerate(self._actors)
@@ -364,11 +364,13 @@ class RayAgents(GangAgents):
                 found.append(import_ray().get(reference))
             except Exception as error:  # noqa: BLE001 - Ray's, for an actor or a node that died
                 found.append(
-                    TaskOutcome(task, "", refused=f"its Ray actor died: {death_summary(error)}")
+                    TaskOutcome(
+                        task, "", refused=f"its Ray actor died: {actor_death_summary(error)}"
+                    )
                 )
                 survived = False
         if survived and self._spare is not None and self._actors:
-            self._spare.keep_actors(self._reuse_key(), self._actors)
+            self._spare.keep_spare_actors(self._reuse_key(), self._actors)
             self._actors = []
         self.cancel_agents()
         return found

@@ -86,7 +86,7 @@ def _with_world_join(fn: Callable[..., Any]) -> Callable[..., Any]:
         from farandole.common import basics  # noqa: PLC0415 - in the worker
 
         worlds: list[bool] = []
-        basics.on_init(lambda: worlds.append(True))
+        basics.call_on_each_init(lambda: worlds.append(True))
         result = fn(*args, **kwargs)
         if not worlds:
             basics.init()

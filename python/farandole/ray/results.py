@@ -84,7 +84,7 @@ class ResultWaiter:
                 except Exception as error:  # noqa: BLE001 - which one is raised is chosen below
                     failures[references.index(reference)] = error
                     limit = min(limit, time.monotonic() + _CAUSE_WAIT_SECONDS)
-                    if _is_cause(error):
+                    if _is_root_cause(error):
                         limit = 0.0
         self._drain_records()
         if failures:
@@ -111,13 +111,14 @@ class ResultWaiter:
 
     def _select_failure(self, failures: dict[int, Exception]) -> Exception:
         rank, error = min(
-            failures.items(), key=lambda one: (not _is_death(one[1]), not _is_cause(one[1]), one[0])
+            failures.items(),
+            key=lambda one: (not _is_actor_death(one[1]), not _is_root_cause(one[1]), one[0]),
         )
-        if not _is_death(error):
+        if not _is_actor_death(error):
             return error
         where = self._nodes[rank] if rank < len(self._nodes) else "an unknown node"
         failure = FarandoleJobError(
-            f"the process of rank {rank} on {where} died: {death_summary(error)}", rank=rank
+            f"the process of rank {rank} on {where} died: {actor_death_summary(error)}", rank=rank
         )
         failure.__cause__ = error
         return failure
@@ -137,19 +138,19 @@ def drain_records(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
             callback(record)
 
 
-def death_summary(error: BaseException) -> str:
+def actor_death_summary(error: BaseException) -> str:
     """Returns Ray's message about a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[:1]
     return told[0].partition(" Some common causes")[0] if told else type(error).__name__
 
 
-def _is_death(error: BaseException) -> bool:
+def _is_actor_death(error: BaseException) -> bool:
     from ray.exceptions import ActorUnavailableError, RayActorError  # noqa: PLC0415 - Ray may be absent
 
     return isinstance(error, RayActorError | ActorUnavailableError)
 
 
-def _is_cause(error: BaseException) -> bool:
+def _is_root_cause(error: BaseException) -> bool:
     """Returns whether a failure is a cause, and not a consequence of another rank's failure."""
     return not isinstance(error, FarandoleInternalError)

@@ -31,13 +31,13 @@ class _RunningJobs:
         self._lock = threading.Lock()
         self._jobs = 0
 
-    def job_count(self) -> int:
+    def running_job_count(self) -> int:
         """Returns the number of these jobs."""
         with self._lock:
             return self._jobs
 
     @contextlib.contextmanager
-    def count_one_job(self) -> Iterator[None]:
+    def count_running_job(self) -> Iterator[None]:
         """Counts one job."""
         with self._lock:
             self._jobs += 1
@@ -154,9 +154,9 @@ def hold_placement_group(
     from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
     group, _ = create_placement_group(
-        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING_JOBS.job_count
+        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING_JOBS.running_job_count
     )
-    with _RUNNING_JOBS.count_one_job():
+    with _RUNNING_JOBS.count_running_job():
         try:
             yield group
         finally:

@@ -54,7 +54,7 @@ class RankSession:
     world_rank: None = None
 
     @classmethod
-    def from_trial(cls) -> RankSession:
+    def current_rank_session(cls) -> RankSession:
         """Returns the resources of the ranks of this process's trial."""
         session = _ray_session_module().get_session()
         names = (
@@ -118,7 +118,7 @@ class RankSession:
         tune.report(record["metrics"], checkpoint=tune.Checkpoint(place, self.storage))
         self.storage.delete_dir(place)
 
-    def remove_copies(self) -> None:
+    def remove_checkpoint_copies(self) -> None:
         """Removes copies of checkpoints that were not passed to Tune."""
         from pyarrow import fs  # noqa: PLC0415 - as above
 

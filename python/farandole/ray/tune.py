@@ -89,7 +89,7 @@ def trainable(
     }
 
     def trial(config: dict[str, Any]) -> None:
-        session = RankSession.from_trial() if tune_session else None
+        session = RankSession.current_rank_session() if tune_session else None
 
         def handle_record(rank: int, record: dict[str, Any]) -> None:
             found = parse_report(rank, record)
@@ -100,12 +100,12 @@ def trainable(
                 session.forward_report(record)
 
         function = packed if session is None else with_rank_session(packed, session)
-        backend = RayBackend(size, **settings).with_spare(SpareActors.for_process())
+        backend = RayBackend(size, **settings).with_spare(SpareActors.spare_actors_of_process())
         try:
             returned = backend.run(function, (config,), on_progress=handle_record)[0]
         finally:
             if session is not None:
-                session.remove_copies()
+                session.remove_checkpoint_copies()
         if isinstance(returned, Mapping):
             tune.report(dict(returned))
 

@@ -74,7 +74,7 @@ class WorkerSpec:
     warm: WarmWorkers | None = None
     rejoin_after: float | None = None
     elastic: bool = False
-    keys: bool | None = field(default_factory=checkpoint_signatures.has_secret)
+    keys: bool | None = field(default_factory=checkpoint_signatures.has_signing_secret)
 
     def __post_init__(self) -> None:
         """Refuses an environment that no process can have, before it is sent."""
@@ -112,7 +112,7 @@ def run_worker(
     asks = (
         None
         if work.keys is False
-        else run_keys.keys_at_driver_value(work.ticket, reachable=work.keys is True)
+        else run_keys.driver_keys_variable_value(work.ticket, reachable=work.keys is True)
     )
     env = worker_environment(work.env, resources or {}) | {run_keys.KEYS_AT_DRIVER_VARIABLE: asks}
     command = [work.executable or sys.executable, "-m", "farandole.runner.worker"]

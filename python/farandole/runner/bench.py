@@ -166,7 +166,7 @@ class BenchRow(NamedTuple):
         sys.stdout.flush()
 
 
-def measure_size(operation: str, dtype: str, iterations: int, size: int) -> BenchRow:
+def measure_operation_at_size(operation: str, dtype: str, iterations: int, size: int) -> BenchRow:
     """Times the operation at one size.
 
     Args:
@@ -264,7 +264,10 @@ def compare_algorithms(dtype: str, iterations: int, sizes: Sequence[int], path: 
             for size in sizes
             if name not in SMALL_TENSOR_ALGORITHMS or size <= SMALL_TENSOR_BYTES
         ]
-        rows[name] = {size: measure_size("allreduce", dtype, iterations, size) for size in fitting}
+        rows[name] = {
+            size: measure_operation_at_size("allreduce", dtype, iterations, size)
+            for size in fitting
+        }
         basics.shutdown()
     if rank > 0:
         return
@@ -298,7 +301,9 @@ def main() -> None:
         return
     basics.init()
     for size in arguments.sizes:
-        row = measure_size(arguments.operation, arguments.dtype, arguments.iterations, size)
+        row = measure_operation_at_size(
+            arguments.operation, arguments.dtype, arguments.iterations, size
+        )
         if engine.world().rank == 0:
             row.print_row()
     basics.shutdown()

@@ -145,7 +145,7 @@ class HostsAgents(GangAgents):
 
     def all_ended(self) -> bool:
         """Returns whether every task has ended."""
-        self._handle_notices()
+        self._handle_remote_agent_notices()
         told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
         return told and self._local.all_ended()
 
@@ -153,7 +153,7 @@ class HostsAgents(GangAgents):
         """Returns whether a host cannot be used and all others have answered: the error then
         names all such hosts.
         """
-        self._handle_notices()
+        self._handle_remote_agent_notices()
         answered = all(
             host in self._ready or all(task in self._endings for task in tasks)
             for host, tasks, _ in self._remotes
@@ -162,7 +162,7 @@ class HostsAgents(GangAgents):
 
     def wait_reason(self) -> str | None:
         """Returns the hosts that have not answered."""
-        self._handle_notices()
+        self._handle_remote_agent_notices()
         silent = [host for host, *_ in self._remote_hosts if host not in self._ready]
         return f"no answer has come from {', '.join(silent)}" if silent else None
 
@@ -180,7 +180,7 @@ class HostsAgents(GangAgents):
         Raises:
             FarandoleJobError: Hosts could not be used; the message names all of them.
         """
-        self._handle_notices()
+        self._handle_remote_agent_notices()
         if self._unusable:
             hosts = [host for host, *_ in self._remote_hosts if host in self._unusable]
             why = "; ".join(self._unusable[host] for host in hosts)
@@ -191,7 +191,7 @@ class HostsAgents(GangAgents):
         endings = {ending.task: ending for ending in self._local.task_outcomes()} | self._endings
         return [endings[task] for task in sorted(endings)]
 
-    def _handle_notices(self) -> None:
+    def _handle_remote_agent_notices(self) -> None:
         for host, tasks, remote in self._remotes:
             for kind, task, what in remote.take_notices():
                 if kind == "ready":

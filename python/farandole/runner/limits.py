@@ -64,7 +64,7 @@ def _duration_seconds(text: str) -> float | None:
     return seconds if seconds > 0 else None
 
 
-def elastic_sizes(
+def elastic_worker_counts(
     num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
 ) -> tuple[int, int, int]:
     """Returns the first, the smallest and the largest number of workers of an elastic job.

@@ -82,9 +82,11 @@ def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkers | N
     """
     on = asked
     if on is None:
-        on = _switch_value()
+        on = _warm_workers_switch()
     if on is None:
-        on = "torch" in sys.modules and (by_default or _in_notebook() or in_search())
+        on = "torch" in sys.modules and (
+            by_default or _in_notebook() or is_called_by_parameter_search()
+        )
     if not on:
         return None
     idle = os.environ.get(IDLE_VARIABLE, "")
@@ -164,7 +166,7 @@ def _modules_to_preload() -> tuple[str, ...]:
     )
 
 
-def _switch_value() -> bool | None:
+def _warm_workers_switch() -> bool | None:
     told = os.environ.get(SWITCH_VARIABLE, "auto").lower()
     if told in ("", "auto"):
         return None
@@ -179,7 +181,7 @@ def _in_notebook() -> bool:
     return in_notebook() or "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
-def in_search() -> bool:
+def is_called_by_parameter_search() -> bool:
     """Returns whether a search over parameters of Spark ML called: it fits again and again."""
     frame = sys._getframe()  # noqa: SLF001 - the callers' modules
     while frame is not None:

@@ -17,8 +17,8 @@ from farandole.runner.elastic import driver_loop as elastic
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import JobOutput, pickle_payload, run_gang
 from farandole.runner.limits import (
-    elastic_sizes,
     elastic_timeout_seconds,
+    elastic_worker_counts,
     spark_start_timeout_seconds,
 )
 from farandole.runner.show.training import TrainingRun, report_run
@@ -282,7 +282,7 @@ def run_elastic_with_progress(
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
     cluster = SparkCluster.from_active_session()
-    first, least, most = elastic_sizes(
+    first, least, most = elastic_worker_counts(
         num_proc, min_num_proc, max_num_proc, cluster.default_parallelism
     )
     cluster.check_job_size(least)
@@ -311,7 +311,7 @@ def run_elastic_with_progress(
         registrar = Registrar.start_elastic(
             first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
         )
-        work = job.agent_work(registrar.ticket, training, limit, elastic=True)
+        work = job.make_worker_spec(registrar.ticket, training, limit, elastic=True)
         crew = SparkAgentPool(cluster, work, most, output, resource_profile)
         with job.explain_failures(crew.tag, first, training):
             found = elastic.run_elastic_job(
@@ -373,7 +373,7 @@ class _SparkJob:
                 held.enter_context(report_run(shim, getattr(fn, "__qualname__", "run"), kind)),
             )
 
-    def agent_work(
+    def make_worker_spec(
         self, ticket: str, training: TrainingRun, limit: float, **more: Any
     ) -> WorkerSpec:
         """Returns the description of the job for its agents."""
@@ -495,7 +495,7 @@ def run_with_progress(
         where = {"host": "127.0.0.1", "bind": ""} if here else {}
         registrar = Registrar(size, start_timeout=limit, **where)
         rejoin_after = 0.0 if cluster.uses_dynamic_allocation else BARRIER_REJOIN_SECONDS
-        work = job.agent_work(
+        work = job.make_worker_spec(
             registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
         )
         meeting = _make_rendezvous(cluster, registrar, size, spill)

@@ -38,7 +38,7 @@ previous content, and a content that a loss of power restored.
 """
 
 
-def has_secret() -> bool:
+def has_signing_secret() -> bool:
     """Returns whether this process has the secret."""
     return bool(os.environ.get(SECRET_VARIABLE))
 

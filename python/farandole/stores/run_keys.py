@@ -34,7 +34,7 @@ _KEY_REQUEST_TIMEOUT: Final = 60.0
 _log = logging.getLogger("farandole")
 
 
-def keys_at_driver_value(ticket: str, *, reachable: bool) -> str:
+def driver_keys_variable_value(ticket: str, *, reachable: bool) -> str:
     """Returns the variable's value for workers of a job whose driver has the secret.
 
     Args:

@@ -174,7 +174,7 @@ def _gather_slices(
     results = []
     for entry, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True):
         scaled = (
-            values / tf.cast(size_op(_set_number_or_zero(process_set)), values.dtype)
+            values / tf.cast(size_op(_process_set_number_or_zero(process_set)), values.dtype)
             if op == Average
             else values
         )
@@ -182,7 +182,7 @@ def _gather_slices(
     return results
 
 
-def _set_number_or_zero(process_set: ProcessSet) -> int:
+def _process_set_number_or_zero(process_set: ProcessSet) -> int:
     return process_set.process_set_id or 0
 
 

@@ -40,12 +40,12 @@ def eager_arguments(
     chosen = "" if name is None else f"{operation}.{base_name(name, ignore_name_scope)}"
     return {
         "tensor_name": chosen,
-        "process_set": registered_set_number(process_set),
+        "process_set": registered_process_set_number(process_set),
         "attended": True,
     }
 
 
-def registered_set_number(process_set: Any) -> int:
+def registered_process_set_number(process_set: Any) -> int:
     """Returns the engine's number of a process set.
 
     Raises:
@@ -76,7 +76,7 @@ def collective_arguments(
     """
     if tf.executing_eagerly():
         return eager_arguments(operation, name, process_set, ignore_name_scope)
-    number = registered_set_number(process_set)
+    number = registered_process_set_number(process_set)
     if name is None:
         ends = [tensors[0], tensors[-1]] if len(tensors) > 1 else tensors[:1]
         # A tensor made eagerly outside of the graph has none.

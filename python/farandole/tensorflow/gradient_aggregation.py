@@ -112,7 +112,7 @@ class LocalGradientAggregationHelper:
         present = [index for index, grad in enumerate(grads) if grad is not None]
         dense = {index: self._to_dense(grads[index]) for index in present}
         if self.backward_passes_per_step == 1:
-            return self._reduce_shared(
+            return self._reduce_nonlocal_gradients(
                 [dense.get(index) for index in range(len(grads))], list(vars)
             )
         if self.counter is None:
@@ -141,7 +141,9 @@ class LocalGradientAggregationHelper:
             ]
             return [
                 tf.convert_to_tensor(grad)
-                for grad in self._reduce_shared(scaled, [vars[index] for index in present])
+                for grad in self._reduce_nonlocal_gradients(
+                    scaled, [vars[index] for index in present]
+                )
             ]
 
         chosen = tf.cond(due, reduce_sums, lambda: [tf.identity(value) for value in values])
@@ -157,7 +159,7 @@ class LocalGradientAggregationHelper:
             )
         return tf.convert_to_tensor(grad) if self.sparse_as_dense else grad
 
-    def _reduce_shared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
+    def _reduce_nonlocal_gradients(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         local = [variable_key(variable) in self._local_keys for variable in variables]
         shared = [index for index, is_local in enumerate(local) if not is_local]
         results = list(grads)

@@ -61,7 +61,7 @@ from farandole.tensorflow._names import (
     collective_arguments,
     double_bits,
     eager_arguments,
-    registered_set_number,
+    registered_process_set_number,
 )
 from farandole.tensorflow.util import (
     check_num_rank_power_of_2,
@@ -187,10 +187,10 @@ def grouped_reduce(
         return [one(tensor=tensors[0], **attributes, **told)]
     told = collective_arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
     several = here.farandole_grouped_reducescatter if scatter else here.farandole_grouped_allreduce
-    return _join_results(here, several(tensors=tensors, **attributes, **told))
+    return _pass_through_identity(here, several(tensors=tensors, **attributes, **told))
 
 
-def _join_results(here: Any, results: Any) -> list[Any]:
+def _pass_through_identity(here: Any, results: Any) -> list[Any]:
     """Passes the results of an op of a graph through an identity op.
 
     Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a
@@ -217,7 +217,7 @@ def reduce_eagerly(
         if name is not None:
             told += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
         if process_set is not global_process_set:
-            told += ("process_set", registered_set_number(process_set))
+            told += ("process_set", registered_process_set_number(process_set))
         reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, told)
         if reduced is not None:
             return reduced

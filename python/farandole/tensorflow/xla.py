@@ -300,18 +300,18 @@ def _this_module() -> Any:
     return sys.modules[__name__]
 
 
-def _same_shape(shape: tf.TensorShape) -> tf.TensorShape:
+def _unchanged_shape(shape: tf.TensorShape) -> tf.TensorShape:
     return shape
 
 
-def _query_number(question: int, process_set: int) -> Any:
+def _query_process_set_fact(question: int, process_set: int) -> Any:
     require_xla_support()
     return _custom_call(
         _encode_call_config(question, process_set), [], [tf.TensorSpec([], tf.int32)]
     )[0]
 
 
-def _traced_set_size(process_set: int) -> int:
+def _traced_process_set_size(process_set: int) -> int:
     """Returns the size of a set at the time of the trace, because result shapes depend on it."""
     with tf.init_scope():
         return int(_library.ops.farandole_size(process_set=process_set))
@@ -339,7 +339,7 @@ def farandole_grouped_allreduce(
     return _add_collective(
         head,
         tensors,
-        _same_shape,
+        _unchanged_shape,
         lambda *grads: _gradients.allreduce(_this_module(), list(grads), told),
     )
 
@@ -358,7 +358,7 @@ def farandole_grouped_broadcast(
     return _add_collective(
         head,
         tensors,
-        _same_shape,
+        _unchanged_shape,
         lambda *grads: _gradients.broadcast(_this_module(), list(grads), told),
     )
 
@@ -373,7 +373,7 @@ def farandole_grouped_allgather(
 ) -> XlaGroupedAllgatherOutput:
     """Returns all ranks' tensors, which must have the same number of rows."""
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    size = _traced_set_size(process_set)
+    size = _traced_process_set_size(process_set)
     rows = [_row_count(tensor.shape) for tensor in tensors]
 
     def allgather_gradient(*grads: Any) -> list[Any]:
@@ -429,9 +429,9 @@ def farandole_grouped_reducescatter(
     """Combines several tensors and keeps this rank's rows; all ranks get the same number of
     them.
     """
-    size = _traced_set_size(process_set)
+    size = _traced_process_set_size(process_set)
 
-    def share_shape(shape: tf.TensorShape) -> tf.TensorShape:
+    def scattered_shape(shape: tf.TensorShape) -> tf.TensorShape:
         rows = _row_count(shape)
         if rows % size:
             raise ValueError(f"in a compiled function rows must divide by the {size} ranks: {rows}")
@@ -456,7 +456,7 @@ def farandole_grouped_reducescatter(
         factors=(prescale, postscale),
         ranks=size,
     )
-    return _add_collective(head, tensors, share_shape, reducescatter_gradient)
+    return _add_collective(head, tensors, scattered_shape, reducescatter_gradient)
 
 
 def farandole_reducescatter(tensor: Any, **arguments: Any) -> Any:
@@ -469,7 +469,7 @@ def farandole_alltoall(
 ) -> XlaAlltoallOutput:
     """Deals rows out to all ranks in equal parts."""
     known = tf.get_static_value(splits)
-    size = _traced_set_size(process_set)
+    size = _traced_process_set_size(process_set)
     if known is None or len(known):
         raise NotImplementedError("a compiled function can only send equal parts: omit splits")
     tensor = tf.convert_to_tensor(tensor)
@@ -481,7 +481,7 @@ def farandole_alltoall(
     [output] = _add_collective(
         _encode_call_config(ALLTOALL, process_set, tensor_name, ranks=size),
         [tensor],
-        _same_shape,
+        _unchanged_shape,
         alltoall_gradient,
     )
     return XlaAlltoallOutput(output, tf.fill([size], _row_count(tensor.shape) // size))
@@ -494,24 +494,24 @@ def farandole_join(tensor_name: str = "", process_set: int = 0) -> Any:
 
 def farandole_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Returns the ranks in the set."""
-    return _query_number(SIZE, process_set)
+    return _query_process_set_fact(SIZE, process_set)
 
 
 def farandole_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001 - the native op's
     """Returns this rank's position in the set."""
-    return _query_number(RANK, process_set)
+    return _query_process_set_fact(RANK, process_set)
 
 
 def farandole_local_size(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns the ranks on this host."""
-    return _query_number(LOCAL_SIZE, process_set)
+    return _query_process_set_fact(LOCAL_SIZE, process_set)
 
 
 def farandole_local_rank(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns this rank's position on its host."""
-    return _query_number(LOCAL_RANK, process_set)
+    return _query_process_set_fact(LOCAL_RANK, process_set)
 
 
 def farandole_included(process_set: int = 0, name: str | None = None) -> Any:  # noqa: ARG001
     """Returns whether this rank is in the set."""
-    return _query_number(INCLUDED, process_set)
+    return _query_process_set_fact(INCLUDED, process_set)

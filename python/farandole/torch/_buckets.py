@@ -10,7 +10,7 @@ import torch
 
 from farandole._native import engine
 from farandole.common.util import Average, Sum
-from farandole.torch._device import device_location, device_locations, is_usable
+from farandole.torch._device import device_location, device_locations, is_usable_in_place
 from farandole.torch._handles import ENGINE_DTYPES, describe_tensor, table, to_engine_tensor
 from farandole.torch._sparse import sparse_allreduce_async
 from farandole.torch.compress._base import Compressor as StatefulCompressor
@@ -149,7 +149,7 @@ class GradientBucket:
                 straight
                 and grad is not None
                 and grad.layout is torch.strided
-                and (grad.is_cpu or is_usable(grad))
+                and (grad.is_cpu or is_usable_in_place(grad))
                 and grad.is_contiguous()
                 and grad.dtype is slot.dtype
                 and not grad.is_neg()
@@ -434,7 +434,7 @@ def _allocate_bucket_memory(
     the host can use, which is returned as well.
     """
     if like.device.type != "cpu":
-        place = device_location(like) if is_usable(like) else None
+        place = device_location(like) if is_usable_in_place(like) else None
         given = None if place is None else engine.device_memory(*place, count * like.element_size())
         if given is None:
             return torch.zeros(count, dtype=like.dtype, device=like.device), None

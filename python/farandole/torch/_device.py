@@ -24,7 +24,7 @@ DeviceLocation: TypeAlias = tuple[int, int] | None
 
 _usable_by_ordinal: dict[int, bool] = {}
 """Whether the engine works on the memory of a GPU, by its number."""
-basics.on_init(_usable_by_ordinal.clear)
+basics.call_on_each_init(_usable_by_ordinal.clear)
 
 
 def current_stream_handle(ordinal: int) -> int:
@@ -37,7 +37,7 @@ def ordinal_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_cpu else tensor.get_device()
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
+def is_in_cuda_graph_capture(tensor: torch.Tensor) -> bool:
     """Returns whether the stream captures a CUDA graph: operations on the tensor are recorded
     and not executed.
     """
@@ -45,7 +45,7 @@ def is_captured(tensor: torch.Tensor) -> bool:
 
 
 def device_location(tensor: torch.Tensor) -> DeviceLocation:
-    """Returns the location of a tensor that `is_usable`."""
+    """Returns the location of a tensor that `is_usable_in_place`."""
     ordinal = ordinal_of(tensor)
     return None if ordinal is None else (ordinal, current_stream_handle(ordinal))
 
@@ -85,7 +85,7 @@ def _record_tensors(keep: object, ordinal: int, stream: torch.cuda.Stream) -> No
             _record_tensors(part, ordinal, stream)
 
 
-def is_usable(tensor: torch.Tensor) -> bool:
+def is_usable_in_place(tensor: torch.Tensor) -> bool:
     """Returns whether the engine uses a tensor's memory in place: on the host, or on a GPU that
     it can use.
     """

@@ -134,12 +134,12 @@ def to_engine_tensor(
     if not needs_copy(tensor):
         return tensor
     plain = tensor.detach().resolve_conj()
-    return (plain if _device.is_usable(plain) else plain.cpu()).contiguous().resolve_neg()
+    return (plain if _device.is_usable_in_place(plain) else plain.cpu()).contiguous().resolve_neg()
 
 
 def needs_copy(tensor: torch.Tensor) -> bool:
     """Returns whether the engine cannot work on the tensor's own memory."""
-    usable_there = tensor.is_cpu or _device.is_usable(tensor)
+    usable_there = tensor.is_cpu or _device.is_usable_in_place(tensor)
     return not usable_there or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj()
 
 

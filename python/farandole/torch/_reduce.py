@@ -197,15 +197,17 @@ class _ReductionFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def wanted_indices(ctx: Any) -> list[int]:
+    def grad_requiring_indices(ctx: Any) -> list[int]:
         """Returns the tensors that require a gradient, the same ones on every rank."""
         return [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
 
     @staticmethod
-    def place_gradients(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    def pad_gradients_with_none(
+        ctx: Any, grads: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
         """Returns a gradient for each wanted tensor, and `None` for every other argument."""
         places: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for i, grad in zip(_ReductionFunction.wanted_indices(ctx), grads, strict=True):
+        for i, grad in zip(_ReductionFunction.grad_requiring_indices(ctx), grads, strict=True):
             places[3 + i] = grad
         return tuple(places)
 
@@ -222,12 +224,12 @@ class _LinearReduction(_ReductionFunction):
             and not gradient_convention.uses_horovod_gradients()
         ):
             raise ValueError(f"this reduction has no gradient: {OPERATION_NAMES[ctx.reduction.op]}")
-        wanted = [grads[i] for i in _ReductionFunction.wanted_indices(ctx)]
+        wanted = [grads[i] for i in _ReductionFunction.grad_requiring_indices(ctx)]
         if not ctx.grouped:
-            return _ReductionFunction.place_gradients(
+            return _ReductionFunction.pad_gradients_with_none(
                 ctx, [reduce_tensor(wanted[0], ctx.backward_name, ctx.reduction)]
             )
-        return _ReductionFunction.place_gradients(
+        return _ReductionFunction.pad_gradients_with_none(
             ctx, reduce_tensors(wanted, ctx.backward_name, ctx.reduction)
         )
 
@@ -239,7 +241,7 @@ class _MinMaxReduction(_ReductionFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted, count = _ReductionFunction.wanted_indices(ctx), len(grads)
+        wanted, count = _ReductionFunction.grad_requiring_indices(ctx), len(grads)
         inputs, results = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         holds = [
             ((inputs[i] == results[i]) | (inputs[i].isnan() & results[i].isnan())).to(
@@ -251,7 +253,7 @@ class _MinMaxReduction(_ReductionFunction):
             [*(grads[i] for i in wanted), *holds], ctx.backward_name, ctx.reduction._replace(op=Sum)
         )
         totals, holders = sums[: len(wanted)], sums[len(wanted) :]
-        return _ReductionFunction.place_gradients(
+        return _ReductionFunction.pad_gradients_with_none(
             ctx,
             [
                 total * held / number.clamp(min=1)
@@ -265,7 +267,7 @@ class _ProductReduction(_ReductionFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        wanted = _ReductionFunction.wanted_indices(ctx)
+        wanted = _ReductionFunction.grad_requiring_indices(ctx)
         inputs = [ctx.saved_tensors[i] for i in wanted]
         zeros = [(tensor == 0).to(tensor.dtype) for tensor in inputs]
         filled = [torch.where(tensor == 0, torch.ones_like(tensor), tensor) for tensor in inputs]
@@ -275,7 +277,7 @@ class _ProductReduction(_ReductionFunction):
         name = None if ctx.backward_name is None else f"{ctx.backward_name}.filled"
         products = reduce_tensors(filled, name, ctx.reduction)
         totals, numbers = sums[: len(wanted)], sums[len(wanted) :]
-        return _ReductionFunction.place_gradients(
+        return _ReductionFunction.pad_gradients_with_none(
             ctx,
             [
                 total * torch.where(number - zero > 0, torch.zeros_like(own), product / own).conj()

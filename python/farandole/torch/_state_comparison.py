@@ -91,7 +91,7 @@ def split_by_equality(
     Raises:
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    if not tensors or not roles.has_parts or len(roles.senders) == 1:
+    if not tensors or not roles.sends_pieces_in_parts or len(roles.senders) == 1:
         return list(tensors), []
     told = torch.full((2, len(tensors)), _INT64_MIN, dtype=torch.int64)
     if basics.rank() in roles.senders:

@@ -51,7 +51,7 @@ class TransferRoles(NamedTuple):
     """Ranks that lack them, in ascending order."""
 
     @property
-    def has_parts(self) -> bool:
+    def sends_pieces_in_parts(self) -> bool:
         """Whether each sender sends a part of each piece; if not, the first one broadcasts it."""
         return basics.size() > 2 and len(self.takers) <= len(self.senders)  # noqa: PLR2004 - the two of a pair
 
@@ -179,7 +179,7 @@ class _StateTransfer:
         self._roles = roles
         self._rank, self._size = basics.rank(), basics.size()
         self._is_taker = self._rank in roles.takers
-        self._has_parts = roles.has_parts
+        self._has_parts = roles.sends_pieces_in_parts
         self._is_sender = self._rank in (roles.senders if self._has_parts else roles.senders[:1])
         self._contiguous_copies: dict[int, torch.Tensor] = {}
         """Contiguous stand-ins for the taker's tensors that are not contiguous."""

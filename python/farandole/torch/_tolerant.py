@@ -65,7 +65,7 @@ _owners: list[weakref.ref[object]] = []
 """The fault-tolerant model or optimizer of this process, if there is one."""
 
 
-def claim_process(owner: object) -> None:
+def claim_sole_fault_tolerant_owner(owner: object) -> None:
     """Notes the fault-tolerant model or optimizer of this process.
 
     With two of them, one would leave a world while the other waits in it.

@@ -81,7 +81,7 @@ def fmin(
     running: dict[Future[dict[str, Any]], dict[str, Any]] = {}
     with ThreadPoolExecutor(slots // size, thread_name_prefix="farandole-trial") as pool:
         try:
-            left = max_evals - points.count_finished()
+            left = max_evals - points.count_successful_trials()
             while left > 0 or running:
                 while left > 0 and len(running) < slots // size:
                     trial = points.draw_trial() if time.monotonic() < until else None
@@ -115,7 +115,7 @@ class _HyperoptTrials:
         self._domain = hyperopt.base.Domain(lambda _: None, space)
         self.trials = hyperopt.Trials() if trials is None else trials
 
-    def count_finished(self) -> int:
+    def count_successful_trials(self) -> int:
         """Returns the number of trials that have ended well."""
         return self.trials.count_by_state_unsynced(self._hyperopt.JOB_STATE_DONE)
 

@@ -109,7 +109,7 @@ class PoolLoader(BaseDataLoader):
     def _random_generator(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.loader.seed, *numbers])
 
-    def _pool_rows(self, start: int) -> int:
+    def _max_pool_row_count(self, start: int) -> int:
         """Returns the rows of a pool on the rank that has most."""
         if self.loader.tail == "pad":
             return self.loader.batch_size
@@ -348,7 +348,7 @@ class LengthLoader(PoolLoader):
         self._column, self._even = column, even
 
     def _batch_count(self, start: int) -> int:
-        return -(-self._pool_rows(start) // self.batch_size)
+        return -(-self._max_pool_row_count(start) // self.batch_size)
 
     def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
         ragged = self.loader._ragged  # noqa: SLF001 - of one house

@@ -112,7 +112,7 @@ class StreamLoader(BaseDataLoader):
         self._window = shuffle_rows
         self._read: Callable[[int], Any]
         if shard:
-            self._read = _shard_reader(source)
+            self._read = _ray_shard_reader(source)
         else:
             self._read = (
                 source if callable(source) else _source_reader(source, self._columns, self.size)
@@ -322,7 +322,7 @@ def _source_reader(
     return read_batches
 
 
-def _shard_reader(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
+def _ray_shard_reader(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
     """Returns one rank's rows of a Ray data set, whose order Ray may change with each pass."""
 
     def read_tables(start: int) -> Iterator[pa.Table]:

@@ -183,9 +183,9 @@ def _dataset_properties(
     import numpy as np
 
     from farandole._native import prepare as native
-    from farandole.spark.common.data.prepare import find_data
+    from farandole.spark.common.data.prepare import find_existing_data
 
-    found = find_data(store, roles, idx)
+    found = find_existing_data(store, roles, idx)
     metadata = {
         name: {
             "shape": column.shape,

@@ -83,7 +83,7 @@ class SparkAgents(GangAgents):
 
     def start_agents(self) -> None:
         """Submits the job."""
-        self._thread = self._cluster.make_thread(self._run_job, f"{self.tag}-job")
+        self._thread = self._cluster.make_job_thread(self._run_job, f"{self.tag}-job")
         self._thread.start()
 
     def all_ended(self) -> bool:

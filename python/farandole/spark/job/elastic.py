@@ -43,7 +43,7 @@ class SparkAgentPool(ThreadedAgentPool):
         output: JobOutput,
         profile: Any = None,
     ) -> None:
-        super().__init__(most, cluster.make_thread)
+        super().__init__(most, cluster.make_job_thread)
         self._cluster = cluster
         self._work = work
         self._output = output

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PLAN_PROFILES_SINCE_MAJOR: Final = 4
 
 
-def plans_take_profiles() -> bool:
+def supports_plan_resource_profiles() -> bool:
     """Returns whether the plans of this pyspark take a profile."""
     import pyspark  # noqa: PLC0415 - `import farandole.spark` loads no pyspark
 
@@ -43,7 +43,7 @@ def map_agents(
     """
     if profile is None:
         return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more)
-    if plans_take_profiles():
+    if supports_plan_resource_profiles():
         return tasks.mapInArrow(agent, TASK_ROW_SCHEMA, profile=profile, **more)
     return ProfiledRows.from_frame(tasks.mapInArrow(agent, TASK_ROW_SCHEMA, **more), profile)
 

@@ -35,12 +35,12 @@ def slot_queue(cluster: SparkCluster) -> SlotQueue:
     with _QUEUES_LOCK:
         if application not in _QUEUE_BY_APPLICATION:
             _QUEUE_BY_APPLICATION[application] = SlotQueue(
-                _slot_total(cluster), "Spark tasks to start"
+                _make_slot_counter(cluster), "Spark tasks to start"
             )
         return _QUEUE_BY_APPLICATION[application]
 
 
-def _slot_total(cluster: SparkCluster) -> Callable[[], int]:
+def _make_slot_counter(cluster: SparkCluster) -> Callable[[], int]:
     if cluster.context is None:
         # a Connect client sees no more, and by a job each time
         return functools.cache(cluster.default_parallelism)

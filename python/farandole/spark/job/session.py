@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.job.profiles import plans_take_profiles
+from farandole.spark.job.profiles import supports_plan_resource_profiles
 
 if TYPE_CHECKING:
     import threading
@@ -90,7 +90,7 @@ class SparkCluster:
         """Whether tasks run in the driver's own JVM, with a number of slots that never changes."""
         return self.master_url == "local" or self.master_url.startswith("local[")
 
-    def make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+    def make_job_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
         """Returns a thread for a Spark job: it inherits its maker's job group, tags and
         properties.
         """
@@ -157,7 +157,7 @@ class SparkCluster:
             except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
                 errors.append(error)
 
-        thread = self.make_thread(collect_tagged, f"{tag}-job")
+        thread = self.make_job_thread(collect_tagged, f"{tag}-job")
         thread.start()
         try:
             while thread.is_alive():
@@ -265,7 +265,7 @@ class SparkCluster:
             ValueError: A Connect client of pyspark 3.5, which has neither plans nor RDDs that take
                 one.
         """
-        if self.context is None and not plans_take_profiles():
+        if self.context is None and not supports_plan_resource_profiles():
             raise ValueError("with Spark Connect, resource_profile needs pyspark 4.0 or newer")
 
     def get_setting(self, key: str, default: str) -> str:

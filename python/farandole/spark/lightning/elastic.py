@@ -71,7 +71,7 @@ class LightningRunState(LightningState):
             total = self._required_recorder.global_loss_total()
             self.reached = replace(
                 self.reached,
-                place=self._loader.place_after(trainer.current_epoch, batches),
+                place=self._loader.position_after_steps(trainer.current_epoch, batches),
                 total=total,
             )
 

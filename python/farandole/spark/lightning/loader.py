@@ -46,30 +46,30 @@ class LightningLoader:
         self._steps = steps
         self._epoch = epoch
         self._place = place or EpochPosition()
-        source.begin_at(self._place)
+        source.set_epoch_start(self._place)
         self.checked = False
 
     def __len__(self) -> int:
         """Steps that are left of the next epoch, or of the one in progress were it to begin
         again.
         """
-        return self._epoch_steps() - self._place.steps
+        return self._epoch_step_count() - self._place.steps
 
-    def place_after(self, epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
             epoch: epoch in progress.
             steps: steps of this epoch that this loader has yielded.
         """
-        return self._source.place_after(epoch, self._place.steps + steps)
+        return self._source.position_after_steps(epoch, self._place.steps + steps)
 
     def rewind_to_start(self) -> None:
         """Lets the next epoch begin at its first row."""
         self._place = EpochPosition()
-        self._source.begin_at(self._place)
+        self._source.set_epoch_start(self._place)
 
-    def _epoch_steps(self) -> int:
+    def _epoch_step_count(self) -> int:
         return self._source.steps_until_end() if self._steps is None else self._steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -77,7 +77,7 @@ class LightningLoader:
         epoch = self._epoch
         self._epoch += 1
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
-        for rows in self._source.epoch(epoch, self._epoch_steps()):
+        for rows in self._source.epoch(epoch, self._epoch_step_count()):
             count = rows.valid or 1
             if not (self.checked or allow_nan):
                 for one in self._job.inputs:

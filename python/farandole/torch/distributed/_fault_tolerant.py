@@ -52,7 +52,7 @@ from farandole.torch._handles import ENGINE_DTYPES, table, to_engine_tensor
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._state_comparison import describe_named_tensor, split_by_equality
 from farandole.torch._state_transfer import TransferRoles, transfer_tensors
-from farandole.torch._tolerant import FaultTolerance, claim_process
+from farandole.torch._tolerant import FaultTolerance, claim_sole_fault_tolerant_owner
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
 from farandole.torch.distributed._work import CompletedWork
 
@@ -118,7 +118,7 @@ class FaultTolerantDataParallel(DistributedDataParallel):
             "forward_sync_buffers" if "forward_sync_buffers" in arguments else "broadcast_buffers"
         )
         group = _single_process_group()
-        claim_process(self)
+        claim_sole_fault_tolerant_owner(self)
         super().__init__(
             module, process_group=group, init_sync=False, **{buffers: False}, **options
         )

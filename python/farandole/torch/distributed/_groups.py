@@ -24,7 +24,7 @@ def _forget_known_sets() -> None:
     _known_sets.clear()
 
 
-basics.on_init(_forget_known_sets)
+basics.call_on_each_init(_forget_known_sets)
 
 
 def join_world() -> None:

@@ -198,7 +198,7 @@ class ReconfigurableBackend(FarandoleBackend):
         with self._reconfigure_lock:
             meeting = _TicketExchange(self._store, opts.uuid, members, deadline)
             if rank == 0:
-                meeting.claim_number()
+                meeting.claim_world_number()
                 ticket = meeting.host_registrar()
             else:
                 ticket = meeting.wait_for_ticket()
@@ -286,7 +286,7 @@ class _TicketExchange:
     def _store_key(self, what: str) -> str:
         return f"reconfigure/{self._uuid}/{what}"
 
-    def claim_number(self) -> None:
+    def claim_world_number(self) -> None:
         """Claims the number, on member 0.
 
         Raises:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _STORE_TIMEOUT = timedelta(minutes=5)
 _stores: list[Store] = []
 """Stores of this session. Torch itself keeps only the C++ object, which calls the Python object."""
-basics.on_init(_stores.clear)
+basics.call_on_each_init(_stores.clear)
 
 
 def register_rendezvous() -> None:

@@ -38,7 +38,7 @@ def use_encoded_copy(
 
     Args:
         store: receives the copy; later fits reuse the copy as long as the files are the same.
-        found: result of `find_data`.
+        found: result of `find_existing_data`.
         where: directories of `found`.
         roles: roles of the columns.
         wish: requested encoding of the columns.
@@ -51,7 +51,7 @@ def use_encoded_copy(
         ValueError: the data was prepared without the requested categories.
     """
     before = found.encoding
-    left = wish if before is None else wish.unfulfilled_part(before)
+    left = wish if before is None else wish.unmet_encoding_spec(before)
     if not needs_encoding(left, roles.stored_columns, found.columns):
         yield found
         return

@@ -73,7 +73,7 @@ def plan_fingerprint(df: DataFrame) -> str | None:
     plan = frame.queryExecution().analyzed()
     if any(moment in plan.toString().lower() for moment in _SESSION_DEPENDENT_EXPRESSIONS):
         return None
-    if not plan.deterministic() and not _has_only_random_draws(plan):
+    if not plan.deterministic() and not _is_deterministic_but_for_seeds(plan):
         return None
     leaves = plan.collectLeaves()
     parts = [str(df.semanticHash())]
@@ -82,7 +82,7 @@ def plan_fingerprint(df: DataFrame) -> str | None:
         if (
             leaf.nodeName() not in _FIXED_LEAF_NODES
             and not _reads_files(leaf)
-            and not _from_this_session(leaf)
+            and not _is_rdd_of_this_session(leaf)
         ):
             return None
     files = df.inputFiles()
@@ -199,7 +199,7 @@ def _is_builtin_expression(expression: Any) -> bool:
     return not any(moment in expression.sql().lower() for moment in _SESSION_DEPENDENT_EXPRESSIONS)
 
 
-def _has_only_random_draws(plan: Any) -> bool:
+def _is_deterministic_but_for_seeds(plan: Any) -> bool:
     """Returns whether a plan is deterministic except for values drawn with a seed."""
     nodes, left, seen = [plan], [], 0
     while nodes:
@@ -231,7 +231,7 @@ def _reads_files(leaf: Any) -> bool:
     return leaf.relation().getClass().getSimpleName() == "HadoopFsRelation"
 
 
-def _from_this_session(leaf: Any) -> bool:
+def _is_rdd_of_this_session(leaf: Any) -> bool:
     """Returns whether an RDD comes from rows of this session. The sources of other RDDs are
     unknown.
     """

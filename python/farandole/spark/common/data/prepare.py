@@ -44,7 +44,7 @@ from farandole.data.learning import (
 from farandole.data.prepare import PreparedData as Prepared
 from farandole.data.prepare import (
     describe_prepared,
-    fill_texts,
+    fill_values_as_texts,
     nonempty_split,
     prepared_columns,
     writer_spec,
@@ -187,7 +187,7 @@ def prepare_data(
     """
     side = [] if split is None else [split.column]
     check_columns_present(ColumnRoles(tuple(side), ()), df.columns, "DataFrame")
-    names = source_columns([*roles.read_columns, *side], df.columns)
+    names = source_columns([*roles.source_columns_to_read, *side], df.columns)
     wish = EncodingSpec.from_arguments(
         categories, fill, roles.labels, split, ragged
     ).with_hashed_columns(source_columns(roles.stored_columns, df.columns))
@@ -208,7 +208,7 @@ def prepare_data(
     merged = chosen.coalesce(num_processes * partitions_per_process)
     words = plan.portable_plan_text(chosen)
     if words is not None:
-        told = json.dumps([words, options, *wish.key_values()], sort_keys=True)
+        told = json.dumps([words, options, *wish.prepared_data_key_values()], sort_keys=True)
         key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         with _PREPARATION_LOCKS.lock_for(f"{store.prefix_path}\n{key}"):
             place = prepared_directories.find_prepared(
@@ -225,7 +225,7 @@ def prepare_data(
         return
     by_plan = plan.plan_fingerprint(chosen)
     source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
-    told = json.dumps([options, *wish.key_values()], sort_keys=True)
+    told = json.dumps([options, *wish.prepared_data_key_values()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
     with _PREPARATION_LOCKS.lock_for(key) if source is not None else contextlib.nullcontext():
         entry = None if source is None else _lookup_entry(key, None if by_plan is None else chosen)
@@ -264,7 +264,7 @@ class _EncodingPlan:
             names: names of these columns.
         """
         counted = self.wish.plan_learning(_arrow_schema(self.schema, names), self.roles)
-        known = self.wish.complete_encoding()
+        known = self.wish.encoding_without_learning()
         if known is not None:
             return known
         validation = self.roles.validation
@@ -330,10 +330,10 @@ def _write_prepared_data(
     if encoding is not None:
         options = {
             **options,
-            "fill": fill_texts(encoding.uncategorized_fill),
-            **encoding.split_arguments,
+            "fill": fill_values_as_texts(encoding.uncategorized_fill),
+            **encoding.writer_split_arguments,
         }
-    wanted = names if encoded is None else encoded.roles.read_columns
+    wanted = names if encoded is None else encoded.roles.source_columns_to_read
     resumable = not key.startswith("once")
     place, begun = prepared_directories.acquire_directory(store, key, resumable=resumable)
     val_url = None if options["validation"] is None else place.val_url
@@ -379,7 +379,7 @@ def _write_prepared_data(
     )
 
 
-def find_data(
+def find_existing_data(
     store: AbstractFilesystemStore,
     roles: ColumnRoles,
     idx: int | None = None,

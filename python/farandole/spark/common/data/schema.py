@@ -41,7 +41,7 @@ def check_types(
     Raises:
         ValueError: naming the column and its type.
     """
-    for role, name in roles.described_columns():
+    for role, name in roles.columns_with_roles():
         if source_column(name, schema.names) != name:
             continue
         kind = schema[name].dataType

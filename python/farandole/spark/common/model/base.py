@@ -21,7 +21,11 @@ from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.encoding import ColumnEncoding
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.classes import AddedClassColumns, ClassificationParams
-from farandole.spark.common.model.outputs import add_predictions, number_columns, probe_outputs
+from farandole.spark.common.model.outputs import (
+    add_predictions,
+    probe_outputs,
+    rename_columns_to_numbers,
+)
 from farandole.spark.common.params import ModelParams
 from farandole.spark.common.show.progress import ProgressLines
 from farandole.spark.common.transform import UserTransformation
@@ -122,7 +126,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             start,
         )
         rows = SparkCluster.from_active_session().collect_rows(
-            number_columns(df).mapInArrow(mapped, "part binary"), title
+            rename_columns_to_numbers(df).mapInArrow(mapped, "part binary"), title
         )
         return [cloudpickle.loads(row.part) for row in rows]
 

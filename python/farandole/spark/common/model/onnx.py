@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from farandole.spark.common.model.outputs import number_columns
+from farandole.spark.common.model.outputs import rename_columns_to_numbers
 from farandole.stores import durable
 
 if TYPE_CHECKING:
@@ -115,7 +115,11 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
     from farandole.spark.job.session import SparkCluster
 
     model._check_feature_columns(rows)
-    packed = number_columns(rows).limit(_MAX_CHECKED_ROWS).mapInArrow(_pack_batches, "batch binary")
+    packed = (
+        rename_columns_to_numbers(rows)
+        .limit(_MAX_CHECKED_ROWS)
+        .mapInArrow(_pack_batches, "batch binary")
+    )
     found = SparkCluster.from_active_session().collect_rows(
         packed, "farandole: rows to check a model with"
     )

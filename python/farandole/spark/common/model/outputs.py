@@ -90,7 +90,9 @@ def probe_outputs(
         ValueError: there is no row.
     """
     sizes = (
-        number_columns(dataset.limit(1)).mapInArrow(_as_plain_function(probe), "size int").collect()
+        rename_columns_to_numbers(dataset.limit(1))
+        .mapInArrow(_as_plain_function(probe), "size int")
+        .collect()
     )
     if not sizes:
         raise ValueError(
@@ -119,7 +121,7 @@ def add_predictions(
         added: their types.
         predict: appends the columns to batches whose columns go by number.
     """
-    inner = number_columns(dataset)
+    inner = rename_columns_to_numbers(dataset)
     fields = [types.StructField(f"output{index}", one) for index, one in enumerate(added)]
     predicted = inner.mapInArrow(
         _as_plain_function(predict), types.StructType([*inner.schema.fields, *fields])
@@ -127,7 +129,7 @@ def add_predictions(
     return predicted.toDF(*dataset.columns, *names)
 
 
-def number_columns(dataset: DataFrame) -> DataFrame:
+def rename_columns_to_numbers(dataset: DataFrame) -> DataFrame:
     """Returns the same with numbers for names: mapInArrow takes no names with dots or backticks,
     and none twice.
     """

@@ -136,7 +136,7 @@ def describe_wrapper(value: Any, go: Callable[[Any], Any]) -> list[Any] | None:
     return [
         "wrapped",
         go(found[-1]),
-        [go(one) for layer in found[:-1] for one in _plain_cells(layer)],
+        [go(one) for layer in found[:-1] for one in _plain_closure_values(layer)],
     ]
 
 
@@ -157,7 +157,7 @@ def _wrapper_layers(value: Any) -> list[Any] | None:
     return found if len(found) > 1 and is_user_defined(value) else None
 
 
-def _plain_cells(value: Any) -> Iterator[Any]:
+def _plain_closure_values(value: Any) -> Iterator[Any]:
     for cell in getattr(value, "__closure__", None) or ():
         try:
             held = cell.cell_contents

@@ -110,7 +110,7 @@ class StopRequest:
         if self.ended and threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the fit was ended, as asked for in the notebook")
 
-    def is_newly_asked(self) -> bool:
+    def is_stop_newly_requested(self) -> bool:
         """Returns whether the fit was asked to end since the last call."""
         news = self.asked and not self._was_reported
         self._was_reported = self.asked

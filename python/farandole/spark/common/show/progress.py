@@ -104,7 +104,7 @@ class RemainingTime:
         Args:
             report: of the kind `step`.
         """
-        self._note_done(
+        self._note_completed_share(
             (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
         )
 
@@ -114,9 +114,9 @@ class RemainingTime:
         Args:
             report: of the kind `epoch`.
         """
-        self._note_done((report["entry"]["epoch"] + 1) / report["epochs"])
+        self._note_completed_share((report["entry"]["epoch"] + 1) / report["epochs"])
 
-    def _note_done(self, done: float) -> None:
+    def _note_completed_share(self, done: float) -> None:
         self.done = done
         if self._measured_from is None or done < self._measured_from[1]:
             self._measured_from = time.monotonic(), done

@@ -131,7 +131,9 @@ class CommitCallback(keras.callbacks.Callback):
         self._committed = steps
         metrics = sum_metrics(self.model, "commit", counts=True)
         self._elastic_run.commit_progress(
-            epoch=self._epoch, place=self._feed.place_after(self._epoch, steps), metrics=metrics
+            epoch=self._epoch,
+            place=self._feed.position_after_steps(self._epoch, steps),
+            metrics=metrics,
         )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -139,7 +141,7 @@ class CommitCallback(keras.callbacks.Callback):
         del logs
         kept = self._publisher.kept
         best = kept.path.read_bytes() if kept is not None and kept.path.exists() else None
-        note = copy.deepcopy(self._publisher.checkpoint_note())
+        note = copy.deepcopy(self._publisher.checkpoint_history_note())
         model: Any = self.model
         stopped = bool(model.stop_training)
         self._elastic_run.commit_progress(

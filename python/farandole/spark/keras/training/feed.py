@@ -49,12 +49,12 @@ class BatchFeed:
     ) -> None:
         self.source = source
         self.steps = steps
-        self.rows = source.place_after(0, steps).rows
+        self.rows = source.position_after_steps(0, steps).rows
         """Rows of all processes in an epoch."""
         self.validates = source.own > 0
         """Whether this process has rows; `False` if it only takes part in the collectives."""
         ends = trains and steps >= source.steps_until_end()
-        self.shares = trains and (moves or (ends and not source.is_even))
+        self.shares = trains and (moves or (ends and not source.has_equal_rows_on_ranks))
         self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
         self.uncounted = source.idle_steps(steps) if self.leaves_out else []
@@ -64,14 +64,14 @@ class BatchFeed:
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
 
-    def place_after(self, epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
             epoch: its number.
             steps: that are done.
         """
-        return self.source.place_after(epoch, steps)
+        return self.source.position_after_steps(epoch, steps)
 
     def validation_batches(self) -> ValidationDataset:
         """Returns the batches of an epoch, again and again."""
@@ -163,7 +163,7 @@ class DataModuleFeed:
         self.uncounted: list[int] = []
         self._data = data
 
-    def place_after(self, _epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, _epoch: int, steps: int) -> EpochPosition:
         """Returns the number of steps that are done. No other position is known.
 
         Args:

@@ -317,9 +317,12 @@ class KerasTrainer:
                 data.val_url, data.val_batch_size, data.val_threads, shuffle=True
             )
             val = BatchFeed(
-                source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False
+                source,
+                job,
+                min(source.own_step_count, data.val_steps or source.own_step_count),
+                trains=False,
             )
-        train.begin_at(place or EpochPosition())
+        train.set_epoch_start(place or EpochPosition())
         return BatchFeed(
             train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves
         ), val

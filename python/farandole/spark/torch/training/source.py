@@ -45,11 +45,11 @@ class DataModuleSource:
         self._loader = loader
         self._batch_iterator: Iterator[Any] | None = None
 
-    def rows_in(self, _first: int, _last: int) -> None:
+    def row_count_in_steps(self, _first: int, _last: int) -> None:
         """Rows of all processes in some steps, which are unknown."""
         return
 
-    def begin_at(self, place: EpochPosition) -> None:
+    def set_epoch_start(self, place: EpochPosition) -> None:
         """Does nothing: epochs begin at their first row."""
         del place
 
@@ -57,7 +57,7 @@ class DataModuleSource:
         """Steps of an epoch."""
         return self.steps
 
-    def place_after(self, _number: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, _number: int, steps: int) -> EpochPosition:
         """Returns the number of steps that are done. No other position is known.
 
         Args:
