@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::curves::MAX_SERIES_BYTES;
-use crate::series::{self, RunSeries, without_nan};
+use crate::series::{self, RunSeries, replace_non_finite_words};
 use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, Stamp};
 
 /// Largest `_record.json` or fingerprint that is read.
@@ -79,7 +79,7 @@ pub(crate) fn read_fingerprint(directory: &Store, files: &Files) -> BTreeMap<Str
 fn read_json_object(directory: &Store, files: &Files, name: &str) -> Map<String, Value> {
     let fits = files.get(name).is_some_and(|(bytes, _)| *bytes <= MAX_RECORD_BYTES);
     let text = if fits { directory.read(name).ok() } else { None };
-    let value = text.and_then(|text| serde_json::from_slice(&without_nan(&text)).ok());
+    let value = text.and_then(|text| serde_json::from_slice(&replace_non_finite_words(&text)).ok());
     if let Some(Value::Object(map)) = value { map } else { Map::new() }
 }
 

@@ -130,7 +130,7 @@ pub(crate) fn parse_history(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
     let mut series = RunSeries::default();
     let mut clock = 0.0;
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
-        let plain = without_nan(line);
+        let plain = replace_non_finite_words(line);
         let Ok(entry) = serde_json::from_slice::<HistoryLine<'_>>(&plain) else { continue };
         clock += entry.seconds.unwrap_or(0.0);
         series.epoch.push(entry.epoch + 1.0);
@@ -171,7 +171,7 @@ pub(crate) fn parse_history(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
 pub(crate) fn parse_steps(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
     let mut series = RunSeries::default();
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
-        let plain = without_nan(line);
+        let plain = replace_non_finite_words(line);
         let Ok(mut numbers) = serde_json::from_slice::<BTreeMap<Cow<'_, str>, Option<f64>>>(&plain)
         else {
             continue;
@@ -191,7 +191,7 @@ pub(crate) fn parse_steps(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
 }
 
 /// Replaces `NaN` and infinities, which Python writes and JSON does not have, by `null`.
-pub(crate) fn without_nan(text: &[u8]) -> Cow<'_, [u8]> {
+pub(crate) fn replace_non_finite_words(text: &[u8]) -> Cow<'_, [u8]> {
     const NON_FINITE_WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let has = |word: &[u8]| text.windows(word.len()).any(|part| part == word);
     if !text.iter().any(|byte| matches!(byte, b'N' | b'I'))
@@ -302,8 +302,8 @@ not a line
     #[test]
     fn words_within_texts_stay() {
         let text = br#"{"NaN": NaN, "a": "x\"NaN", "b": -Infinity}"#;
-        assert_eq!(&*without_nan(text), br#"{"NaN": null, "a": "x\"NaN", "b": null}"#);
-        assert!(matches!(without_nan(b"{\"a\": 1}"), Cow::Borrowed(_)));
-        assert_eq!(&*without_nan(b"NaN\"\\"), b"null\"\\");
+        assert_eq!(&*replace_non_finite_words(text), br#"{"NaN": null, "a": "x\"NaN", "b": null}"#);
+        assert!(matches!(replace_non_finite_words(b"{\"a\": 1}"), Cow::Borrowed(_)));
+        assert_eq!(&*replace_non_finite_words(b"NaN\"\\"), b"null\"\\");
     }
 }

@@ -135,10 +135,10 @@ impl ProgramBuilder {
         member: usize,
     ) -> Option<Vec<u32>> {
         if chunk.carrier != member {
-            self.add_send(chunk.carrier, TransferLoad::single_message(chunk.bytes, true), &[]);
+            self.add_send(chunk.carrier, TransferLoad::load_of_one_message(chunk.bytes, true), &[]);
             return None;
         }
-        let load = TransferLoad::single_message(chunk.bytes, false);
+        let load = TransferLoad::load_of_one_message(chunk.bytes, false);
         Some(
             chunk.hosts.local_peers(member).map(|from| self.add_receive(from, load, &[])).collect(),
         )
@@ -152,7 +152,7 @@ impl ProgramBuilder {
         member: usize,
         results: &[u32],
     ) {
-        let load = TransferLoad::single_message(chunk.bytes, true);
+        let load = TransferLoad::load_of_one_message(chunk.bytes, true);
         if chunk.carrier != member {
             self.add_receive(chunk.carrier, load, &[]);
             return;
@@ -201,7 +201,7 @@ pub(super) struct TransferLoad {
 
 impl TransferLoad {
     /// Returns the load of one message of `bytes` bytes.
-    pub(super) fn single_message(bytes: usize, copied: bool) -> Self {
+    pub(super) fn load_of_one_message(bytes: usize, copied: bool) -> Self {
         Self { bytes: padded_bytes(bytes), messages: u32::from(bytes > 0), copied }
     }
 
@@ -380,10 +380,10 @@ fn direct_program(members: usize, member: usize, bytes: usize) -> CollectiveProg
     let mut builder = ProgramBuilder::new(members);
     let others = || (1..members).map(move |k| (member + k) % members);
     for to in others() {
-        builder.add_send(to, TransferLoad::single_message(bytes, true), &[]);
+        builder.add_send(to, TransferLoad::load_of_one_message(bytes, true), &[]);
     }
     let arrived: Vec<u32> = others()
-        .map(|from| builder.add_receive(from, TransferLoad::single_message(bytes, false), &[]))
+        .map(|from| builder.add_receive(from, TransferLoad::load_of_one_message(bytes, false), &[]))
         .collect();
     builder.add_reduction((members + 3) * bytes, &arrived);
     builder.into_program()

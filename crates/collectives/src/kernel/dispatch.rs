@@ -9,7 +9,7 @@ use super::native::{
 };
 use super::staged::{
     ElementFormat, FloatElement, NativeFormat, ScaleFactors, StagedKernel, StagedReduction,
-    WideningFormat,
+    WideIntegerFormat,
 };
 use super::{BlockForm, InstructionSet, ReductionOrder, ReductionSpec, float8, half};
 use crate::{DataType, ReduceOp};
@@ -207,7 +207,7 @@ where
     U: NativeElement,
     A: NativeElement,
     NativeFormat<T>: ElementFormat<Acc = T>,
-    WideningFormat<T, A>: ElementFormat<Acc = A>,
+    WideIntegerFormat<T, A>: ElementFormat<Acc = A>,
 {
     let (factors, path) = (scale_factors(reduction), kind.path);
     Some(match (reduction.op, kind.is_unscaled) {
@@ -215,7 +215,7 @@ where
         (ReduceOp::Product, true) => direct_kernel::<U, Product>(path, 1.0),
         (ReduceOp::Min, true) => direct_kernel::<T, Min>(path, 1.0),
         (ReduceOp::Max, true) => direct_kernel::<T, Max>(path, 1.0),
-        (ReduceOp::Average, _) => staged_kernel::<WideningFormat<T, A>, Sum>(path, factors),
+        (ReduceOp::Average, _) => staged_kernel::<WideIntegerFormat<T, A>, Sum>(path, factors),
         (ReduceOp::Sum, false) => staged_kernel::<NativeFormat<T>, Sum>(path, factors),
         (ReduceOp::Product, false) => staged_kernel::<NativeFormat<T>, Product>(path, factors),
         (ReduceOp::Min, false) => staged_kernel::<NativeFormat<T>, Min>(path, factors),

@@ -37,7 +37,7 @@ pub(super) struct NativeFormat<T>(PhantomData<T>);
 
 /// Format of integers with wider accumulators, so that a sum over members cannot overflow before it
 /// is divided.
-pub(super) struct WideningFormat<T, A>(PhantomData<(T, A)>);
+pub(super) struct WideIntegerFormat<T, A>(PhantomData<(T, A)>);
 
 macro_rules! float {
     ($($type:ty, $size:literal;)+) => { $(
@@ -160,14 +160,14 @@ integer! {
     NativeFormat<i32>, i32, i32, 4, same;
     NativeFormat<u64>, u64, u64, 8, same;
     NativeFormat<i64>, i64, i64, 8, same;
-    WideningFormat<u8, i64>, u8, i64, 1, cut;
-    WideningFormat<i8, i64>, i8, i64, 1, cut;
-    WideningFormat<u16, i64>, u16, i64, 2, cut;
-    WideningFormat<i16, i64>, i16, i64, 2, cut;
-    WideningFormat<u32, i64>, u32, i64, 4, cut;
-    WideningFormat<i32, i64>, i32, i64, 4, cut;
-    WideningFormat<u64, i128>, u64, i128, 8, cut;
-    WideningFormat<i64, i128>, i64, i128, 8, cut;
+    WideIntegerFormat<u8, i64>, u8, i64, 1, cut;
+    WideIntegerFormat<i8, i64>, i8, i64, 1, cut;
+    WideIntegerFormat<u16, i64>, u16, i64, 2, cut;
+    WideIntegerFormat<i16, i64>, i16, i64, 2, cut;
+    WideIntegerFormat<u32, i64>, u32, i64, 4, cut;
+    WideIntegerFormat<i32, i64>, i32, i64, 4, cut;
+    WideIntegerFormat<u64, i128>, u64, i128, 8, cut;
+    WideIntegerFormat<i64, i128>, i64, i128, 8, cut;
 }
 
 /// Elements per block: accumulators and inputs of the widest type stay in the first-level cache.

@@ -8,7 +8,7 @@
 //! environment --detect_launch--> DetectedRank --select_rendezvous--> RankZeroRendezvous
 //!  KNOWN_LAUNCHERS               rank, size                          file or address
 //!
-//! RankZeroRendezvous --RankSearch--> TaskClient of the registrar in rank 0
+//! RankZeroRendezvous --RankZeroSearch--> TaskClient of the registrar in rank 0
 //! ```
 //!
 //! Rank 0 runs the registrar in its own process, until that process ends. The other ranks need the

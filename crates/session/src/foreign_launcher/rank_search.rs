@@ -61,7 +61,7 @@ struct AssignedConnection {
 static ASSIGNED_CONNECTION: Mutex<Option<AssignedConnection>> = Mutex::new(None);
 
 /// One rank's search for the other ranks.
-struct RankSearch<'a> {
+struct RankZeroSearch<'a> {
     config: &'a Config,
     detected: &'a DetectedRank,
     job: &'a JobId,
@@ -120,7 +120,7 @@ pub(crate) fn connect_detected_rank(
         }
         RankZeroRendezvous::Address { .. } => {}
     }
-    let search = RankSearch {
+    let search = RankZeroSearch {
         config,
         detected: &started,
         job: &job,
@@ -210,7 +210,7 @@ fn ticket_folders() -> TicketFolders {
     TicketFolders { local, home: environment_variable("HOME").map(PathBuf::from) }
 }
 
-impl RankSearch<'_> {
+impl RankZeroSearch<'_> {
     /// Runs as rank 0: starts the registrar, and publishes its address until all ranks have
     /// registered.
     fn admit_ranks(&self, interrupted: &mut Interrupted<'_>) -> Result<(TaskClient, Registrar)> {

@@ -112,11 +112,11 @@ class MixedLoader(BaseDataLoader):
             if self._ratios is None:
                 batch = self._join_batches({name: self._next_batch(name) for name in self.loaders})
             else:
-                batch = self._next_batch(self._choose_loader())
+                batch = self._next_batch(self._loader_furthest_behind())
             self._produced_at = self._state_after_step((step + 1) % self._steps, self._counts)
             yield batch
 
-    def _choose_loader(self) -> str:
+    def _loader_furthest_behind(self) -> str:
         """Returns the loader that is furthest behind its share."""
         ratios, step = self._ratios or {}, sum(self._counts.values()) + 1
         chosen = max(ratios, key=lambda name: ratios[name] * step - self._counts[name])

@@ -105,7 +105,7 @@ class ElasticRunOptions:
         }
         return {name: str(value) for name, value in told.items() if value is not None}
 
-    def host_discovery(self) -> HostDiscovery | None:
+    def discovery_object(self) -> HostDiscovery | None:
         """Returns the object that finds hosts, if it is one.
 
         Raises:
@@ -188,7 +188,7 @@ class ElasticBackend(LocalBackend):
             python=executable,
             same_python=platform.python_version(),
             options=options,
-            discovery=self._elastic.host_discovery(),
+            discovery=self._elastic.discovery_object(),
             hosts=self._hosts,
             hostfile=self._hostfile,
             ssh_command=self._reach.ssh_command,

@@ -18,8 +18,8 @@ pub(in super::super) fn member_program(
     let host = hosts.host_of(member);
     let others = || hosts.host_members(host).filter(move |other| *other != member);
     let (values, partial) = (
-        TransferLoad::single_message(bytes, true),
-        TransferLoad::single_message(bytes * width, true),
+        TransferLoad::load_of_one_message(bytes, true),
+        TransferLoad::load_of_one_message(bytes * width, true),
     );
     let partials = bytes * width;
     let mut before: Vec<u32> = Vec::new();

@@ -115,13 +115,13 @@ impl<'a> HalvingProgramWriter<'a> {
             let HalvingStage { keep, give, .. } = stage.clone();
             let mut after = Vec::with_capacity(2);
             if !give.is_empty() {
-                let load = TransferLoad::single_message(give.len() * width, true);
+                let load = TransferLoad::load_of_one_message(give.len() * width, true);
                 after.push(self.add_send_to_partner(&stage, (chunk, step), load, &before));
             }
             if !keep.is_empty() {
                 let (from, load) = (
                     self.partner_member(&stage, chunk),
-                    TransferLoad::single_message(keep.len() * width, false),
+                    TransferLoad::load_of_one_message(keep.len() * width, false),
                 );
                 let theirs = self.builder.add_receive(from, load, &before);
                 // Both partials are read, the sum is written to a block in the cache, and the block
@@ -148,14 +148,14 @@ impl<'a> HalvingProgramWriter<'a> {
         let Some(stage) = self.find_stage(chunk, step) else { return };
         let (before, mut after) = (std::mem::take(&mut self.before[chunk]), Vec::with_capacity(2));
         if !stage.keep.is_empty() {
-            let load = TransferLoad::single_message(stage.keep.len(), true);
+            let load = TransferLoad::load_of_one_message(stage.keep.len(), true);
             after.push(self.add_send_to_partner(&stage, (chunk, step), load, &before));
         }
         if !stage.give.is_empty() {
             let from = self.partner_member(&stage, chunk);
             after.push(self.builder.add_receive(
                 from,
-                TransferLoad::single_message(stage.give.len(), true),
+                TransferLoad::load_of_one_message(stage.give.len(), true),
                 &before,
             ));
         }

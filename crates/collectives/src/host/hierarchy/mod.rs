@@ -96,7 +96,7 @@ fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     };
     (0..peers.links.len())
         .map(route)
-        .filter(|route| !route.out.is_empty() || !route.back.is_empty())
+        .filter(|route| !route.out.carries_no_messages() || !route.back.carries_no_messages())
         .collect()
 }
 

@@ -138,7 +138,7 @@ impl<'a> HierarchyProgramWriter<'a> {
                 let to = self.schedule.hosts().carrier_for_turn(owner, chunk);
                 self.builder.add_send(
                     to,
-                    TransferLoad::single_message(len * self.width, false),
+                    TransferLoad::load_of_one_message(len * self.width, false),
                     &before,
                 );
             }
@@ -181,7 +181,7 @@ impl<'a> HierarchyProgramWriter<'a> {
         let far = self.other_hosts();
         let mut arrived = Vec::with_capacity(far.len());
         for host in far {
-            let load = TransferLoad::single_message(bytes(host), copied);
+            let load = TransferLoad::load_of_one_message(bytes(host), copied);
             if !load.is_empty() {
                 let from = self.schedule.hosts().carrier_for_turn(host, chunk);
                 arrived.push(self.builder.add_receive(from, load, &[]));
@@ -206,7 +206,11 @@ impl<'a> HierarchyProgramWriter<'a> {
             } else {
                 for host in far.into_iter().filter(|_| part > 0) {
                     let to = self.schedule.hosts().carrier_for_turn(host, chunk);
-                    self.builder.add_send(to, TransferLoad::single_message(part, true), &results);
+                    self.builder.add_send(
+                        to,
+                        TransferLoad::load_of_one_message(part, true),
+                        &results,
+                    );
                 }
                 let schedule = self.schedule;
                 results.extend(self.add_receives_from_carriers(

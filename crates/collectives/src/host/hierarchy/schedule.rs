@@ -83,7 +83,7 @@ impl RouteDirection {
     }
 
     /// Returns whether this direction carries no messages at all.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(super) fn carries_no_messages(&self) -> bool {
         self.early.is_none() && self.late.is_none()
     }
 }

@@ -39,7 +39,7 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
                 add_nonempty_send(
                     &mut builder,
                     to,
-                    TransferLoad::single_message(cut.chunk_extent(to, t).1, true),
+                    TransferLoad::load_of_one_message(cut.chunk_extent(to, t).1, true),
                     &[],
                 );
             }
@@ -47,7 +47,11 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
             if own > 0 {
                 let arrived: Vec<u32> = others()
                     .map(|from| {
-                        builder.add_receive(from, TransferLoad::single_message(own, false), &[])
+                        builder.add_receive(
+                            from,
+                            TransferLoad::load_of_one_message(own, false),
+                            &[],
+                        )
                     })
                     .collect();
                 reduced[t] = Some(builder.add_reduction(reduction_bytes(cut, own), &arrived));
@@ -59,12 +63,12 @@ pub(in super::super) fn member_program(cut: &PipelineSchedule, member: usize) ->
             add_nonempty_send(
                 &mut builder,
                 to,
-                TransferLoad::single_message(cut.chunk_extent(member, t).1, false),
+                TransferLoad::load_of_one_message(cut.chunk_extent(member, t).1, false),
                 &after,
             );
         }
         for from in others() {
-            let load = TransferLoad::single_message(cut.chunk_extent(from, t).1, true);
+            let load = TransferLoad::load_of_one_message(cut.chunk_extent(from, t).1, true);
             if !load.is_empty() {
                 builder.add_receive(from, load, &[]);
             }

@@ -152,7 +152,7 @@ pub(crate) struct ElasticMembership {
     last_loss: Option<String>,
     /// After a restart: the time until which workers that others have lost may connect again.
     returning_until: Duration,
-    #[serde(with = "steps::pairs")]
+    #[serde(with = "steps::pair_map_as_list")]
     quarrels: BTreeMap<(TaskId, TaskId), u32>,
     /// Once the job is over: workers whose ends are not reported yet, and their hosts. They may not
     /// know that the job is over.

@@ -162,7 +162,7 @@ impl ElasticMembership {
 }
 
 /// Serialization of a map with pairs as keys, as a list: JSON keys are strings.
-pub(super) mod pairs {
+pub(super) mod pair_map_as_list {
     use std::collections::BTreeMap;
 
     use farandole_world::TaskId;

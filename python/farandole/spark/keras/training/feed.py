@@ -77,7 +77,7 @@ class BatchFeed:
         """Returns the batches of an epoch, again and again."""
         return ValidationDataset(self)
 
-    def epoch_batches(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    def batches_of_epochs(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         """Batches of one epoch after the other.
 
         Args:
@@ -130,7 +130,7 @@ class ValidationDataset(keras.utils.PyDataset):
         """Returns a batch. Keras requests batches in order and then restarts at the first one."""
         if index < self._next_index or index == 0:
             self.close()
-            self._batches = self._feed.epoch_batches(0, 1)
+            self._batches = self._feed.batches_of_epochs(0, 1)
         while self._next_index < index:
             next(self._batches)
             self._next_index += 1
@@ -171,7 +171,7 @@ class DataModuleFeed:
         """
         return EpochPosition(steps)
 
-    def epoch_batches(self, first: int, last: int) -> Any:
+    def batches_of_epochs(self, first: int, last: int) -> Any:
         """Returns the batches of all epochs; the module keeps their order."""
         del first, last
         return self._data()

@@ -152,7 +152,7 @@ class KerasTrainer:
 
     def _fit_epochs(self, first: int, last: int, place: EpochPosition | None = None) -> None:
         model, train, val = self.model, self.train, self.val
-        batches = train.epoch_batches(first, last)
+        batches = train.batches_of_epochs(first, last)
         validation = None if val is None else val.validation_batches()
         verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
         callbacks: Any = self._create_callbacks(self.publisher)
