@@ -31,7 +31,7 @@ const TRIAL_TIMEOUT: Duration = Duration::from_secs(20);
 const TRIAL_LINK_BYTES: usize = 64 << 10;
 
 /// Modules and the distributions that provide them.
-type Modules = BTreeMap<String, Vec<PythonDistribution>>;
+type ModuleDistributions = BTreeMap<String, Vec<PythonDistribution>>;
 
 /// A package that enables a feature: its module, its name, and the extra that installs it.
 const FRAMEWORK_PACKAGES: &[(&str, &str, &str)] = &[
@@ -103,7 +103,7 @@ pub(crate) fn run_doctor(surroundings: &dyn HostInterpreter) -> Result<i32> {
     Ok(i32::from(!page.problems.is_empty()))
 }
 
-fn examine_host(python: &PythonInstallation, modules: &Modules) -> DoctorPage {
+fn examine_host(python: &PythonInstallation, modules: &ModuleDistributions) -> DoctorPage {
     let mut page = DoctorPage::default();
     add_versions(&mut page, python);
     add_packages(&mut page, "Frameworks", FRAMEWORK_PACKAGES, modules);
@@ -152,7 +152,7 @@ fn add_packages(
     page: &mut DoctorPage,
     title: &str,
     wanted: &[(&str, &str, &str)],
-    modules: &Modules,
+    modules: &ModuleDistributions,
 ) {
     page.add_section(title);
     for (module, what, extra) in wanted {
@@ -364,7 +364,7 @@ fn try_launching(page: &mut DoctorPage) {
 mod tests {
     use super::*;
 
-    fn modules(provided: &[(&str, &str, &str)]) -> Modules {
+    fn modules(provided: &[(&str, &str, &str)]) -> ModuleDistributions {
         let one = |(module, name, version): &(&str, &str, &str)| {
             let provider =
                 PythonDistribution { name: (*name).to_owned(), version: (*version).to_owned() };
@@ -428,7 +428,7 @@ mod tests {
 
     #[test]
     fn a_python_without_a_framework_gets_a_hint_what_to_install() {
-        let page = examine_host(&PythonInstallation::default(), &Modules::new());
+        let page = examine_host(&PythonInstallation::default(), &ModuleDistributions::new());
         assert!(
             page.text.contains("[ ] PyTorch                 pip install \"farandole[torch]\""),
             "{}",

@@ -121,7 +121,7 @@ pub trait Communicator: Send {
     /// follow `events`. The device waits for the events, not the host.
     ///
     /// # Errors
-    /// Like `submit_operation`; `Device` if there is no device that could wait.
+    /// Like `submit_operation`; `Shape` if this communicator has no device that could wait.
     fn submit_after_events(
         &mut self,
         token: OperationToken,

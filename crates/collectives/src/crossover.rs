@@ -102,12 +102,12 @@ const MIN_HALVING_HOSTS: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CrossoverTable {
     /// Rules by number of hosts and number of members on the fullest host.
-    shapes: BTreeMap<(usize, usize), Rules>,
-    rules: Rules,
+    shapes: BTreeMap<(usize, usize), AlgorithmRules>,
+    rules: AlgorithmRules,
 }
 
 /// Algorithms, each with its largest number of bytes.
-type Rules = Vec<(usize, AllreduceAlgorithm)>;
+type AlgorithmRules = Vec<(usize, AllreduceAlgorithm)>;
 
 impl CrossoverTable {
     pub(crate) fn choose_algorithm(
@@ -188,9 +188,9 @@ fn parse_shape(text: &str) -> Result<(usize, usize), String> {
     shape.ok_or_else(|| format!("no shape of a world, such as 2x4: {text}"))
 }
 
-fn parse_rules(text: &str) -> Result<Rules, String> {
+fn parse_rules(text: &str) -> Result<AlgorithmRules, String> {
     if text.trim() == "auto" {
-        return Ok(Rules::new());
+        return Ok(AlgorithmRules::new());
     }
     let rule = |rule: &str| {
         let (name, most) =
@@ -216,7 +216,7 @@ impl fmt::Display for CrossoverTable {
 }
 
 /// Rules as text.
-struct RulesText<'a>(&'a Rules);
+struct RulesText<'a>(&'a AlgorithmRules);
 
 impl fmt::Display for RulesText<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

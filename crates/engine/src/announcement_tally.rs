@@ -11,7 +11,7 @@ use farandole_world::Rank;
 use crate::cache::{CacheId, CachedResponse};
 use crate::set::operation_text;
 use crate::signature::{CollectiveCall, RequestSignature};
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
+use crate::wire::{FrameReader, FrameResult, FrameWriter, MalformedFrame};
 
 /// One variant of a request, the members that submitted it, and their row counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -203,7 +203,7 @@ impl RequestVariant {
         }
     }
 
-    pub(crate) fn decode_from(reader: &mut FrameReader<'_>, below: &[u32]) -> Read<Self> {
+    pub(crate) fn decode_from(reader: &mut FrameReader<'_>, below: &[u32]) -> FrameResult<Self> {
         let signature = RequestSignature::decode_from(reader)?;
         let listed = reader.read_varints()?;
         let members = if listed.is_empty() {
@@ -214,7 +214,7 @@ impl RequestVariant {
             listed
                 .into_iter()
                 .map(|number| known(number).ok_or(MalformedFrame::Member(number)))
-                .collect::<Read<_>>()?
+                .collect::<FrameResult<_>>()?
         };
         let counts = signature.call.row_counts_per_member();
         let rows = if counts > 0 { reader.read_varints()? } else { Vec::new() };

@@ -7,7 +7,7 @@ use std::fmt;
 
 use farandole_collectives::{DataType, ReduceOp};
 
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
+use crate::wire::{FrameReader, FrameResult, FrameWriter, MalformedFrame};
 
 /// A collective, with its factors as bits, so that equal values mean agreement. The root is a rank
 /// of the world.
@@ -243,7 +243,7 @@ impl RequestSignature {
         }
     }
 
-    pub(crate) fn decode_from(reader: &mut FrameReader<'_>) -> Read<Self> {
+    pub(crate) fn decode_from(reader: &mut FrameReader<'_>) -> FrameResult<Self> {
         let call = match reader.read_byte()? {
             0 => {
                 let op = read_reduce_op(reader)?;
@@ -285,7 +285,7 @@ impl RequestSignature {
     }
 }
 
-fn read_reduce_op(reader: &mut FrameReader<'_>) -> Read<ReduceOp> {
+fn read_reduce_op(reader: &mut FrameReader<'_>) -> FrameResult<ReduceOp> {
     let op = reader.read_byte()?;
     ReduceOp::from_wire(op).ok_or(MalformedFrame::Tag(op))
 }

@@ -60,7 +60,7 @@ pub(crate) enum MalformedFrame {
     Rows(usize),
 }
 
-pub(crate) type Read<T> = Result<T, MalformedFrame>;
+pub(crate) type FrameResult<T> = Result<T, MalformedFrame>;
 
 /// Reads values from a frame.
 #[derive(Clone, Copy, Debug)]
@@ -71,13 +71,13 @@ impl<'a> FrameReader<'a> {
         self.0.is_empty()
     }
 
-    pub(crate) fn read_byte(&mut self) -> Read<u8> {
+    pub(crate) fn read_byte(&mut self) -> FrameResult<u8> {
         let (first, rest) = self.0.split_first().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(*first)
     }
 
-    pub(crate) fn read_varint(&mut self) -> Read<u64> {
+    pub(crate) fn read_varint(&mut self) -> FrameResult<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
             let byte = self.read_byte()?;
@@ -92,31 +92,31 @@ impl<'a> FrameReader<'a> {
         Err(MalformedFrame::Overlong)
     }
 
-    pub(crate) fn read_u32(&mut self) -> Read<u32> {
+    pub(crate) fn read_u32(&mut self) -> FrameResult<u32> {
         u32::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)
     }
 
     /// Reads a count of items that take at least one byte each. The count is limited by the bytes
     /// left, so that a frame cannot cause a larger allocation.
-    pub(crate) fn read_count(&mut self) -> Read<usize> {
+    pub(crate) fn read_count(&mut self) -> FrameResult<usize> {
         let count = usize::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)?;
         if count > self.0.len() { Err(MalformedFrame::Truncated) } else { Ok(count) }
     }
 
-    pub(crate) fn read_u64(&mut self) -> Read<u64> {
+    pub(crate) fn read_u64(&mut self) -> FrameResult<u64> {
         let (first, rest) = self.0.split_first_chunk::<8>().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(u64::from_le_bytes(*first))
     }
 
-    pub(crate) fn read_text(&mut self) -> Read<&'a str> {
+    pub(crate) fn read_text(&mut self) -> FrameResult<&'a str> {
         let length = self.read_count()?;
         let (text, rest) = self.0.split_at(length);
         self.0 = rest;
         std::str::from_utf8(text).map_err(|_| MalformedFrame::Text)
     }
 
-    pub(crate) fn read_varints(&mut self) -> Read<Vec<u64>> {
+    pub(crate) fn read_varints(&mut self) -> FrameResult<Vec<u64>> {
         (0..self.read_count()?).map(|_| self.read_varint()).collect()
     }
 }

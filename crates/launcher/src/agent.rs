@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::master_address::share_master_address;
 use crate::timeline_upload::WorkerTimeline;
 use crate::worker::{
-    ExitWait, StopSignal, TakeLine, WorkerExit, WorkerProcess, WorkerStartOptions,
+    ExitWait, LineReceiver, StopSignal, WorkerExit, WorkerProcess, WorkerStartOptions,
 };
 
 /// Longest time to connect to the registrar.
@@ -414,7 +414,7 @@ impl AgentRun {
                 .or_insert_with(|| Some("1".to_owned()));
         }
         environment.extend(place.variables.clone());
-        let take_line: TakeLine = match &self.task.output {
+        let take_line: LineReceiver = match &self.task.output {
             OutputTarget::Registrar => {
                 let client = client.clone();
                 Arc::new(move |stream, text| {

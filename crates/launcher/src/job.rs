@@ -48,7 +48,7 @@ pub struct StaticJob {
 }
 
 /// Observes the world when ranks are assigned.
-type Assigned<'a> = dyn Fn(&World) + 'a;
+type WorldObserver<'a> = dyn Fn(&World) + 'a;
 
 impl StaticJob {
     /// Returns a job that uses only this host.
@@ -89,7 +89,7 @@ impl StaticJob {
         &self,
         sink: &Arc<dyn RecordSink>,
         wish: &dyn Fn() -> StopLevel,
-        assigned: &Assigned<'_>,
+        assigned: &WorldObserver<'_>,
     ) -> Result<JobReport> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
@@ -116,7 +116,7 @@ impl StaticJob {
 struct JobRun<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn RecordSink>,
-    observe_world: &'a Assigned<'a>,
+    observe_world: &'a WorldObserver<'a>,
     agent_pool: AgentPool<'a>,
     outcomes: BTreeMap<u32, WorkerOutcome>,
     /// Errors of hosts and agents.
@@ -133,7 +133,7 @@ impl<'a> JobRun<'a> {
     fn start_agents(
         job: &'a StaticJob,
         registrar: &'a Registrar,
-        (sink, assigned): (&'a Arc<dyn RecordSink>, &'a Assigned<'a>),
+        (sink, assigned): (&'a Arc<dyn RecordSink>, &'a WorldObserver<'a>),
         here: Vec<u32>,
         there: Vec<HostPlacement>,
     ) -> Result<Self> {

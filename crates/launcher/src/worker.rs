@@ -40,7 +40,7 @@ const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 const OUTPUT_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Receives a worker's lines; blocks to slow the worker down.
-pub(crate) type TakeLine = Arc<dyn Fn(OutputStream, String) + Send + Sync>;
+pub(crate) type LineReceiver = Arc<dyn Fn(OutputStream, String) + Send + Sync>;
 
 /// The program to start.
 pub(crate) struct WorkerStartOptions {
@@ -49,7 +49,7 @@ pub(crate) struct WorkerStartOptions {
     pub(crate) environment: BTreeMap<String, Option<String>>,
     pub(crate) payload: Option<Vec<u8>>,
     pub(crate) collect_result: bool,
-    pub(crate) take_line: TakeLine,
+    pub(crate) take_line: LineReceiver,
 }
 
 /// Signals that end a worker, from gentle to harsh.

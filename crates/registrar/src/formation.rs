@@ -63,7 +63,7 @@ struct FormedWorldMember {
 }
 
 /// A callback that gets each formed world before its ranks do.
-type Note = Box<dyn Fn(&FormedWorldRecord) + Send>;
+type FormedWorldCallback = Box<dyn Fn(&FormedWorldRecord) + Send>;
 
 /// The reason why a world cannot form.
 #[derive(Clone, Debug, PartialEq)]
@@ -119,7 +119,7 @@ pub(crate) struct FormationTable {
     generation: Generation,
     ranks: HashMap<u32, RankRequests>,
     waiting: HashMap<Members, PendingFormation>,
-    note: Option<Note>,
+    note: Option<FormedWorldCallback>,
     /// Worlds that have formed since `note` was set.
     formed: Vec<FormedWorldRecord>,
 }

@@ -128,10 +128,10 @@ impl ModeledNetworkState {
     }
 }
 
-type Shared = Arc<Mutex<ModeledNetworkState>>;
+type SharedNetworkState = Arc<Mutex<ModeledNetworkState>>;
 
 struct ModeledLinkSender {
-    wires: Shared,
+    wires: SharedNetworkState,
     wire: usize,
     window: Vec<u8>,
 }
@@ -161,7 +161,7 @@ impl LinkSender for ModeledLinkSender {
 }
 
 struct ModeledLinkReceiver {
-    wires: Shared,
+    wires: SharedNetworkState,
     wire: usize,
     window: Vec<u8>,
     released: usize,
@@ -259,7 +259,7 @@ fn to_rank(rank: usize) -> Rank {
 }
 
 fn modeled_link(
-    wires: &Shared,
+    wires: &SharedNetworkState,
     places: &[u32],
     (rank, peer): (usize, usize),
     capacity: usize,
@@ -284,7 +284,7 @@ fn modeled_link(
 }
 
 /// Polls all members until none moves, then lets time pass, until no message is on its way.
-fn drive_to_idle(communicators: &mut [HostCommunicator], wires: &Shared) -> Result<()> {
+fn drive_to_idle(communicators: &mut [HostCommunicator], wires: &SharedNetworkState) -> Result<()> {
     let mut completed = Vec::new();
     loop {
         let mut any = true;

@@ -22,10 +22,10 @@ static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
 
 /// Identity of a remote backend: stores with the same identity share connections. The process id is
 /// part of it, because a forked child cannot use its parent's connections.
-type Recipe = (u32, String, BackendOptions);
+type BackendKey = (u32, String, BackendOptions);
 
 /// The remote backends of this process.
-static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> =
+static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<BackendKey, Arc<dyn ObjectStore>>>> =
     LazyLock::new(Mutex::default);
 
 /// The backend that a store reads from and writes to.

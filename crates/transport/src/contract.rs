@@ -25,7 +25,7 @@ pub fn set_send_in_clear(clear: bool) {
 }
 
 /// Function that creates a pair of connected links with a given capacity.
-pub type Factory<'a> = &'a mut dyn FnMut(usize) -> (Link, Link);
+pub type LinkPairFactory<'a> = &'a mut dyn FnMut(usize) -> (Link, Link);
 
 /// Longest wait of any test of the suite.
 pub const TEST_WAIT_LIMIT: Duration = Duration::from_secs(20);
@@ -102,7 +102,7 @@ pub fn rank_zero_address(meeting: &MemoryRendezvous, generation: u32) -> SocketA
 }
 
 /// Runs all tests of the suite.
-pub fn run_link_contract(factory: Factory<'_>) {
+pub fn run_link_contract(factory: LinkPairFactory<'_>) {
     bytes_arrive_in_order(factory(4096));
     windows_are_contiguous_at_every_offset(factory(4096));
     a_sender_is_held_back_by_a_reader_that_is_slow(factory(4096));

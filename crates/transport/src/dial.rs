@@ -139,7 +139,7 @@ impl DialWait<'_> {
     }
 }
 
-pub(crate) type Attempt<T> = std::result::Result<T, DialFailure>;
+pub(crate) type DialResult<T> = std::result::Result<T, DialFailure>;
 
 /// A connection to request from a peer.
 pub(crate) struct DialRequest<'a> {
@@ -152,7 +152,7 @@ pub(crate) struct DialRequest<'a> {
 }
 
 /// Connects to a Unix socket in the abstract namespace.
-pub(crate) fn connect_local(name: &str, deadline: Instant) -> Attempt<OwnedFd> {
+pub(crate) fn connect_local(name: &str, deadline: Instant) -> DialResult<OwnedFd> {
     let failed =
         |error: Errno| DialFailure::from_failed_call("socket", Some(error), error.to_string());
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -260,7 +260,7 @@ pub(crate) fn dial_address_pair(
     request: &DialRequest<'_>,
     pair: AddressPair,
     wait: &mut DialWait<'_>,
-) -> Result<Attempt<SecuredConnection>> {
+) -> Result<DialResult<SecuredConnection>> {
     wait.check_give_up()?;
     let deadline = wait.attempt_deadline(shared);
     let patience = deadline.saturating_duration_since(Instant::now());
@@ -283,7 +283,7 @@ fn dial_secured(
     request: &DialRequest<'_>,
     socket: OwnedFd,
     deadline: Instant,
-) -> Attempt<SecuredConnection> {
+) -> DialResult<SecuredConnection> {
     let (socket, keys, _) = perform_handshake(shared, request, socket, &[], deadline)?;
     let keyless =
         || DialFailure::Unauthenticated(format!("rank {}: a bad public key", request.to.rank));
@@ -312,7 +312,7 @@ pub(crate) fn probe_listener(
     Ok(if silent { None } else { Some(false) })
 }
 
-fn await_hang_up(socket: &OwnedFd, deadline: Instant) -> Attempt<()> {
+fn await_hang_up(socket: &OwnedFd, deadline: Instant) -> DialResult<()> {
     let failed = |error: Errno| DialFailure::Unanswered(error.to_string());
     shutdown(socket, Shutdown::Write).map_err(failed)?;
     sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(time_left(deadline)?))
@@ -328,7 +328,7 @@ pub(crate) fn perform_handshake(
     socket: OwnedFd,
     descriptors: &[BorrowedFd<'_>],
     deadline: Instant,
-) -> Attempt<(OwnedFd, Option<ConnectionKeys>, Vec<OwnedFd>)> {
+) -> DialResult<(OwnedFd, Option<ConnectionKeys>, Vec<OwnedFd>)> {
     let own = |error: Error| DialFailure::Unanswered(error.to_string());
     let hello = HelloMessage {
         version: PROTOCOL_VERSION,
@@ -384,7 +384,7 @@ pub(crate) fn perform_handshake(
     Ok((socket, transcript.derive_keys(HandshakeSide::Dialer), arrived))
 }
 
-fn check_welcome(request: &DialRequest<'_>, status: HandshakeStatus) -> Attempt<()> {
+fn check_welcome(request: &DialRequest<'_>, status: HandshakeStatus) -> DialResult<()> {
     match status {
         HandshakeStatus::Welcome => Ok(()),
         status => {
@@ -393,7 +393,7 @@ fn check_welcome(request: &DialRequest<'_>, status: HandshakeStatus) -> Attempt<
     }
 }
 
-fn time_left(deadline: Instant) -> Attempt<Duration> {
+fn time_left(deadline: Instant) -> DialResult<Duration> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
         Err(DialFailure::Unanswered(NO_ANSWER_REASON.to_owned()))
@@ -402,7 +402,11 @@ fn time_left(deadline: Instant) -> Attempt<Duration> {
     }
 }
 
-fn send_handshake(socket: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> Attempt<()> {
+fn send_handshake(
+    socket: &OwnedFd,
+    bytes: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+) -> DialResult<()> {
     descriptor_passing::send_with_descriptors(socket.as_fd(), bytes, descriptors)
         .map_err(|error| DialFailure::Unanswered(error.to_string()))
 }
@@ -411,7 +415,7 @@ fn receive_handshake(
     socket: &OwnedFd,
     bytes: &mut [u8],
     deadline: Instant,
-) -> Attempt<Vec<OwnedFd>> {
+) -> DialResult<Vec<OwnedFd>> {
     let closed =
         || DialFailure::Closed("the connection was closed during the handshake".to_owned());
     let mut descriptors = Vec::new();

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with, sockopt};
 
-use crate::dial::{Attempt, DialFailure, NO_ANSWER_REASON};
+use crate::dial::{DialFailure, DialResult, NO_ANSWER_REASON};
 
 /// Head start of an address over the next one.
 const CONNECT_STAGGER: Duration = Duration::from_millis(250);
@@ -32,7 +32,7 @@ pub(crate) struct ConnectOutcome {
     pub(crate) address: SocketAddr,
     pub(crate) began: Instant,
     /// The connected socket, in blocking mode.
-    pub(crate) socket: Attempt<OwnedFd>,
+    pub(crate) socket: DialResult<OwnedFd>,
 }
 
 /// Iterator over the outcomes in the order in which they become known, one for each address.
@@ -142,7 +142,7 @@ fn connect_failure(address: SocketAddr, errno: Errno) -> DialFailure {
     )
 }
 
-fn finish_connect(socket: OwnedFd) -> Attempt<OwnedFd> {
+fn finish_connect(socket: OwnedFd) -> DialResult<OwnedFd> {
     let stream = TcpStream::from(socket);
     stream
         .set_nonblocking(false)

@@ -45,7 +45,7 @@ pub(crate) struct RetiredSocket {
 }
 
 /// Key of an arrival: channel, peer, number of the connection.
-pub(crate) type Place = (u32, Rank, u16);
+pub(crate) type ArrivalKey = (u32, Rank, u16);
 
 pub(crate) struct MeshState {
     pub(crate) rank: Rank,
@@ -71,7 +71,7 @@ pub(crate) struct MeshState {
     stop: AtomicBool,
     /// Arrived connections, with the capacity of their rings. Lock order: no other lock is taken
     /// while this is held.
-    arrivals: Mutex<HashMap<Place, (u64, ArrivedConnection)>>,
+    arrivals: Mutex<HashMap<ArrivalKey, (u64, ArrivedConnection)>>,
     arrived: Condvar,
     /// For the service thread to take. Lock order: like `arrivals`.
     watches: Mutex<Vec<PeerWatch>>,
@@ -134,7 +134,7 @@ impl MeshState {
 
     /// Adds an arrived connection. It replaces an earlier one with the same key, which its dialer
     /// has given up.
-    pub(crate) fn add_arrival(&self, place: Place, capacity: u64, arrival: ArrivedConnection) {
+    pub(crate) fn add_arrival(&self, place: ArrivalKey, capacity: u64, arrival: ArrivedConnection) {
         let replaced = self.arrivals.lock().insert(place, (capacity, arrival));
         self.arrived.notify_all();
         self.wake_parked_threads();

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::record::{self, RunSummary};
-use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, RunSource, Stamp};
+use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles, RunSource};
 
 /// Files that a summary is read from.
 const SUMMARY_FILES: [&str; 3] = [RECORD_FILE, HISTORY_FILE, FINGERPRINT_FILE];
@@ -34,7 +34,7 @@ pub(crate) struct RunListing {
 pub(crate) struct FoundRun {
     pub(crate) summary: RunSummary,
     pub(crate) directory: Store,
-    pub(crate) files: Arc<Files>,
+    pub(crate) files: Arc<RunFiles>,
 }
 
 /// Every source, with its known facts.
@@ -50,7 +50,7 @@ struct KnownRuns {
 #[derive(Debug)]
 struct CatalogRun {
     found: FoundRun,
-    stamps: [Option<Stamp>; 3],
+    stamps: [Option<FileStamp>; 3],
 }
 
 impl RunCatalog {
@@ -120,7 +120,7 @@ impl KnownRuns {
             }
         }
         let read =
-            |(id, files, stamps): &(String, Files, [Option<Stamp>; 3])| -> Result<(String, CatalogRun)> {
+            |(id, files, stamps): &(String, RunFiles, [Option<FileStamp>; 3])| -> Result<(String, CatalogRun)> {
                 let directory = root.open_child(id)?;
                 let summary = record::summarize_run(format!("{index}/{id}"), id, &directory, files);
                 let found = FoundRun { summary, directory, files: Arc::new(files.clone()) };

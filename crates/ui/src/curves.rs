@@ -12,7 +12,7 @@ use crate::catalog::FoundRun;
 use crate::downsampling::{downsample_curve, smooth_values};
 use crate::error::{Error, Result};
 use crate::series::{self, RunSeries};
-use crate::source::{HISTORY_FILE, STEPS_FILE, Stamp};
+use crate::source::{FileStamp, HISTORY_FILE, STEPS_FILE};
 
 /// Most numbers in the cache, 8 bytes each.
 const MAX_CACHED_NUMBERS: usize = 64 << 20;
@@ -82,10 +82,10 @@ struct MetricCurve {
 
 /// A cache of the numbers of runs, valid while the files do not change.
 #[derive(Debug, Default)]
-pub(crate) struct SeriesCache(Mutex<HashMap<Place, (Stamp, Arc<RunSeries>)>>);
+pub(crate) struct SeriesCache(Mutex<HashMap<SeriesFileKey, (FileStamp, Arc<RunSeries>)>>);
 
 /// URL of the directory of a run, and a file in it.
-type Place = (String, &'static str);
+type SeriesFileKey = (String, &'static str);
 
 impl SeriesCache {
     /// Returns the numbers of one file of a run; empty where it has no such file.

@@ -13,7 +13,7 @@ use serde_json::{Map, Value};
 
 use crate::curves::MAX_SERIES_BYTES;
 use crate::series::{self, RunSeries, replace_non_finite_words};
-use crate::source::{FINGERPRINT_FILE, Files, HISTORY_FILE, RECORD_FILE, Stamp};
+use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles};
 
 /// Largest `_record.json` or fingerprint that is read.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
@@ -61,12 +61,12 @@ pub(crate) struct BestEpoch {
 
 /// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be
 /// read.
-pub(crate) fn read_record(directory: &Store, files: &Files) -> Map<String, Value> {
+pub(crate) fn read_record(directory: &Store, files: &RunFiles) -> Map<String, Value> {
     read_json_object(directory, files, RECORD_FILE)
 }
 
 /// Returns the arguments of a run: each part's name and a short description.
-pub(crate) fn read_fingerprint(directory: &Store, files: &Files) -> BTreeMap<String, String> {
+pub(crate) fn read_fingerprint(directory: &Store, files: &RunFiles) -> BTreeMap<String, String> {
     let told = read_json_object(directory, files, FINGERPRINT_FILE);
     let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();
     parts
@@ -76,7 +76,7 @@ pub(crate) fn read_fingerprint(directory: &Store, files: &Files) -> BTreeMap<Str
         .collect()
 }
 
-fn read_json_object(directory: &Store, files: &Files, name: &str) -> Map<String, Value> {
+fn read_json_object(directory: &Store, files: &RunFiles, name: &str) -> Map<String, Value> {
     let fits = files.get(name).is_some_and(|(bytes, _)| *bytes <= MAX_RECORD_BYTES);
     let text = if fits { directory.read(name).ok() } else { None };
     let value = text.and_then(|text| serde_json::from_slice(&replace_non_finite_words(&text)).ok());
@@ -84,7 +84,12 @@ fn read_json_object(directory: &Store, files: &Files, name: &str) -> Map<String,
 }
 
 /// Returns the summary of a run.
-pub(crate) fn summarize_run(run: String, id: &str, directory: &Store, files: &Files) -> RunSummary {
+pub(crate) fn summarize_run(
+    run: String,
+    id: &str,
+    directory: &Store,
+    files: &RunFiles,
+) -> RunSummary {
     let record = read_record(directory, files);
     let of = |name: &str| text_value(record.get(name));
     let number = |name: &str| record.get(name).and_then(Value::as_f64);
@@ -118,7 +123,7 @@ pub(crate) fn summarize_run(run: String, id: &str, directory: &Store, files: &Fi
 }
 
 /// Completes the summary of a run without a record from its history and fingerprint.
-fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Files) {
+fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &RunFiles) {
     let parts = read_fingerprint(directory, files);
     let part = |name: &str| parts.get(name).cloned().unwrap_or_default();
     (summary.model, summary.data) = (part("model"), part("training data"));
@@ -169,7 +174,7 @@ fn directory_name(directory: &Store) -> String {
     url.trim_end_matches('/').rsplit('/').next().unwrap_or_default().to_owned()
 }
 
-fn stamp_milliseconds(stamp: Stamp) -> Option<f64> {
+fn stamp_milliseconds(stamp: FileStamp) -> Option<f64> {
     Some(stamp.1?.duration_since(UNIX_EPOCH).ok()?.as_secs_f64() * 1e3)
 }
 
@@ -201,7 +206,7 @@ mod tests {
 
     use super::*;
 
-    fn files(names: &[&str]) -> Files {
+    fn files(names: &[&str]) -> RunFiles {
         names
             .iter()
             .map(|name| ((*name).to_owned(), (10, Some(UNIX_EPOCH + Duration::from_secs(5)))))

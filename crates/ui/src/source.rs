@@ -22,10 +22,10 @@ pub(crate) const FINGERPRINT_FILE: &str = "_fingerprint.json";
 const RUN_MARKER_FILES: [&str; 4] = [RECORD_FILE, HISTORY_FILE, FINGERPRINT_FILE, "checkpoint"];
 
 /// Size and time of a file: another content has another one.
-pub(crate) type Stamp = (u64, Option<SystemTime>);
+pub(crate) type FileStamp = (u64, Option<SystemTime>);
 
 /// The files of a run by their path below its directory.
-pub(crate) type Files = BTreeMap<String, Stamp>;
+pub(crate) type RunFiles = BTreeMap<String, FileStamp>;
 
 /// A store that was given to the viewer.
 #[derive(Debug)]
@@ -73,12 +73,12 @@ impl RunSource {
     ///
     /// # Errors
     /// A store that cannot be asked.
-    pub(crate) fn list_runs(root: &Store) -> Result<BTreeMap<String, Files>> {
+    pub(crate) fn list_runs(root: &Store) -> Result<BTreeMap<String, RunFiles>> {
         let entries = root.list("")?;
         let runs: BTreeSet<&str> =
             entries.iter().filter_map(|entry| run_directory_of(&entry.path)).collect();
-        let mut found: BTreeMap<String, Files> =
-            runs.iter().map(|run| ((*run).to_owned(), Files::new())).collect();
+        let mut found: BTreeMap<String, RunFiles> =
+            runs.iter().map(|run| ((*run).to_owned(), RunFiles::new())).collect();
         for entry in &entries {
             let Some((run, file)) = split_run_path(&entry.path, &runs) else { continue };
             if let Some(files) = found.get_mut(run) {

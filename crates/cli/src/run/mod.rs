@@ -106,14 +106,14 @@ pub(crate) fn run_job(
 }
 
 /// The sink of a job's records, and the sink within it that collects the timeline.
-type Sinks = (Arc<dyn RecordSink>, Option<Arc<TimelineSink>>);
+type JobSinks = (Arc<dyn RecordSink>, Option<Arc<TimelineSink>>);
 
 /// Returns the sinks of a job's records: the console, the run viewer, and the timeline.
 fn open_sinks(
     options: &RunOptions,
     place: &JobPlacement,
     watching: &OptionalJobViewer,
-) -> Result<Sinks> {
+) -> Result<JobSinks> {
     let shown = watching.viewer().and_then(|watch| watch.output_folder());
     let folder = options.output_folder.as_deref().or(shown.as_deref());
     let console = ConsoleSink::new(

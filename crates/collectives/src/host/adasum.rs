@@ -38,20 +38,20 @@ use crate::{DataType, Result};
 const CONVERSION_BLOCK_BYTES: usize = 16 << 10;
 
 /// Ranges of a vector, one for each tensor.
-type Piece = Vec<Range<usize>>;
+type VectorPiece = Vec<Range<usize>>;
 
 #[derive(Debug, PartialEq)]
 enum AdasumStep {
     /// Sends `gives` to a member, and receives `takes` either as the other vector or, if `results`
     /// is true, as results.
-    Swap { with: usize, gives: Piece, takes: Piece, results: bool },
+    Swap { with: usize, gives: VectorPiece, takes: VectorPiece, results: bool },
     /// Computes the products of the two vectors over this piece. `first`: whether the own vector is
     /// the first one.
-    ComputeProducts { piece: Piece, first: bool },
+    ComputeProducts { piece: VectorPiece, first: bool },
     /// Adds the products of another member.
     SumProducts { with: usize },
     /// Writes the Adasum of the two vectors to this piece of the own vector.
-    CombineVectors { piece: Piece, first: bool },
+    CombineVectors { piece: VectorPiece, first: bool },
 }
 
 pub(super) struct AdasumJob {
@@ -279,7 +279,7 @@ impl AdasumPlan {
     fn plan_steps(&self, member: usize, size: usize, tensors: &[usize]) -> Vec<AdasumStep> {
         let full = 1 << size.checked_ilog2().unwrap_or(0);
         let folded = 2 * (size - full);
-        let whole: Piece = tensors
+        let whole: VectorPiece = tensors
             .iter()
             .scan(0, |end, elements| {
                 let start = *end;
@@ -287,7 +287,7 @@ impl AdasumPlan {
                 Some(start..*end)
             })
             .collect();
-        let nothing = Piece::new;
+        let nothing = VectorPiece::new;
         let mut steps = Vec::new();
         if member < folded && member % 2 == 1 {
             let with = member - 1;
@@ -345,7 +345,7 @@ impl AdasumPlan {
         steps
     }
 
-    fn split_halves(&self, piece: &[Range<usize>]) -> (Piece, Piece) {
+    fn split_halves(&self, piece: &[Range<usize>]) -> (VectorPiece, VectorPiece) {
         let half = |range: &Range<usize>| {
             let middle = range.start + range.len() / self.element / 2 * self.element;
             (range.start..middle, middle..range.end)
@@ -364,13 +364,13 @@ mod tests {
         for size in 1..20 {
             let steps: Vec<Vec<AdasumStep>> =
                 (0..size).map(|member| plan.plan_steps(member, size, &[7, 0, 1, 64])).collect();
-            let swaps = |from: usize, to: usize| -> Vec<(Piece, Piece)> {
+            let swaps = |from: usize, to: usize| -> Vec<(VectorPiece, VectorPiece)> {
                 let swap = |step: &AdasumStep| match step {
                     AdasumStep::Swap { with, gives, takes, .. } if *with == to => {
                         Some((gives.clone(), takes.clone()))
                     }
                     AdasumStep::SumProducts { with } if *with == to => {
-                        Some((Piece::new(), Piece::new()))
+                        Some((VectorPiece::new(), VectorPiece::new()))
                     }
                     _ => None,
                 };

@@ -74,20 +74,26 @@ impl BroadcastJob {
 }
 
 /// Parent of a position in a tree, and its children.
-type Place = (Option<usize>, Vec<usize>);
+type TreeNeighbours = (Option<usize>, Vec<usize>);
 
 /// Returns the member from which this member receives, and the members to which it sends.
-fn parent_and_children(hosts: &MembersByHost, member: usize, root: usize, bytes: usize) -> Place {
+fn parent_and_children(
+    hosts: &MembersByHost,
+    member: usize,
+    root: usize,
+    bytes: usize,
+) -> TreeNeighbours {
     let host = hosts.host_of(member);
     let first = hosts.host_of(root);
     let members = hosts.host_members(host);
     // The member that receives from another host. On the host of the root, it is the root.
     let fed = if host == first { root } else { members.start };
-    let turned = |tree: fn(usize, usize) -> Place, size: usize, own: usize, first: usize| {
-        let (parent, children) = tree((own + size - first) % size, size);
-        let back = move |position: usize| (position + first) % size;
-        (parent.map(back), children.into_iter().map(back).collect::<Vec<usize>>())
-    };
+    let turned =
+        |tree: fn(usize, usize) -> TreeNeighbours, size: usize, own: usize, first: usize| {
+            let (parent, children) = tree((own + size - first) % size, size);
+            let back = move |position: usize| (position + first) % size;
+            (parent.map(back), children.into_iter().map(back).collect::<Vec<usize>>())
+        };
     let (size, start) = (members.len(), members.start);
     let within =
         turned(choose_tree(size, MAX_FLAT_MEMBERS, bytes), size, member - start, fed - start);
@@ -104,7 +110,7 @@ fn parent_and_children(hosts: &MembersByHost, member: usize, root: usize, bytes:
     (parent, children)
 }
 
-fn choose_tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> Place {
+fn choose_tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize) -> TreeNeighbours {
     if size <= flat_up_to {
         flat_tree
     } else if bytes <= MAX_BINOMIAL_BYTES {
@@ -114,17 +120,17 @@ fn choose_tree(size: usize, flat_up_to: usize, bytes: usize) -> fn(usize, usize)
     }
 }
 
-fn flat_tree(position: usize, size: usize) -> Place {
+fn flat_tree(position: usize, size: usize) -> TreeNeighbours {
     if position == 0 { (None, (1..size).collect()) } else { (Some(0), Vec::new()) }
 }
 
-fn chain_tree(position: usize, size: usize) -> Place {
+fn chain_tree(position: usize, size: usize) -> TreeNeighbours {
     (position.checked_sub(1), (position + 1..size).take(1).collect())
 }
 
 /// Returns the neighbours in a binomial tree. The parent has the position without the lowest set
 /// bit. The children have the position plus one lower bit, the largest subtree first.
-fn binomial_tree(position: usize, size: usize) -> Place {
+fn binomial_tree(position: usize, size: usize) -> TreeNeighbours {
     let lowest =
         if position == 0 { size.next_power_of_two() } else { 1 << position.trailing_zeros() };
     let parent = (position > 0).then(|| position - lowest);

@@ -14,14 +14,15 @@ use crate::kernel::{self, BlockReducer, ReductionSpec};
 use crate::{DataType, HostMemory, ReduceOp, Result};
 
 /// Constructor of a job.
-pub(super) type Make<J> = fn(&mut PeerLinks, BlockReducer, GatherList, GatherList) -> Result<J>;
+pub(super) type JobConstructor<J> =
+    fn(&mut PeerLinks, BlockReducer, GatherList, GatherList) -> Result<J>;
 
 /// Checks with 64 hosts of 8 ranks that the work of a rank before the first byte does not depend on
 /// the number of bytes. A job of `first` bytes precedes the measured jobs; `finish` receives every
 /// job.
 pub(super) fn assert_starts_promptly<J>(
     first: usize,
-    make: Make<J>,
+    make: JobConstructor<J>,
     finish: impl Fn(&mut PeerLinks, J),
 ) {
     let (hosts, each, own) = (64, 8, 259);
@@ -53,7 +54,10 @@ pub(super) fn assert_starts_promptly<J>(
 }
 
 /// Polls the members of these worlds in 60 orders, and checks all results.
-pub(super) fn assert_sums_in_any_order<J: CollectiveJob>(worlds: &[&'static [u32]], make: Make<J>) {
+pub(super) fn assert_sums_in_any_order<J: CollectiveJob>(
+    worlds: &[&'static [u32]],
+    make: JobConstructor<J>,
+) {
     for seed in 0..60 {
         let hosts = worlds[pick_below(seed, worlds.len())];
         let dtype = if seed % 3 == 0 { DataType::Bf16 } else { DataType::F32 };
@@ -66,7 +70,7 @@ pub(super) fn assert_sums_in_any_order<J: CollectiveJob>(worlds: &[&'static [u32
 struct PolledAllreduce<J> {
     hosts: &'static [u32],
     dtype: DataType,
-    make: Make<J>,
+    make: JobConstructor<J>,
 }
 
 impl<J: CollectiveJob> PolledAllreduce<J> {

@@ -19,7 +19,7 @@ pub(super) struct MessagePosition {
 const END_SLOT: usize = usize::MAX;
 
 /// Chunk and bytes of a message that is not empty, if there is one.
-pub(super) type Found = Option<(usize, usize)>;
+pub(super) type NextMessage = Option<(usize, usize)>;
 
 impl MessagePosition {
     /// Returns the first position, from `slot`, with a message that is not empty. `early` and
@@ -28,8 +28,8 @@ impl MessagePosition {
     pub(super) fn first_nonempty(
         slot: usize,
         ahead: usize,
-        early: impl FnOnce(usize) -> Found,
-        late: impl FnOnce(usize) -> Found,
+        early: impl FnOnce(usize) -> NextMessage,
+        late: impl FnOnce(usize) -> NextMessage,
     ) -> Self {
         let early = early(slot.div_ceil(2)).map(|(chunk, bytes)| (2 * chunk, bytes));
         let late = late((slot / 2).saturating_sub(ahead));

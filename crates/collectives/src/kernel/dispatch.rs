@@ -14,7 +14,7 @@ use super::staged::{
 use super::{BlockForm, InstructionSet, ReductionOrder, ReductionSpec, float8, half};
 use crate::{DataType, ReduceOp};
 
-type Run = unsafe fn(&[&[u8]], &mut [u8], f64);
+type KernelFunction = unsafe fn(&[&[u8]], &mut [u8], f64);
 type RunTree = unsafe fn(&ReductionOrder, &[&[u8]], &mut [u8], f64);
 type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 
@@ -22,7 +22,7 @@ type RunInPlace = unsafe fn(&mut [&mut [u8]], f64) -> bool;
 pub(super) enum ReductionKernel {
     /// One loop over the inputs in sequential order, or a tree of such loops. Accumulators are
     /// elements. The factor is applied to the result of a Sum or a mean of floats.
-    Direct { run: Run, tree: RunTree, in_place: RunInPlace, factor: f64 },
+    Direct { run: KernelFunction, tree: RunTree, in_place: RunInPlace, factor: f64 },
     /// Kernel with accumulators of another type, or with scale factors.
     Staged(Box<dyn StagedReduction>),
 }
@@ -116,7 +116,7 @@ fn direct_kernel<T: NativeElement, J: ReductionOperator<T>>(
     path: InstructionSet,
     factor: f64,
 ) -> ReductionKernel {
-    let (run, tree, in_place): (Run, RunTree, RunInPlace) = match path {
+    let (run, tree, in_place): (KernelFunction, RunTree, RunInPlace) = match path {
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx2 => (avx2::run::<T, J>, avx2::tree::<T, J>, avx2::in_place::<T, J>),
         #[cfg(target_arch = "x86_64")]

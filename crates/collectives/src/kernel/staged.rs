@@ -173,22 +173,22 @@ integer! {
 /// Elements per block: accumulators and inputs of the widest type stay in the first-level cache.
 const STAGED_BLOCK_ELEMENTS: usize = 512;
 
-type Widen<A> = unsafe fn(&[u8], &mut [A]);
-type Merge<A> = unsafe fn(&mut [A], &[A]);
-type Narrow<A> = unsafe fn(&[A], &mut [u8]);
-type Scale<A> = unsafe fn(&mut [A], f64);
-type Mean<A> = unsafe fn(&mut [A], usize);
+type WidenBlock<A> = unsafe fn(&[u8], &mut [A]);
+type MergeBlocks<A> = unsafe fn(&mut [A], &[A]);
+type NarrowBlock<A> = unsafe fn(&[A], &mut [u8]);
+type ScaleBlock<A> = unsafe fn(&mut [A], f64);
+type MeanByFactor<A> = unsafe fn(&mut [A], usize);
 
 /// Stages of a reduction, each compiled for one instruction set.
 pub(super) struct StagedKernel<A> {
     size: usize,
-    widen: Widen<A>,
-    load: Widen<A>,
-    merge: Merge<A>,
-    narrow: Narrow<A>,
-    store: Narrow<A>,
-    scale: Scale<A>,
-    mean: Option<(Mean<A>, usize)>,
+    widen: WidenBlock<A>,
+    load: WidenBlock<A>,
+    merge: MergeBlocks<A>,
+    narrow: NarrowBlock<A>,
+    store: NarrowBlock<A>,
+    scale: ScaleBlock<A>,
+    mean: Option<(MeanByFactor<A>, usize)>,
     prescale: f64,
     postscale: f64,
 }
@@ -274,7 +274,7 @@ impl<A: NativeElement> StagedKernel<A> {
                 narrow: avx2::narrow::<F>,
                 store: avx2::store::<A>,
                 scale: avx2::scale::<F>,
-                mean: mean.map(|members| (avx2::mean::<F> as Mean<A>, members)),
+                mean: mean.map(|members| (avx2::mean::<F> as MeanByFactor<A>, members)),
                 prescale,
                 postscale,
             },
@@ -286,7 +286,7 @@ impl<A: NativeElement> StagedKernel<A> {
                 narrow: baseline::narrow::<F>,
                 store: baseline::store::<A>,
                 scale: baseline::scale::<F>,
-                mean: mean.map(|members| (baseline::mean::<F> as Mean<A>, members)),
+                mean: mean.map(|members| (baseline::mean::<F> as MeanByFactor<A>, members)),
                 prescale,
                 postscale,
             },

@@ -24,7 +24,7 @@ use super::pieces::{PieceSpan, split_into_pieces};
 use crate::shutdown::{drain_communicator, poll_until};
 
 /// An operation that was not started, and the events that must complete before it.
-type Queued = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
+type QueuedOperation = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum IpcCommunicatorState {
@@ -67,7 +67,7 @@ pub(crate) struct IpcCommunicator<S: IpcDevice> {
     waiting_since: Instant,
     /// The longest that may take.
     timeout: Duration,
-    queued: VecDeque<Queued>,
+    queued: VecDeque<QueuedOperation>,
     current: Option<IpcOperation>,
     /// The number of pieces queued so far: copies into the window, and reductions from all windows.
     pieces_filled: u64,

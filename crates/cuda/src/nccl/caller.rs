@@ -30,9 +30,9 @@ use super::{
 };
 
 /// An operation that was not started, and the events that must complete before it.
-pub(super) type Queued = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
+pub(super) type QueuedOperation = (OperationToken, CollectiveOperation, Vec<Arc<dyn DeviceEvent>>);
 /// An operation that is on the stream, and the event behind it.
-pub(super) type Made = (OperationToken, Arc<dyn DeviceEvent>, CollectiveOperation);
+pub(super) type SubmittedOperation = (OperationToken, Arc<dyn DeviceEvent>, CollectiveOperation);
 
 /// Between two looks at calls that return before they are done, as with `NCCL_COMM_BLOCKING=0`.
 const CALL_POLL_INTERVAL: Duration = Duration::from_micros(50);
@@ -47,13 +47,13 @@ const MIN_CORES_TO_SPIN: usize = 4;
 pub(super) struct CallerUpdate {
     /// All members came.
     pub(super) formed: bool,
-    pub(super) enqueued: Vec<Made>,
+    pub(super) enqueued: Vec<SubmittedOperation>,
     pub(super) failure: Option<String>,
 }
 
 #[derive(Default)]
 struct PendingCalls {
-    queue: VecDeque<Queued>,
+    queue: VecDeque<QueuedOperation>,
     update: CallerUpdate,
     /// The thread is in a call.
     in_call: bool,
@@ -110,7 +110,7 @@ impl NcclCaller {
     }
 
     /// Hands operations over, to be called in this order.
-    pub(super) fn enqueue_operations(&self, operations: impl Iterator<Item = Queued>) {
+    pub(super) fn enqueue_operations(&self, operations: impl Iterator<Item = QueuedOperation>) {
         self.calls.pending.lock().queue.extend(operations);
         self.calls.has_new_calls.store(true, Ordering::Release);
         self.calls.changed.notify_all();
@@ -237,7 +237,10 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
     }
 
     /// Puts an operation on the stream.
-    fn enqueue_on_stream(&mut self, (token, operation, events): Queued) -> Result<Made, String> {
+    fn enqueue_on_stream(
+        &mut self,
+        (token, operation, events): QueuedOperation,
+    ) -> Result<SubmittedOperation, String> {
         let stream = self.stream.raw_stream();
         // SAFETY: the lane's stream lives as long as the lane.
         let own = unsafe { Theirs::from_raw(stream.expose_provenance()) };

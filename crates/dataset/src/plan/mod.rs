@@ -99,7 +99,7 @@ struct RankSegment {
 }
 
 /// Number of the part of each block, by lane and block; `None` before the part exists.
-type Numbers = Vec<Vec<Option<usize>>>;
+type PartNumbers = Vec<Vec<Option<usize>>>;
 
 /// One rank's part of one epoch.
 #[derive(Debug)]
@@ -156,7 +156,7 @@ impl EpochPlan {
             tail: request.tail,
             padding: None,
         };
-        let mut numbers: Numbers =
+        let mut numbers: PartNumbers =
             order.lanes.iter().map(|lane| vec![None; lane.runs.len()]).collect();
         for phase in 0..order.phases.len() {
             plan.add_phase(&order, phase, (request.start_row + rank, size), &mut numbers);
@@ -172,7 +172,7 @@ impl EpochPlan {
         order: &EpochOrder,
         number: usize,
         (first, size): (u64, u64),
-        numbers: &mut Numbers,
+        numbers: &mut PartNumbers,
     ) {
         let Some(phase) = order.phases.get(number) else { return };
         let own = |position: u64| position.saturating_sub(first).div_ceil(size).min(self.rows);
@@ -203,7 +203,7 @@ impl EpochPlan {
         order: &EpochOrder,
         (lane, first, stride): (u64, u64, u64),
         (rows, slot, turn): (&Range<u64>, u64, u64),
-        numbers: &mut Numbers,
+        numbers: &mut PartNumbers,
     ) -> RankLane {
         let mut stretches = Vec::new();
         let (Some(lane), Some(numbers)) =

@@ -65,7 +65,7 @@ pub enum ElasticJobUpdate<'a> {
 }
 
 /// Receives the updates of a job.
-type Heard<'a> = dyn Fn(ElasticJobUpdate<'_>) + 'a;
+type ElasticJobObserver<'a> = dyn Fn(ElasticJobUpdate<'_>) + 'a;
 
 impl ElasticJob {
     /// Returns the rules of the configuration for a first world of `num_proc` workers. With spares
@@ -112,7 +112,7 @@ impl ElasticJob {
         discovery: Box<dyn DiscoverySource>,
         sink: &Arc<dyn RecordSink>,
         wish: &dyn Fn() -> StopLevel,
-        heard: &Heard<'_>,
+        heard: &ElasticJobObserver<'_>,
     ) -> Result<JobReport> {
         self.program.check_command()?;
         // Opened first: this fails if another launcher uses the journal.
@@ -199,7 +199,7 @@ fn wait_for_first_hosts(
 struct ElasticJobRun<'a> {
     registrar: &'a Registrar,
     sink: &'a Arc<dyn RecordSink>,
-    observe: &'a Heard<'a>,
+    observe: &'a ElasticJobObserver<'a>,
     agent_pool: AgentPool<'a>,
     discovered: DiscoveredHosts,
     /// Host of each worker.

@@ -65,14 +65,14 @@ pub(super) fn query_program(
 }
 
 /// The program's output to stdout and to stderr.
-type Outputs = (mpsc::Receiver<Vec<u8>>, mpsc::Receiver<Vec<u8>>);
+type ProgramStreams = (mpsc::Receiver<Vec<u8>>, mpsc::Receiver<Vec<u8>>);
 
 /// Waits until the program has ended. It is not reaped, and its output may still be incomplete.
 fn wait_for_exit(
     child: &mut Child,
     limit: Duration,
     stop: &DiscoveryStopFlag,
-) -> Result<Outputs, String> {
+) -> Result<ProgramStreams, String> {
     let deadline = Instant::now() + limit;
     let group = child_pid(child).map_err(|error| error.to_string())?;
     let guard = ProcessGroupGuard::spawn_guard(group).map_err(|error| error.to_string())?;

@@ -51,7 +51,7 @@ pub(crate) enum ThriftError {
     Malformed,
 }
 
-type Read<T> = Result<T, ThriftError>;
+type ThriftResult<T> = Result<T, ThriftError>;
 
 /// Reads bytes from start to end.
 pub(super) struct ThriftReader<'a> {
@@ -70,13 +70,13 @@ impl<'a> ThriftReader<'a> {
         Self { bytes, at: 0 }
     }
 
-    pub(super) fn read_byte(&mut self) -> Read<u8> {
+    pub(super) fn read_byte(&mut self) -> ThriftResult<u8> {
         let byte = *self.bytes.get(self.at).ok_or(ThriftError::Truncated)?;
         self.at += 1;
         Ok(byte)
     }
 
-    pub(super) fn read_varint(&mut self) -> Read<u64> {
+    pub(super) fn read_varint(&mut self) -> ThriftResult<u64> {
         let mut value = 0_u64;
         for shift in (0..64).step_by(7) {
             let byte = self.read_byte()?;
@@ -88,24 +88,24 @@ impl<'a> ThriftReader<'a> {
         Err(ThriftError::Malformed)
     }
 
-    pub(super) fn read_zigzag(&mut self) -> Read<i64> {
+    pub(super) fn read_zigzag(&mut self) -> ThriftResult<i64> {
         let value = self.read_varint()?;
         Ok((value >> 1).cast_signed() ^ -((value & 1).cast_signed()))
     }
 
     /// Reads a 32-bit number. Longer ones are an error here, because the library truncates them and
     /// would read another number.
-    fn read_i32(&mut self) -> Read<i64> {
+    fn read_i32(&mut self) -> ThriftResult<i64> {
         self.read_zigzag().and_then(|number| {
             i32::try_from(number).map(i64::from).map_err(|_| ThriftError::Malformed)
         })
     }
 
-    fn read_size(&mut self) -> Read<usize> {
+    fn read_size(&mut self) -> ThriftResult<usize> {
         usize::try_from(self.read_i32()?).map_err(|_| ThriftError::Malformed)
     }
 
-    fn read_field_header(&mut self, last: i16) -> Read<ThriftFieldHeader> {
+    fn read_field_header(&mut self, last: i16) -> ThriftResult<ThriftFieldHeader> {
         let byte = self.read_byte()?;
         let (delta, kind) = (i16::from(byte >> 4), byte & 0x0F);
         let id = match (kind, delta) {
@@ -116,13 +116,13 @@ impl<'a> ThriftReader<'a> {
         Ok(ThriftFieldHeader { id, kind })
     }
 
-    pub(super) fn skip_bytes(&mut self, count: u64) -> Read<()> {
+    pub(super) fn skip_bytes(&mut self, count: u64) -> ThriftResult<()> {
         let count = usize::try_from(count).map_err(|_| ThriftError::Malformed)?;
         self.at = self.at.checked_add(count).ok_or(ThriftError::Malformed)?;
         if self.at <= self.bytes.len() { Ok(()) } else { Err(ThriftError::Truncated) }
     }
 
-    fn skip_value(&mut self, kind: u8, depth: u32) -> Read<()> {
+    fn skip_value(&mut self, kind: u8, depth: u32) -> ThriftResult<()> {
         if depth > MAX_STRUCT_DEPTH {
             return Err(ThriftError::Malformed);
         }
@@ -146,7 +146,7 @@ impl<'a> ThriftReader<'a> {
         }
     }
 
-    fn read_list_header(&mut self) -> Read<(u64, u8)> {
+    fn read_list_header(&mut self) -> ThriftResult<(u64, u8)> {
         let byte = self.read_byte()?;
         let count = if byte >> 4 == 15 { self.read_varint()? } else { u64::from(byte >> 4) };
         Ok((count, byte & 0x0F))
@@ -155,8 +155,8 @@ impl<'a> ThriftReader<'a> {
     /// Reads the fields of a structure; `read` consumes the value of each.
     fn for_each_field(
         &mut self,
-        mut read: impl FnMut(&mut Self, &ThriftFieldHeader) -> Read<()>,
-    ) -> Read<()> {
+        mut read: impl FnMut(&mut Self, &ThriftFieldHeader) -> ThriftResult<()>,
+    ) -> ThriftResult<()> {
         let mut last = 0;
         loop {
             let field = self.read_field_header(last)?;
@@ -170,7 +170,10 @@ impl<'a> ThriftReader<'a> {
 
     /// Reads the integer fields of a structure into `numbers`, indexed by field number. Booleans
     /// become 0 and 1.
-    fn read_integer_fields<const N: usize>(&mut self, numbers: &mut [Option<i64>; N]) -> Read<()> {
+    fn read_integer_fields<const N: usize>(
+        &mut self,
+        numbers: &mut [Option<i64>; N],
+    ) -> ThriftResult<()> {
         self.for_each_field(|bytes, field| {
             let slot = usize::try_from(field.id).ok().and_then(|id| numbers.get_mut(id));
             match (field.kind, slot) {
@@ -183,12 +186,12 @@ impl<'a> ThriftReader<'a> {
     }
 }
 
-fn to_count(number: Option<i64>) -> Read<usize> {
+fn to_count(number: Option<i64>) -> ThriftResult<usize> {
     number.and_then(|number| usize::try_from(number).ok()).ok_or(ThriftError::Malformed)
 }
 
 /// Reads the header of a page; returns the header and its length.
-pub(crate) fn read_page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
+pub(crate) fn read_page_header(bytes: &[u8]) -> ThriftResult<(PageHeader, usize)> {
     let mut bytes = ThriftReader::new(bytes);
     let (mut kind, mut uncompressed, mut compressed, mut crc) = (None, None, None, None);
     let (mut v1, mut dictionary, mut v2) = ([None; 5], [None; 3], [None; 8]);
@@ -254,7 +257,7 @@ pub(crate) fn read_page_header(bytes: &[u8]) -> Read<(PageHeader, usize)> {
 }
 
 /// Reads an offset index.
-pub(crate) fn read_offset_index(bytes: &[u8]) -> Read<Vec<OffsetIndexEntry>> {
+pub(crate) fn read_offset_index(bytes: &[u8]) -> ThriftResult<Vec<OffsetIndexEntry>> {
     let mut bytes = ThriftReader::new(bytes);
     let mut found = Vec::new();
     bytes.for_each_field(|bytes, field| {

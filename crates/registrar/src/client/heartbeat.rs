@@ -33,7 +33,7 @@ const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(2);
 type OnEnd = Box<dyn FnOnce(GenerationVerdict) + Send>;
 
 /// The arguments of an agent's registration, after it has registered.
-pub(super) type Offer = Arc<Mutex<Option<wire::RegisterRequest>>>;
+pub(super) type PendingRegistration = Arc<Mutex<Option<wire::RegisterRequest>>>;
 
 /// An agent's watch of the registrar.
 pub(super) struct RegistrarMonitor {
@@ -42,7 +42,7 @@ pub(super) struct RegistrarMonitor {
     /// The digest of the registrar's certificate.
     pub(super) fingerprint: Fingerprint,
     pub(super) session: u64,
-    pub(super) offer: Offer,
+    pub(super) offer: PendingRegistration,
     /// Longest outage of the registrar.
     pub(super) patience: Duration,
     /// Cancelled when the registrar is given up.
@@ -125,7 +125,7 @@ async fn may_be_alive(address: &str, fingerprint: Fingerprint, ended: bool) -> b
 
 /// Registers this agent again. If the connection of a waiting task breaks, the registrar forgets
 /// the task. If the task is at work, repeating the registration changes nothing.
-async fn repeat_registration(caller: &AuthenticatedChannel, offer: &Offer) {
+async fn repeat_registration(caller: &AuthenticatedChannel, offer: &PendingRegistration) {
     let Some(request) = offer.lock().clone() else { return };
     if let Ok(reply) = caller.grpc_stub().register(caller.build_request(request)).await {
         caller.generation.store(reply.into_inner().generation, Ordering::Release);

@@ -16,7 +16,8 @@ use crate::generated::meet_reply::What;
 const CARDS_PIECE_BYTES: usize = 8 << 10;
 
 /// A reply whose pieces are made when the connection has space for them.
-pub(super) type Pieces = Box<dyn Iterator<Item = Result<wire::MeetReply, Status>> + Send>;
+pub(super) type FormationReplyPieces =
+    Box<dyn Iterator<Item = Result<wire::MeetReply, Status>> + Send>;
 
 /// A recorded request. If it is dropped before the answer, for example because its caller is gone,
 /// the request is withdrawn.
@@ -63,7 +64,7 @@ pub(super) fn parse_request(
 }
 
 /// Converts an outcome to a reply.
-pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> Pieces {
+pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> FormationReplyPieces {
     match outcome {
         Ok(met) => formed_world_reply(met.cards.clone()),
         Err(apart) => single_piece_formation_reply(match apart.clone() {
@@ -79,7 +80,7 @@ pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> Pieces {
 }
 
 /// Returns the reply after a timeout.
-pub(super) fn timeout_reply(asked: &FormationRequestGuard<'_>) -> Pieces {
+pub(super) fn timeout_reply(asked: &FormationRequestGuard<'_>) -> FormationReplyPieces {
     let missing =
         asked.core.formation_table().lock().missing_ranks(asked.generation, &asked.ask.members);
     let count = u32::try_from(missing.len()).unwrap_or(u32::MAX);
@@ -87,11 +88,11 @@ pub(super) fn timeout_reply(asked: &FormationRequestGuard<'_>) -> Pieces {
     single_piece_formation_reply(What::Missing(wire::Missing { ranks, count }))
 }
 
-fn single_piece_formation_reply(what: What) -> Pieces {
+fn single_piece_formation_reply(what: What) -> FormationReplyPieces {
     Box::new(std::iter::once(Ok(wire::MeetReply { what: Some(what) })))
 }
 
-fn formed_world_reply(cards: Bytes) -> Pieces {
+fn formed_world_reply(cards: Bytes) -> FormationReplyPieces {
     Box::new((0..cards.len()).step_by(CARDS_PIECE_BYTES).map(move |at| {
         let piece = cards.slice(at..cards.len().min(at + CARDS_PIECE_BYTES));
         Ok(wire::MeetReply { what: Some(What::Cards(piece)) })

@@ -30,24 +30,24 @@ const CALL_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of pieces in flight from one end to the other.
 const MAX_PIECES_IN_FLIGHT: usize = 2;
 
-type Piece = Result<wire::RelayPiece, Status>;
+type RelayPieceResult = Result<wire::RelayPiece, Status>;
 
 /// The target of calls for one world of a task.
-type Door = (Generation, TaskId, u64);
+type CallTarget = (Generation, TaskId, u64);
 
 /// The stream of pieces to one end.
-pub(super) type Heard = ReceiverStream<Piece>;
+pub(super) type RelayPieceStream = ReceiverStream<RelayPieceResult>;
 
 /// One end of a link: the stream of pieces from it, and the sender of pieces to it.
 struct RelayLinkEnd {
     says: Streaming<wire::RelayPiece>,
-    hears: mpsc::Sender<Piece>,
+    hears: mpsc::Sender<RelayPieceResult>,
 }
 
 /// The tasks that accept calls, and the calls that wait for an answer.
 #[derive(Default)]
 pub(super) struct RelayExchange {
-    doors: Mutex<HashMap<Door, mpsc::Sender<Result<wire::Call, Status>>>>,
+    doors: Mutex<HashMap<CallTarget, mpsc::Sender<Result<wire::Call, Status>>>>,
     pending_calls: Mutex<HashMap<u64, oneshot::Sender<RelayLinkEnd>>>,
 }
 
@@ -87,7 +87,7 @@ impl RelayExchange {
         &self,
         caller: CallOrigin,
         mut says: Streaming<wire::RelayPiece>,
-    ) -> Result<Heard, Status> {
+    ) -> Result<RelayPieceStream, Status> {
         let late = || Status::deadline_exceeded("the end of a link did not say what it is");
         let first = timeout(CALL_ANSWER_TIMEOUT, says.message()).await.map_err(|_| late())??;
         let (hears, heard) = mpsc::channel(MAX_PIECES_IN_FLIGHT);
@@ -114,7 +114,7 @@ impl RelayExchange {
     }
 
     /// Sends a call to a task, and waits for its answer.
-    async fn call_task(&self, door: Door) -> Result<RelayLinkEnd, Status> {
+    async fn call_task(&self, door: CallTarget) -> Result<RelayLinkEnd, Status> {
         let (_, TaskId(task), _) = door;
         let away = || Status::unavailable(format!("task {task} takes no calls"));
         let calls = self.doors.lock().get(&door).cloned().ok_or_else(away)?;
@@ -136,7 +136,10 @@ impl RelayExchange {
 }
 
 /// Forwards the pieces of one end until its last piece, or until either end is gone.
-async fn forward_pieces(mut says: Streaming<wire::RelayPiece>, hears: mpsc::Sender<Piece>) {
+async fn forward_pieces(
+    mut says: Streaming<wire::RelayPiece>,
+    hears: mpsc::Sender<RelayPieceResult>,
+) {
     loop {
         let Ok(Some(piece)) = says.message().await else {
             // The stream ended without an end piece: the other end must not take this for an

@@ -16,7 +16,7 @@ use super::announcements::{AnnouncedHostChange, WorldAnnouncements};
 use super::auth::CallOrigin;
 use super::core::RegistrarCore;
 use super::formation::{self, FormationRequestGuard};
-use super::relay::{Heard, RelayExchange};
+use super::relay::{RelayExchange, RelayPieceStream};
 use crate::convert;
 use crate::event::JobEvent;
 use crate::exit::{ExitReport, GenerationVerdict};
@@ -48,7 +48,8 @@ pub(super) struct RegistrarService {
 type Reply<T> = Result<Response<T>, Status>;
 
 /// A reply whose pieces are made when the connection has space for them.
-type Pieces = Box<dyn Iterator<Item = Result<wire::AwaitAssignmentReply, Status>> + Send>;
+type AssignmentReplyPieces =
+    Box<dyn Iterator<Item = Result<wire::AwaitAssignmentReply, Status>> + Send>;
 
 impl RegistrarService {
     pub(super) fn new(core: Arc<RegistrarCore>, relays: bool) -> Self {
@@ -99,7 +100,7 @@ impl Registrar for RegistrarService {
         Ok(Response::new(wire::RegisterReply { generation: generation.0 }))
     }
 
-    type AwaitAssignmentStream = tokio_stream::Iter<Pieces>;
+    type AwaitAssignmentStream = tokio_stream::Iter<AssignmentReplyPieces>;
 
     async fn await_assignment(
         &self,
@@ -134,11 +135,11 @@ impl Registrar for RegistrarService {
         }
         let (missing, missing_count) = self.core.missing_tasks();
         let alone = wire::AwaitAssignmentReply { world: None, missing, missing_count };
-        let pieces: Pieces = Box::new(std::iter::once(Ok(alone)));
+        let pieces: AssignmentReplyPieces = Box::new(std::iter::once(Ok(alone)));
         Ok(Response::new(tokio_stream::iter(pieces)))
     }
 
-    type JoinStream = tokio_stream::Iter<Pieces>;
+    type JoinStream = tokio_stream::Iter<AssignmentReplyPieces>;
 
     async fn join(&self, request: Request<wire::JoinRequest>) -> Reply<Self::JoinStream> {
         let caller = call_origin(&request)?;
@@ -158,7 +159,7 @@ impl Registrar for RegistrarService {
         };
         let Ok(Ok(board)) = timeout(wait, board.wait_for(answered)).await else {
             let none = wire::AwaitAssignmentReply::default();
-            let pieces: Pieces = Box::new(std::iter::once(Ok(none)));
+            let pieces: AssignmentReplyPieces = Box::new(std::iter::once(Ok(none)));
             return Ok(Response::new(tokio_stream::iter(pieces)));
         };
         if let Some(reason) = board.dismissal_reason(task) {
@@ -353,7 +354,7 @@ impl Registrar for RegistrarService {
         Ok(Response::new(self.relay_exchange()?.open_call_stream(caller, request.get_ref().door)))
     }
 
-    type RelayStream = Heard;
+    type RelayStream = RelayPieceStream;
 
     async fn relay(
         &self,
@@ -397,7 +398,7 @@ impl Registrar for RegistrarService {
 }
 
 /// Returns the present world in pieces.
-fn world_pieces(board: &WorldAnnouncements) -> Pieces {
+fn world_pieces(board: &WorldAnnouncements) -> AssignmentReplyPieces {
     let world = board.world.as_ref().map(|published| published.encoded.clone()).unwrap_or_default();
     Box::new((0..world.len()).step_by(WORLD_PIECE_BYTES).map(move |at| {
         let world = Some(world.slice(at..world.len().min(at + WORLD_PIECE_BYTES)));

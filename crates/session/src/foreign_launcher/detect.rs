@@ -4,7 +4,7 @@
 //! Detects from the environment which rank another launcher gave to this process.
 
 use super::launcher_table::{KNOWN_LAUNCHERS, LauncherVariables, SLURM_STEP_VARIABLE};
-use super::{Lookup, first_host};
+use super::{VariableLookup, first_host};
 
 /// Result of the detection.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ struct ReportedRank {
 /// # Errors
 /// The variables contradict each other, or one is missing; the text names them.
 pub(crate) fn detect_launch(
-    lookup: Lookup<'_>,
+    lookup: VariableLookup<'_>,
     read: &dyn Fn(&str) -> Option<String>,
 ) -> Result<LaunchDetection, String> {
     // Our own launcher also sets rank and size under other launchers' names; its processes have a
@@ -94,7 +94,7 @@ fn launcher_position(starter: &LauncherVariables) -> Option<usize> {
 
 fn build_detected_rank(
     told: &ReportedRank,
-    lookup: Lookup<'_>,
+    lookup: VariableLookup<'_>,
     read: &dyn Fn(&str) -> Option<String>,
 ) -> DetectedRank {
     let pairs = |names: &[&str]| -> Vec<(String, String)> {
@@ -119,7 +119,7 @@ fn build_detected_rank(
 /// Reads the rank from one launcher's variables; `None` if no size is set.
 fn read_reported_rank(
     starter: &'static LauncherVariables,
-    lookup: Lookup<'_>,
+    lookup: VariableLookup<'_>,
 ) -> Result<Option<ReportedRank>, String> {
     let number = |name: &str| -> Result<Option<u32>, String> {
         let Some(text) = lookup(name) else { return Ok(None) };
@@ -190,7 +190,7 @@ fn missing_size_message(starter: &LauncherVariables) -> String {
 }
 
 /// Returns a warning if Slurm's job has several tasks, but this process was not started by a step.
-fn batch_script_warning(lookup: Lookup<'_>) -> Option<String> {
+fn batch_script_warning(lookup: VariableLookup<'_>) -> Option<String> {
     let tasks = lookup("SLURM_NTASKS").or_else(|| lookup("SLURM_NPROCS"))?;
     let several = tasks.trim().parse::<u32>().is_ok_and(|tasks| tasks > 1);
     let stepless = lookup(SLURM_STEP_VARIABLE).is_none();

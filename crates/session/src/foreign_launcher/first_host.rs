@@ -9,7 +9,7 @@ use super::Lookup;
 
 /// Returns the likely host of rank 0. `read` returns the text of a file.
 pub(super) fn likely_first_host(
-    lookup: Lookup<'_>,
+    lookup: VariableLookup<'_>,
     read: &dyn Fn(&str) -> Option<String>,
 ) -> Option<String> {
     let word = |text: String| text.split_whitespace().next().map(str::to_owned);
@@ -24,7 +24,7 @@ pub(super) fn likely_first_host(
 
 /// Returns LSF's first host. LSF lists the host of the batch script first, and jsrun starts nothing
 /// there.
-fn lsf_first_host(lookup: Lookup<'_>) -> Option<String> {
+fn lsf_first_host(lookup: VariableLookup<'_>) -> Option<String> {
     let skip = usize::from(lookup("JSM_NAMESPACE_RANK").is_some());
     if let Some(hosts) = lookup("LSB_MCPU_HOSTS") {
         let names: Vec<&str> = hosts.split_whitespace().step_by(2).collect();

@@ -136,7 +136,7 @@ pub(super) const KNOWN_LAUNCHERS: &[LauncherVariables] = &[
 impl LauncherVariables {
     /// Returns how deep the launcher is inside others: with `srun mpirun` or `srun torchrun`, the
     /// second one starts the process, and the variables of the first one are only inherited.
-    pub(super) fn nesting_depth(&self, lookup: Lookup<'_>) -> u8 {
+    pub(super) fn nesting_depth(&self, lookup: VariableLookup<'_>) -> u8 {
         match self.key {
             "torchrun" if lookup(TORCH_AGENT_VARIABLE).is_some() => 2,
             "slurm" => 0,
@@ -146,13 +146,13 @@ impl LauncherVariables {
 
     /// Returns whether the variables describe this process. Slurm also sets them in a batch script,
     /// where only one process runs.
-    pub(super) fn applies_to_process(&self, lookup: Lookup<'_>) -> bool {
+    pub(super) fn applies_to_process(&self, lookup: VariableLookup<'_>) -> bool {
         lookup(self.rank_variable).is_some()
             && (self.key != "slurm" || lookup(SLURM_STEP_VARIABLE).is_some())
     }
 
     /// Returns whether all processes are on one host; `None` if the launcher does not say.
-    pub(super) fn is_single_host(&self, size: u32, lookup: Lookup<'_>) -> Option<bool> {
+    pub(super) fn is_single_host(&self, size: u32, lookup: VariableLookup<'_>) -> Option<bool> {
         let number = |name: &str| lookup(name)?.trim().parse::<u32>().ok();
         match self.host_evidence {
             SingleHostEvidence::LocalSize(name) => number(name).map(|local| local == size),

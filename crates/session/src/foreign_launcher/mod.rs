@@ -41,4 +41,4 @@ pub(crate) use rank_search::{connect_assigned_rank, connect_detected_rank};
 pub use rank_search::{host_registrar, rank_holder_variable, report_leaving};
 
 /// Returns a variable's value, by its name.
-pub(crate) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub(crate) type VariableLookup<'a> = &'a dyn Fn(&str) -> Option<String>;

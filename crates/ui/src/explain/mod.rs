@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::record;
-use crate::source::{Files, RECORD_FILE, RunSource};
+use crate::source::{RECORD_FILE, RunFiles, RunSource};
 
 /// A rank is a straggler, or its data is slow, if it takes this many times the median.
 const STRAGGLER_RATIO: f64 = 1.3;
@@ -90,7 +90,7 @@ pub fn explain_run(url: &str) -> Result<RunExplanation> {
 }
 
 /// Explains the run of a record, in whose directory these files are.
-pub(crate) fn explain_record(record: &Map<String, Value>, files: &Files) -> RunExplanation {
+pub(crate) fn explain_record(record: &Map<String, Value>, files: &RunFiles) -> RunExplanation {
     if record.get("state").and_then(Value::as_str) == Some("failed") {
         return explain_failure(record, files);
     }
@@ -115,7 +115,7 @@ fn is_plain_run(record: &Map<String, Value>) -> bool {
     matches!(record.get("what").and_then(Value::as_str), Some("run" | "run_elastic"))
 }
 
-fn explain_failure(record: &Map<String, Value>, files: &Files) -> RunExplanation {
+fn explain_failure(record: &Map<String, Value>, files: &RunFiles) -> RunExplanation {
     let reason = record.get("reason").and_then(Value::as_str).unwrap_or("no reason is recorded");
     let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
     let events = record.get("events").and_then(Value::as_array);
@@ -138,7 +138,7 @@ fn explain_failure(record: &Map<String, Value>, files: &Files) -> RunExplanation
 }
 
 /// Returns a hint to the output of the rank of a failure.
-fn output_hint(reason: &str, files: &Files) -> String {
+fn output_hint(reason: &str, files: &RunFiles) -> String {
     // Reasons begin with the rank: `rank 1 on a failed: ..`.
     let rank =
         reason.strip_prefix("rank ").and_then(|rest| rest.split(' ').next()?.parse::<u64>().ok());

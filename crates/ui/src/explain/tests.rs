@@ -11,7 +11,7 @@ fn rank(number: u32, step: f64, data: f64, reduce: f64) -> Value {
 
 fn of(record: Value) -> RunExplanation {
     let Value::Object(record) = record else { panic!("an object") };
-    explain_record(&record, &Files::new())
+    explain_record(&record, &RunFiles::new())
 }
 
 #[test]

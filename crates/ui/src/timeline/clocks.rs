@@ -50,7 +50,7 @@ struct ClockBounds {
 
 impl HostClocks {
     /// Measures the clocks of the hosts. `ranks` ascend, each with its host.
-    pub(super) fn measure_clocks(ranks: &[(u32, &str)], operations: &Operations) -> Self {
+    pub(super) fn measure_clocks(ranks: &[(u32, &str)], operations: &PartsByOperation) -> Self {
         let host_of: HashMap<u32, String> =
             ranks.iter().map(|(rank, host)| (*rank, (*host).to_owned())).collect();
         let reference = ranks.first().map_or_else(String::new, |(_, host)| (*host).to_owned());

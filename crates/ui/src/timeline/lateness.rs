@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::clocks::HostClocks;
-use super::{OperationPart, Operations};
+use super::{OperationPart, PartsByOperation};
 
 /// Waits that are shorter, in microseconds, have no span of their own.
 const MIN_WAIT_SPAN_US: i64 = 500;
@@ -47,7 +47,7 @@ pub(super) struct RankLateness {
 impl RankLateness {
     /// Returns the result of operations that began at `known` or later, in a job of `ranks` ranks.
     pub(super) fn from_operations(
-        operations: &Operations,
+        operations: &PartsByOperation,
         clocks: &HostClocks,
         known: i64,
         ranks: usize,

@@ -45,10 +45,10 @@ struct OperationPart {
 }
 
 /// An operation: its tensor and its list.
-type Operation = (String, u64);
+type OperationKey = (String, u64);
 
 /// The parts of ranks in operations.
-type Operations = HashMap<Operation, Vec<OperationPart>>;
+type PartsByOperation = HashMap<OperationKey, Vec<OperationPart>>;
 
 /// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
 const OLD_FILE_SUFFIX: &str = ".old";
@@ -115,8 +115,8 @@ fn merge_traces(
 fn read_operations(
     traces: Vec<RankTrace>,
     broken: BrokenTracePolicy,
-) -> Result<(Vec<RankTrace>, Operations)> {
-    let (mut whole, mut operations) = (Vec::new(), Operations::new());
+) -> Result<(Vec<RankTrace>, PartsByOperation)> {
+    let (mut whole, mut operations) = (Vec::new(), PartsByOperation::new());
     let mut failure = None;
     for trace in traces {
         match trace.completed_operations() {

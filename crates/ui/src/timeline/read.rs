@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{OLD_FILE_SUFFIX, Operation, OperationPart, timeline_error};
+use super::{OLD_FILE_SUFFIX, OperationKey, OperationPart, timeline_error};
 use crate::error::Result;
 
 /// The track of changes of process sets, such as the one of `init()`: no step waits for them.
@@ -133,7 +133,7 @@ impl RankTrace {
     }
 
     /// Returns the operations that this rank has completed.
-    pub(super) fn completed_operations(&self) -> Result<Vec<(Operation, OperationPart)>> {
+    pub(super) fn completed_operations(&self) -> Result<Vec<(OperationKey, OperationPart)>> {
         let mut all = Vec::new();
         let mut tracks: HashMap<u32, (String, OpenOperation)> = HashMap::new();
         let own = self.rank.to_string();

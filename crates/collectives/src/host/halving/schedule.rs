@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::super::hosts::MembersByHost;
-use super::super::position::{Found, MessagePosition};
+use super::super::position::{MessagePosition, NextMessage};
 use super::super::program::CarriedChunk;
 use super::super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_bytes};
 
@@ -365,7 +365,7 @@ impl HalvingSchedule {
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn next_early_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> Found {
+    fn next_early_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> NextMessage {
         let (sender, receiver) = lane.sender_and_receiver(way);
         if lane.is_within_host() {
             let chunk = receiver.next_carried_chunk(from);
@@ -377,7 +377,7 @@ impl HalvingSchedule {
     }
 
     /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn next_late_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> Found {
+    fn next_late_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> NextMessage {
         let (sender, receiver) = lane.sender_and_receiver(way);
         if lane.is_within_host() {
             let chunk = sender.next_carried_chunk(from);
@@ -395,7 +395,7 @@ impl HalvingSchedule {
         sender: MemberHostPosition,
         receiver: MemberHostPosition,
         bytes: impl Fn(usize) -> usize,
-    ) -> Found {
+    ) -> NextMessage {
         let carried = (sender.next_carried_chunk(from)..self.chunks).step_by(sender.size);
         let both = carried.filter(|chunk| receiver.carries_chunk(*chunk));
         both.map(|chunk| (chunk, bytes(chunk))).find(|(_, bytes)| *bytes > 0)
