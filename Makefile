@@ -163,7 +163,7 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
-	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
+	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-membership -p farandole-registrar --lib
 
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in
 # containers of one machine.

@@ -22,7 +22,8 @@ const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
     ("collectives", &["world", "shm", "transport"]),
     ("cuda", &["world", "shm", "collectives"]),
     ("engine", &["world", "config", "telemetry", "transport", "collectives"]),
-    ("registrar", &["world", "config", "telemetry"]),
+    ("membership", &["world"]),
+    ("registrar", &["world", "config", "telemetry", "membership"]),
     ("launcher", &["world", "config", "telemetry", "registrar"]),
     (
         "session",
@@ -58,6 +59,7 @@ const ALLOWED_DEPENDENCIES: &[(&str, &[&str])] = &[
             "collectives",
             "cuda",
             "engine",
+            "membership",
             "registrar",
             "launcher",
             "session",

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
+use farandole_membership::{ExitKind, ExitReport, GenerationVerdict};
 use farandole_telemetry::OutputStream;
 use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
 use parking_lot::Mutex;
@@ -41,7 +42,6 @@ use self::outbox::RecordOutbox;
 pub use self::relay::RelayedLinks;
 use crate::convert;
 use crate::error::{Error, Result};
-use crate::exit::{ExitKind, ExitReport, GenerationVerdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;

@@ -8,8 +8,8 @@ use std::time::Duration;
 use farandole_world::TaskId;
 
 use super::{ElasticSimulation, SimulatedElasticEvent};
-use crate::membership::elastic::{ElasticMembership, JournalStep, StepKind, WorkerStage};
-use crate::membership::{AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal};
+use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal};
+use crate::elastic::{ElasticMembership, JournalStep, StepKind, WorkerStage};
 
 /// A state, and the steps after it.
 pub(super) struct SimulatedJournal {

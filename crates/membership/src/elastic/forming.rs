@@ -11,9 +11,10 @@ use farandole_world::{Generation, TaskId, TaskPlacement, assign_as_listed};
 
 use super::world::{CurrentWorld, LossCause};
 use super::{
-    AgentPresence, ElasticMembership, ElasticPhase, FIRST_WORLD_SETTLE_TIME, JOB_DONE_REASON,
-    MAX_MUTUAL_LOSSES, MembershipDecision, WorkerStage, rank_order,
+    ElasticMembership, ElasticPhase, FIRST_WORLD_SETTLE_TIME, JOB_DONE_REASON, MAX_MUTUAL_LOSSES,
+    WorkerStage, rank_order,
 };
+use crate::decisions::{AgentPresence, MembershipDecision};
 use crate::exit::GenerationVerdict;
 
 impl ElasticMembership {

@@ -19,7 +19,7 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
 use super::*;
-use crate::exit::ExitKind;
+use crate::exit::{ExitKind, ExitReport};
 
 /// The time at which the network heals and agents stop crashing.
 const NETWORK_HEALED_MS: u64 = 60_000;

@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Membership of an elastic job: a pure state machine like
-//! [`FixedMembership`](super::FixedMembership), for workers that come and go.
+//! [`FixedMembership`](crate::FixedMembership), for workers that come and go.
 //!
 //! ```text
 //! hosts --> Start --> starting --> importing --> ready --> working --> done
@@ -52,35 +52,35 @@ use std::time::Duration;
 use farandole_world::{Generation, HostHash, TaskId, World, assign_as_listed};
 use serde::{Deserialize, Serialize};
 
-use super::{
+use crate::decisions::{
     AgentPresence, LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
 };
 use crate::exit::GenerationVerdict;
 use hosts::ElasticHosts;
-pub(crate) use steps::{JournalStep, StepKind};
+pub use steps::{JournalStep, StepKind};
 use world::{CurrentWorld, LossCause};
 
-/// The rules of the machine.
+/// The rules of [`ElasticMembership`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct ElasticRules {
+pub struct ElasticRules {
     /// Number of workers that the first world waits for.
-    pub(crate) first: u32,
+    pub first: u32,
     /// Fewest workers of a world.
-    pub(crate) least: u32,
+    pub least: u32,
     /// Most workers of a world.
-    pub(crate) most: u32,
+    pub most: u32,
     /// Workers beyond `most` that wait, ready to replace a member.
-    pub(crate) spares: u32,
+    pub spares: u32,
     /// Longest wait of a job for workers.
-    pub(crate) timeout: Duration,
+    pub timeout: Duration,
     /// Number of worlds after the first that may be formed.
-    pub(crate) reset_limit: Option<u32>,
+    pub reset_limit: Option<u32>,
     /// Shortest and longest time without a new worker on a host where one has failed.
-    pub(crate) cooldown: (Duration, Duration),
+    pub cooldown: (Duration, Duration),
     /// Longest time between the start of a worker and the registration of its agent.
-    pub(crate) start_timeout: Duration,
+    pub start_timeout: Duration,
     /// Limits after which an agent counts as gone.
-    pub(crate) liveness: LivenessLimits,
+    pub liveness: LivenessLimits,
 }
 
 /// Longest time for a member that others have lost to show that it lives, by asking for the next
@@ -134,7 +134,7 @@ enum ElasticPhase {
 
 /// The state of an elastic job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct ElasticMembership {
+pub struct ElasticMembership {
     rules: ElasticRules,
     phase: ElasticPhase,
     generation: Generation,
@@ -171,7 +171,7 @@ pub(crate) struct ElasticMembership {
 
 impl ElasticMembership {
     /// Returns a job without workers.
-    pub(crate) fn new(rules: ElasticRules) -> Self {
+    pub fn new(rules: ElasticRules) -> Self {
         Self {
             hosts: ElasticHosts::new(rules.cooldown),
             rules,
@@ -194,17 +194,17 @@ impl ElasticMembership {
     }
 
     /// Returns the number of the latest world; 0 before the first.
-    pub(crate) fn generation(&self) -> Generation {
+    pub fn generation(&self) -> Generation {
         self.generation
     }
 
     /// Returns the present world, seen from rank 0.
-    pub(crate) fn current_world(&self) -> Option<World> {
+    pub fn current_world(&self) -> Option<World> {
         assign_as_listed(self.generation, &self.present.as_ref()?.places).ok()
     }
 
     /// Returns the workers that have not called `init` yet, ascending.
-    pub(crate) fn missing_workers(&self) -> impl Iterator<Item = TaskId> + '_ {
+    pub fn missing_workers(&self) -> impl Iterator<Item = TaskId> + '_ {
         let missing = |worker: &ElasticWorker| {
             matches!(worker.stage, WorkerStage::Starting | WorkerStage::Importing)
         };
@@ -212,7 +212,7 @@ impl ElasticMembership {
     }
 
     /// Registers an agent. Repeating the call changes nothing.
-    pub(crate) fn register_worker(
+    pub fn register_worker(
         &mut self,
         now: Duration,
         task: TaskId,
@@ -244,7 +244,7 @@ impl ElasticMembership {
 
     /// Records a worker's request for a world after `after`; `suspects` are the members that it
     /// lost in that world.
-    pub(crate) fn request_world(
+    pub fn request_world(
         &mut self,
         now: Duration,
         task: TaskId,
@@ -291,7 +291,7 @@ impl ElasticMembership {
     }
 
     /// Takes an event and returns the actions that follow.
-    pub(crate) fn observe_input(
+    pub fn observe_input(
         &mut self,
         now: Duration,
         input: MembershipInput,

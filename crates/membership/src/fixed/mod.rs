@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The membership of a job: a pure state machine without clock, I/O, lock and async. The server
-//! supplies its inputs.
-//!
-//! Time is a `Duration` since the job began. Every decision carries its reason.
+//! Membership of a job with a fixed number of tasks.
 //!
 //! ```text
 //! register --> waiting --(all tasks wait)--> running generation --(all exit well)--> finished
@@ -12,17 +9,7 @@
 //!    |            v                                v
 //!    +------- registered again <----------- verdict: all workers stop
 //! ```
-//!
-//! - `MB-1`: a generation is assigned when every task waits exactly once, and it contains every
-//!   task exactly once.
-//! - `MB-2`: generations grow by one and are assigned at most once.
-//! - `MB-3`: an attempt is replaced only by a higher one, even after it was lost; a repeated
-//!   registration of one session changes nothing.
-//! - `MB-4`: a generation gets at most one verdict. If a task's own failure was seen in time, the
-//!   verdict names it rather than a peer's error or a stopped worker.
-//! - `MB-5`: after an abort or a finish, nothing is assigned.
 
-pub(crate) mod elastic;
 mod running;
 #[cfg(test)]
 mod simulation;
@@ -32,107 +19,26 @@ mod tests;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use farandole_world::{
-    Generation, HostHash, TaskId, TaskPlacement, World, assign_in_order, assign_ranks,
-};
-use serde::{Deserialize, Serialize};
+use farandole_world::{Generation, HostHash, TaskId, TaskPlacement, assign_in_order, assign_ranks};
 
-use crate::exit::{ExitReport, GenerationVerdict};
+use crate::decisions::{
+    AgentPresence, LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
+};
+use crate::exit::GenerationVerdict;
 use running::RunningGeneration;
 
-/// The rules of the machine.
+/// The rules of [`FixedMembership`].
 #[derive(Clone, Debug)]
-pub(crate) struct MembershipOptions {
+pub struct MembershipOptions {
     /// Tasks in the job.
-    pub(crate) tasks: u32,
+    pub tasks: u32,
     /// Limits after which an agent counts as gone.
-    pub(crate) liveness: LivenessLimits,
+    pub liveness: LivenessLimits,
     /// Time for which exits are collected after the first one, before the verdict names the first
     /// failure.
-    pub(crate) failure_grace: Duration,
+    pub failure_grace: Duration,
     /// Whether a task's number is its rank, whatever its host.
-    pub(crate) in_order: bool,
-}
-
-/// Limits after which an agent counts as gone.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct LivenessLimits {
-    /// Silence after which an agent is lost.
-    pub(crate) heartbeat_timeout: Duration,
-    /// Longest time for an agent whose connection broke to reconnect.
-    pub(crate) disconnect_grace: Duration,
-}
-
-/// An event for the machine.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum MembershipInput {
-    /// An agent shows that it lives.
-    Beat { task: TaskId, session: u64 },
-    /// An agent's connection broke.
-    Disconnected { task: TaskId, session: u64 },
-    /// A worker ended.
-    Exited { task: TaskId, generation: Generation, exit: ExitReport },
-    /// The driver aborts the job.
-    Abort { reason: String },
-    /// Elastic jobs: the available hosts and their slots.
-    Hosts(Vec<(String, u32)>),
-    /// Elastic jobs: a worker could not be started.
-    NotStarted { task: TaskId, reason: String },
-    /// Elastic jobs: a worker leaves at its next opportunity.
-    Leaves { task: TaskId, reason: String },
-    /// Time has passed.
-    Tick,
-}
-
-/// A decision of the machine.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) enum MembershipDecision {
-    /// A task waits for its rank. `replaces`: whether an earlier start of the task was waiting
-    /// until now.
-    Registered { task: TaskId, session: u64, replaces: bool },
-    /// A waiting task is gone; it may register again.
-    Withdrawn { task: TaskId, reason: String },
-    /// A generation begins. Seen from rank 0.
-    Assigned { world: World },
-    /// A running task's agent is gone.
-    Lost { task: TaskId, reason: String },
-    /// A generation is over, and its workers must end.
-    Stop { generation: Generation, verdict: GenerationVerdict },
-    /// The driver aborted the job: nothing will be assigned any more.
-    Aborted { reason: String },
-    /// All workers of a generation ended successfully: the job is done.
-    Finished { generation: Generation },
-    /// Elastic jobs: a worker must be started.
-    Start { task: TaskId, host: String },
-    /// Elastic jobs: a worker must be ended, or counts as ended and must not come back.
-    End { task: TaskId, reason: String },
-    /// Elastic jobs: a worker that waits for a world gets none, and may go.
-    Dismissed { task: TaskId, reason: String },
-    /// Elastic jobs: members of a world should ask for the next one at their next opportunity.
-    Changed { generation: Generation, removed: bool, added: bool },
-    /// Elastic jobs: a world cannot continue; its members will ask for the next one.
-    Broken { generation: Generation, verdict: GenerationVerdict },
-}
-
-/// The reason why a registration was refused.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RegistrationRefusal {
-    #[error("unknown task {task}: the job has tasks 0 to {last}")]
-    UnknownTask { task: TaskId, last: u32 },
-    #[error("task {task} has already registered with attempt {attempt} from another process")]
-    Duplicate { task: TaskId, attempt: u64 },
-    #[error(
-        "task {task} has already registered with attempt {current}, attempt {attempt} is stale"
-    )]
-    Stale { task: TaskId, attempt: u64, current: u64 },
-    #[error("the job was aborted: {reason}")]
-    Aborted { reason: String },
-    #[error("task {task} is not expected: the driver has not started it, or counts it as gone")]
-    NotWanted { task: TaskId },
-    #[error("task {task} is to leave the job")]
-    Dismissed { task: TaskId },
-    #[error("the job is done: all workers of generation {generation} ended well")]
-    Finished { generation: Generation },
+    pub in_order: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -141,13 +47,6 @@ struct Registration {
     session: u64,
     host: HostHash,
     presence: AgentPresence,
-}
-
-/// The last heartbeat of an agent, and the time of its disconnection.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct AgentPresence {
-    seen: Duration,
-    disconnected: Option<Duration>,
 }
 
 #[derive(Clone, Debug)]
@@ -159,7 +58,7 @@ enum MembershipPhase {
 
 /// The state of a job with a fixed number of tasks.
 #[derive(Clone, Debug)]
-pub(crate) struct FixedMembership {
+pub struct FixedMembership {
     options: MembershipOptions,
     phase: MembershipPhase,
     generation: Generation,
@@ -169,26 +68,9 @@ pub(crate) struct FixedMembership {
     fences: BTreeMap<TaskId, u64>,
 }
 
-impl AgentPresence {
-    fn seen_at(now: Duration) -> Self {
-        Self { seen: now, disconnected: None }
-    }
-
-    /// Returns the reason why the agent counts as gone, if there is one.
-    fn gone_reason(&self, now: Duration, liveness: &LivenessLimits) -> Option<String> {
-        let silent = now.saturating_sub(self.seen);
-        if silent >= liveness.heartbeat_timeout {
-            return Some(format!("its agent was silent for {:.1} s", silent.as_secs_f64()));
-        }
-        let since = self.disconnected?;
-        (now.saturating_sub(since) >= liveness.disconnect_grace)
-            .then(|| "its agent's connection closed".to_owned())
-    }
-}
-
 impl FixedMembership {
     /// Returns a job without registered agents.
-    pub(crate) fn new(options: MembershipOptions) -> Self {
+    pub fn new(options: MembershipOptions) -> Self {
         Self {
             options,
             phase: MembershipPhase::Open,
@@ -200,25 +82,25 @@ impl FixedMembership {
     }
 
     /// Returns the latest assigned generation; 0 before the first.
-    pub(crate) fn generation(&self) -> Generation {
+    pub fn generation(&self) -> Generation {
         self.generation
     }
 
     /// Returns the tasks that the next generation still needs, ascending.
-    pub(crate) fn missing_tasks(&self) -> impl Iterator<Item = TaskId> + '_ {
+    pub fn missing_tasks(&self) -> impl Iterator<Item = TaskId> + '_ {
         (0..self.options.tasks).map(TaskId).filter(|task| !self.waiting.contains_key(task))
     }
 
     /// Returns whether this session of a task waits or runs. Returns true for every session if the
     /// job is over.
-    pub(crate) fn knows_session(&self, task: TaskId, session: u64) -> bool {
+    pub fn knows_session(&self, task: TaskId, session: u64) -> bool {
         let waits = self.waiting.get(&task).is_some_and(|waiting| waiting.session == session);
         let runs = self.running.as_ref().is_some_and(|running| running.has_session(task, session));
         waits || runs || !matches!(self.phase, MembershipPhase::Open)
     }
 
     /// Registers a task, and returns the generation that it will be, or already is, part of.
-    pub(crate) fn register_task(
+    pub fn register_task(
         &mut self,
         now: Duration,
         task: TaskId,
@@ -269,7 +151,7 @@ impl FixedMembership {
     }
 
     /// Takes an event and returns the actions that follow.
-    pub(crate) fn observe_input(
+    pub fn observe_input(
         &mut self,
         now: Duration,
         input: MembershipInput,

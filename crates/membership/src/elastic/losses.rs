@@ -9,9 +9,8 @@ use std::time::Duration;
 use farandole_world::TaskId;
 
 use super::world::LossCause;
-use super::{
-    ElasticMembership, ElasticWorker, MembershipDecision, SUSPECT_GRACE_PERIOD, WorkerStage,
-};
+use super::{ElasticMembership, ElasticWorker, SUSPECT_GRACE_PERIOD, WorkerStage};
+use crate::decisions::MembershipDecision;
 use crate::exit::ExitReport;
 
 impl ElasticMembership {

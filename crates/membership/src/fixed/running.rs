@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use farandole_world::{Generation, Rank, TaskId, World};
 
-use super::{AgentPresence, MembershipDecision, MembershipOptions, Registration};
+use super::{MembershipOptions, Registration};
+use crate::decisions::{AgentPresence, MembershipDecision};
 use crate::exit::{ExitReport, GenerationVerdict};
 
 /// A task of the generation.

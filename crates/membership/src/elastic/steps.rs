@@ -9,18 +9,30 @@ use std::time::Duration;
 use farandole_world::{Generation, HostHash, TaskId};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    AgentPresence, ElasticMembership, ElasticPhase, ElasticRules, JOB_DONE_REASON,
-    MembershipDecision, MembershipInput, RegistrationRefusal, WorkerStage,
-};
+use super::{ElasticMembership, ElasticPhase, ElasticRules, JOB_DONE_REASON, WorkerStage};
+use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, RegistrationRefusal};
 
 /// The input of a step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum StepKind {
+pub enum StepKind {
     /// An agent registers.
-    Registers { task: TaskId, session: u64, place: HostHash },
+    Registers {
+        /// Its task.
+        task: TaskId,
+        /// The session of its process.
+        session: u64,
+        /// Its host.
+        place: HostHash,
+    },
     /// A worker asks for a world.
-    Asks { task: TaskId, after: Generation, suspects: BTreeSet<TaskId> },
+    Asks {
+        /// Its task.
+        task: TaskId,
+        /// The generation that it leaves.
+        after: Generation,
+        /// The members of that generation that it lost.
+        suspects: BTreeSet<TaskId>,
+    },
     /// Any other input.
     Happens(MembershipInput),
     /// The registrar has restarted.
@@ -47,19 +59,21 @@ impl StepKind {
 
 /// A step that changed something.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct JournalStep {
-    pub(crate) at: Duration,
-    pub(crate) what: StepKind,
+pub struct JournalStep {
+    /// The job time of the step.
+    pub at: Duration,
+    /// Its input.
+    pub what: StepKind,
     /// The tasks that the step gave up because of their silence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) losses: Vec<(TaskId, String)>,
+    pub losses: Vec<(TaskId, String)>,
 }
 
 impl ElasticMembership {
     /// Takes a step, and returns its outcome and its journal record; `None` as the record if the
     /// step changed nothing that a journal must record. Times of heartbeats are not in a journal. A
     /// step in which only time has passed changes only its own report of losses.
-    pub(crate) fn take_journaled_step(
+    pub fn take_journaled_step(
         &mut self,
         now: Duration,
         what: StepKind,
@@ -76,7 +90,7 @@ impl ElasticMembership {
     }
 
     /// Takes a step.
-    pub(crate) fn take_step(
+    pub fn take_step(
         &mut self,
         now: Duration,
         what: StepKind,
@@ -94,7 +108,7 @@ impl ElasticMembership {
     }
 
     /// Replays a journal step. Its decisions were carried out before the restart and are dropped.
-    pub(crate) fn replay_step(&mut self, step: JournalStep) {
+    pub fn replay_step(&mut self, step: JournalStep) {
         self.repeated = Some(step.losses);
         // An input that was refused before the restart is refused again.
         drop(self.take_step(step.at, step.what));
@@ -135,14 +149,14 @@ impl ElasticMembership {
     }
 
     /// Replaces the rules from now on.
-    pub(crate) fn replace_rules(&mut self, rules: ElasticRules) {
+    pub fn replace_rules(&mut self, rules: ElasticRules) {
         self.hosts.set_cooldown(rules.cooldown);
         self.rules = rules;
     }
 
     /// Returns the workers that have registered and are not known to have ended, and the hosts on
     /// which they were started.
-    pub(crate) fn living_workers(&self) -> impl Iterator<Item = (TaskId, &str)> {
+    pub fn living_workers(&self) -> impl Iterator<Item = (TaskId, &str)> {
         let lives =
             |stage: &WorkerStage| !matches!(stage, WorkerStage::Starting | WorkerStage::Done);
         self.workers
@@ -153,7 +167,7 @@ impl ElasticMembership {
     }
 
     /// Returns the workers that were started or came by themselves, and are gone.
-    pub(crate) fn gone_workers(&self) -> impl Iterator<Item = TaskId> {
+    pub fn gone_workers(&self) -> impl Iterator<Item = TaskId> {
         let started = (0..self.next).map(TaskId);
         let known =
             |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use farandole_world::TaskId;
 
-use super::{ElasticMembership, ElasticWorker, LEAVE_TIMEOUT, MembershipDecision, WorkerStage};
+use super::{ElasticMembership, ElasticWorker, LEAVE_TIMEOUT, WorkerStage};
+use crate::decisions::MembershipDecision;
 
 impl ElasticMembership {
     /// Starts workers on free slots, and dismisses workers without a slot.

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use proptest::prelude::*;
 
 use super::*;
-use crate::exit::ExitKind;
+use crate::exit::{ExitKind, ExitReport};
 
 const OPTIONS: MembershipOptions = MembershipOptions {
     tasks: 3,
