@@ -357,7 +357,8 @@ pub(crate) fn rank_ranges_text(ranks: &[Rank]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::DataType;
+
+    use farandole_kernels::DataType;
 
     use super::*;
     use crate::signature::tests::plain;

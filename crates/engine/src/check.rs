@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, DataType, MemoryKind as Where, ReduceOp};
+use farandole_kernels::{Buffer, DataType, MemoryKind as Where, ReduceOp};
 use farandole_world::{ProcessSetId, Rank};
 
 use crate::devices::EngineDevices;

@@ -5,7 +5,8 @@
 
 use std::sync::{Arc, OnceLock};
 
-use farandole_collectives::{Buffer, Device, DeviceFabric, Error, MemoryKind};
+use farandole_collectives::{Device, DeviceFabric, Error};
+use farandole_kernels::{Buffer, MemoryKind};
 use parking_lot::RwLock;
 
 use crate::signature::MemorySite;

@@ -6,7 +6,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, DataType, DeviceEvent, HostMemory, ReduceOp, ResultMemory};
+use farandole_collectives::{DeviceEvent, ResultMemory};
+use farandole_kernels::{Buffer, DataType, HostMemory, ReduceOp};
 use farandole_world::{ProcessSetId, Rank};
 
 use crate::signature::ChangeTopic;

@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 
 use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
 

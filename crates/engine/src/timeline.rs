@@ -10,7 +10,7 @@
 
 use std::path::PathBuf;
 
-use farandole_collectives::ReduceOp;
+use farandole_kernels::ReduceOp;
 use farandole_telemetry::{NvtxDomain, Timeline, TimelineOptions, TimelineOwner};
 use farandole_world::World;
 

@@ -12,9 +12,10 @@
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, HostMemory,
-    MemoryKind, ReduceOp, ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, ResultMemory,
+    TensorSegment,
 };
+use farandole_kernels::{Buffer, HostMemory, MemoryKind, ReduceOp};
 use farandole_world::Rank;
 
 use super::join::NO_HANDLE;

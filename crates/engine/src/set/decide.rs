@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 
 use super::{FinishedRequest, ProcessSet, Step, kind};
 use crate::StopCause;
@@ -364,7 +364,8 @@ fn fuse_decisions(
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::DataType;
+
+    use farandole_kernels::DataType;
 
     use super::*;
     use crate::signature::tests::plain;

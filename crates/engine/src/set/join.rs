@@ -13,8 +13,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::kernel::neutral_element;
-use farandole_collectives::{DataType, HostMemory, ReduceOp};
+use farandole_kernels::{DataType, HostMemory, ReduceOp, neutral_element};
 use farandole_world::Rank;
 
 use super::{FinishedRequest, PendingEntry, ProcessSet, Step};

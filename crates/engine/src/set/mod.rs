@@ -28,7 +28,8 @@ pub(crate) use execute::row_share;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, DeviceEvent};
+use farandole_collectives::DeviceEvent;
+use farandole_kernels::Buffer;
 use farandole_transport::{FrameReceiver, FrameSender, LinkKind, into_frame_halves};
 use farandole_world::{ProcessSetId, Rank, World};
 

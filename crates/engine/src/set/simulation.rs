@@ -9,10 +9,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, HostMemory, OperationToken, ReduceOp,
-};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
 use farandole_config::Config;
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_transport::{Link, loopback};
 use farandole_world::{
     Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,

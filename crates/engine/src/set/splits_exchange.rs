@@ -11,9 +11,8 @@
 
 use std::sync::Arc;
 
-use farandole_collectives::{
-    CollectiveOperation, Communicator, HostMemory, OperationToken, TensorSegment,
-};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken, TensorSegment};
+use farandole_kernels::HostMemory;
 
 use super::Step;
 use crate::cache::{AlltoallSplits, CachedResponse};

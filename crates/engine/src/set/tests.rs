@@ -7,7 +7,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::{CollectiveOperation, Communicator, HostMemory, OperationToken};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
+use farandole_kernels::HostMemory;
 use farandole_testkit::counted;
 use farandole_transport::{Link, loopback};
 use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlacement, assign_ranks};

@@ -49,7 +49,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::{DataType, Error, ReduceOp, Result};
 
-pub(crate) use adasum::{AdasumPrecision, AdasumProducts};
+pub use adasum::{AdasumPrecision, AdasumProducts};
 pub use neutral::{fill_neutral, neutral_element};
 pub use order::ReductionOrder;
 

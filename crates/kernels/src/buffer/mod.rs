@@ -15,9 +15,9 @@ use std::sync::Arc;
 use farandole_shm::{HugePageMemory, SharedRegion};
 
 pub use farandole_shm::prefer_large_pages;
-pub(crate) use gather_list::GatherList;
+pub use gather_list::GatherList;
 pub use nontemporal_copy::copy_nontemporal;
-pub(crate) use shareable_memory::find_shareable_memory;
+pub use shareable_memory::find_shareable_memory;
 
 /// Kind of memory that holds the bytes of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

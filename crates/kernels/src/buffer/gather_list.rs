@@ -10,14 +10,15 @@ use super::{Buffer, copy_nontemporal};
 /// made at `Buffer::from_raw`, no other code uses the buffers of an operation until the operation
 /// completes. And every slice made here ends with its call.
 #[derive(Debug, Default)]
-pub(crate) struct GatherList {
+pub struct GatherList {
     buffers: Vec<Buffer>,
     /// End of each buffer.
     ends: Vec<usize>,
 }
 
 impl GatherList {
-    pub(crate) fn new(buffers: impl IntoIterator<Item = Buffer>) -> Self {
+    /// Returns a list of these buffers, in this order.
+    pub fn new(buffers: impl IntoIterator<Item = Buffer>) -> Self {
         let buffers: Vec<Buffer> = buffers.into_iter().collect();
         let ends = buffers
             .iter()
@@ -30,12 +31,17 @@ impl GatherList {
     }
 
     /// Returns the number of bytes of all buffers.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.ends.last().copied().unwrap_or(0)
     }
 
+    /// Returns whether the list has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
     /// Copies `into.len()` bytes, starting at position `at`.
-    pub(crate) fn read_at(&self, at: usize, into: &mut [u8]) {
+    pub fn read_at(&self, at: usize, into: &mut [u8]) {
         self.visit_range(at, into.len(), |offset, bytes| {
             into[offset..offset + bytes.len()].copy_from_slice(bytes);
         });
@@ -43,7 +49,7 @@ impl GatherList {
 
     /// Calls `fill` with `len` writable bytes, starting at position `at`: one piece a call, each
     /// with its offset from `at`.
-    pub(crate) fn fill_range(&self, at: usize, len: usize, mut fill: impl FnMut(usize, &mut [u8])) {
+    pub fn fill_range(&self, at: usize, len: usize, mut fill: impl FnMut(usize, &mut [u8])) {
         self.for_each_piece(at, len, |offset, buffer| {
             // SAFETY: no other code uses the operation's buffers (see the type), and this slice
             // ends here.
@@ -52,28 +58,28 @@ impl GatherList {
     }
 
     /// Writes `from`, starting at position `at`.
-    pub(crate) fn write_at(&self, at: usize, from: &[u8]) {
+    pub fn write_at(&self, at: usize, from: &[u8]) {
         self.fill_range(at, from.len(), |offset, bytes| {
             bytes.copy_from_slice(&from[offset..offset + bytes.len()]);
         });
     }
 
     /// Like [`GatherList::write_at`], but bypasses the caches.
-    pub(crate) fn write_nontemporal(&self, at: usize, from: &[u8]) {
+    pub fn write_nontemporal(&self, at: usize, from: &[u8]) {
         self.fill_range(at, from.len(), |offset, bytes| {
             copy_nontemporal(&from[offset..offset + bytes.len()], bytes);
         });
     }
 
     /// Returns whether each buffer differs from the buffer at the same position in the other list.
-    pub(crate) fn differs_in_every_buffer(&self, other: &Self) -> bool {
+    pub fn differs_in_every_buffer(&self, other: &Self) -> bool {
         let pairs = self.buffers.iter().zip(&other.buffers);
         pairs.into_iter().all(|(own, other)| own.address() != other.address())
     }
 
     /// Calls `see` with `len` bytes, starting at position `at`: one piece a call, each with its
     /// offset from `at`.
-    pub(crate) fn visit_range(&self, at: usize, len: usize, mut see: impl FnMut(usize, &[u8])) {
+    pub fn visit_range(&self, at: usize, len: usize, mut see: impl FnMut(usize, &[u8])) {
         self.for_each_piece(at, len, |offset, buffer| {
             // SAFETY: no other code uses the operation's buffers (see the type), and `see` cannot
             // write them.
@@ -83,7 +89,7 @@ impl GatherList {
 
     /// Copies all bytes to another list of the same length. Buffers that are in both lists are not
     /// copied.
-    pub(crate) fn copy_into(&self, to: &Self) {
+    pub fn copy_into(&self, to: &Self) {
         let mut at = 0;
         for buffer in &self.buffers {
             to.for_each_piece(at, buffer.len(), |offset, target| {
@@ -101,7 +107,7 @@ impl GatherList {
     /// Calls `change` with `len` bytes of several lists, starting at position `at`: one piece of
     /// each list a call, for reading and writing. The lists have buffers of equal lengths. No two
     /// lists have bytes in common.
-    pub(crate) fn update_all_ranges(
+    pub fn update_all_ranges(
         lists: &[Self],
         at: usize,
         len: usize,
@@ -125,7 +131,7 @@ impl GatherList {
     }
 
     /// Returns the buffers of the list.
-    pub(crate) fn buffers(&self) -> &[Buffer] {
+    pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
     }
 

@@ -4,10 +4,12 @@
 //! Compressors: what comes out of a payload, and what error feedback makes of it.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use farandole_collectives::Error;
-use farandole_collectives::compress::{
-    Bf16Compressor, Compressor, Fp16Compressor, Int8Compressor, TopKCompressor,
-    encode_with_residual,
+use farandole_kernels::{
+    Error,
+    compress::{
+        Bf16Compressor, Compressor, Fp16Compressor, Int8Compressor, TopKCompressor,
+        encode_with_residual,
+    },
 };
 
 /// Numbers of very different sizes, the same every time.

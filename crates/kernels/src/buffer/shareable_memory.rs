@@ -45,8 +45,11 @@ impl HostMemory {
         self.shared_region().is_some_and(SharedRegion::is_shareable)
     }
 
-    /// Maps the memory of another process.
-    pub(crate) fn map_peer_region(card: &RegionHandle) -> farandole_shm::Result<Option<Self>> {
+    /// Maps the memory of another process. `None` if its size cannot be addressed here.
+    ///
+    /// # Errors
+    /// The region no longer exists, or cannot be mapped.
+    pub fn map_peer_region(card: &RegionHandle) -> farandole_shm::Result<Option<Self>> {
         let region = SharedRegion::open_peer_region(card)?;
         Ok(usize::try_from(card.bytes).ok().and_then(|bytes| Self::from_region(region, bytes)))
     }
@@ -60,7 +63,8 @@ impl HostMemory {
         })))
     }
 
-    pub(crate) fn shared_region(&self) -> Option<&SharedRegion> {
+    /// Returns the region of the memory, if it was created as one.
+    pub fn shared_region(&self) -> Option<&SharedRegion> {
         match &self.0.store {
             AllocationSource::Region(region) => Some(region),
             AllocationSource::Heap(_) | AllocationSource::Pages(_) => None,
@@ -69,7 +73,7 @@ impl HostMemory {
 }
 
 /// Returns the shareable memory that contains the whole buffer, and the offset of the buffer in it.
-pub(crate) fn find_shareable_memory(buffer: &Buffer) -> Option<(HostMemory, usize)> {
+pub fn find_shareable_memory(buffer: &Buffer) -> Option<(HostMemory, usize)> {
     let address = buffer.address().addr();
     let allocation =
         with_shareable_memory(|table| table.range(..=address).next_back()?.1.upgrade())?;

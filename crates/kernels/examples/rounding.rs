@@ -3,17 +3,16 @@
 
 //! Error of sums of 16-bit floats: exact sums against partial sums that are rounded between hosts.
 //!
-//! `cargo run --release -p farandole-collectives --example rounding` prints the root mean square of
+//! `cargo run --release -p farandole-kernels --example rounding` prints the root mean square of
 //! the error, relative to the root mean square of the sum: for inputs of both signs, and for inputs
 //! of one sign.
 #![expect(clippy::print_stdout, clippy::unwrap_used, reason = "prints a table or stops")]
 
 use std::sync::Arc;
 
-use farandole_collectives::kernel::{
-    BlockReducer, HierarchicalOrder, InstructionSet, ReductionSpec,
+use farandole_kernels::{
+    BlockReducer, DataType, HierarchicalOrder, InstructionSet, ReduceOp, ReductionSpec,
 };
-use farandole_collectives::{DataType, ReduceOp};
 use farandole_testkit::{elements, oracle};
 
 const ELEMENT_COUNT: usize = 4000;

@@ -16,7 +16,7 @@ const PARALLEL_SUMS: usize = 8;
 
 /// Type of the vectors between input and result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum AdasumPrecision {
+pub enum AdasumPrecision {
     /// `float32`.
     Single,
     /// `float64`.
@@ -25,25 +25,26 @@ pub(crate) enum AdasumPrecision {
 
 /// The products `a.b`, `|a|^2` and `|b|^2`, over whole vectors or over parts of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct AdasumProducts {
-    pub(crate) dot: f64,
-    pub(crate) first_squared: f64,
-    pub(crate) second_squared: f64,
+pub struct AdasumProducts {
+    dot: f64,
+    first_squared: f64,
+    second_squared: f64,
 }
 
 impl AdasumProducts {
     /// Number of bytes on a link.
-    pub(crate) const ENCODED_BYTES: usize = 24;
+    pub const ENCODED_BYTES: usize = 24;
 
     /// Returns the products of two vectors of equal length.
-    pub(crate) fn from_vectors(carrier: AdasumPrecision, first: &[u8], second: &[u8]) -> Self {
+    pub fn from_vectors(carrier: AdasumPrecision, first: &[u8], second: &[u8]) -> Self {
         match carrier {
             AdasumPrecision::Single => compute_products::<f32>(first, second),
             AdasumPrecision::Double => compute_products::<f64>(first, second),
         }
     }
 
-    pub(crate) fn to_bytes(self) -> [u8; Self::ENCODED_BYTES] {
+    /// Returns the bytes for a link, in the byte order of this machine.
+    pub fn to_bytes(self) -> [u8; Self::ENCODED_BYTES] {
         let mut bytes = [0; Self::ENCODED_BYTES];
         for (to, value) in bytes.as_chunks_mut().0.iter_mut().zip([
             self.dot,
@@ -55,14 +56,15 @@ impl AdasumProducts {
         bytes
     }
 
-    pub(crate) fn from_bytes(bytes: &[u8]) -> Self {
+    /// Returns the products that `to_bytes` has encoded.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut values = bytes.as_chunks().0.iter().map(|bytes| f64::from_ne_bytes(*bytes));
         let mut next = || values.next().unwrap_or_default();
         Self { dot: next(), first_squared: next(), second_squared: next() }
     }
 
     /// Adds the products over two pieces. The order of the pieces does not change the bits.
-    pub(crate) fn add_parts(self, other: Self) -> Self {
+    pub fn add_parts(self, other: Self) -> Self {
         Self {
             dot: self.dot + other.dot,
             first_squared: self.first_squared + other.first_squared,
@@ -80,7 +82,7 @@ impl AdasumProducts {
 
     /// Writes the Adasum of the two vectors to `own`, which is either the first or the second of
     /// them.
-    pub(crate) fn combine_vectors(
+    pub fn combine_vectors(
         self,
         carrier: AdasumPrecision,
         own: &mut [u8],

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Kernels against the oracle, and every instruction path against the plain one (CO-1).
+//! Kernels against the oracle, and every instruction path against the plain one (KE-1).
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::sync::Arc;
 
-use farandole_collectives::kernel::{
-    BlockReducer, HierarchicalOrder, InstructionSet, ReductionSpec, neutral_element,
-    reduce_member_blocks,
+use farandole_kernels::{
+    BlockReducer, DataType, Error, HierarchicalOrder, InstructionSet, ReduceOp, ReductionSpec,
+    neutral_element, reduce_member_blocks,
 };
-use farandole_collectives::{DataType, Error, ReduceOp};
 use farandole_testkit::{elements, oracle, special_elements};
 
 const OPS: [ReduceOp; 5] =
