@@ -169,7 +169,7 @@ test-faults: bytecode
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in
 # containers of one machine.
 test-scale: bytecode
-	cargo test --release -p farandole-world -p farandole-kernels -p farandole-collectives -p farandole-engine -p farandole-transport -p farandole-session
+	cargo test --release -p farandole-world -p farandole-kernels -p farandole-collectives -p farandole-negotiation -p farandole-engine -p farandole-transport -p farandole-session
 	$(BIN)/python -m pytest tests/scale tests/parallel/test_rounded_sums.py -m "slow or not slow"
 
 # Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random

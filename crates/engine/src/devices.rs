@@ -7,9 +7,8 @@ use std::sync::{Arc, OnceLock};
 
 use farandole_collectives::{Device, DeviceFabric, Error};
 use farandole_kernels::{Buffer, MemoryKind};
+use farandole_negotiation::MemorySite;
 use parking_lot::RwLock;
-
-use crate::signature::MemorySite;
 
 /// The devices that all sets of an engine share.
 #[derive(Default)]

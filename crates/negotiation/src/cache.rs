@@ -4,7 +4,7 @@
 //! Cache of agreed requests: ranks announce a cached request by its number.
 //!
 //! All members of a set change their caches in the order of the response lists, so after list `n`
-//! all caches are equal (EN-4). A member may have made its announcement after an earlier list. So
+//! all caches are equal (NE-1). A member may have made its announcement after an earlier list. So
 //! entries that a list drops are kept aside until every child has seen that list.
 
 use std::collections::VecDeque;
@@ -15,11 +15,13 @@ use crate::signature::{CollectiveCall, RequestSignature};
 
 /// A request that all ranks agreed on.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct CachedResponse {
-    pub(crate) name: Arc<str>,
-    pub(crate) signature: RequestSignature,
+pub struct CachedResponse {
+    /// Name of the tensor.
+    pub name: Arc<str>,
+    /// The request.
+    pub signature: RequestSignature,
     /// Row counts, member by member; see [`CollectiveCall::row_counts_per_member`].
-    pub(crate) rows: Vec<u64>,
+    pub rows: Vec<u64>,
     /// Alltoall: the rows that this member sends and receives, once the members have exchanged
     /// them. Members announce the entry by number only while their rows stay the same.
     splits: OnceLock<AlltoallSplits>,
@@ -27,18 +29,21 @@ pub(crate) struct CachedResponse {
 
 /// Numbers of rows that a member sends to each member in an alltoall, and receives from each.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct AlltoallSplits {
-    pub(crate) sends: Vec<u64>,
-    pub(crate) receives: Vec<u64>,
+pub struct AlltoallSplits {
+    /// Rows for each member.
+    pub sends: Vec<u64>,
+    /// Rows from each member.
+    pub receives: Vec<u64>,
 }
 
 impl CachedResponse {
-    pub(crate) fn new(name: Arc<str>, signature: RequestSignature, rows: Vec<u64>) -> Self {
+    /// Returns a response; the rows of an alltoall are not known yet.
+    pub fn new(name: Arc<str>, signature: RequestSignature, rows: Vec<u64>) -> Self {
         Self { name, signature, rows, splits: OnceLock::new() }
     }
 
     /// Returns the same response without the rows of an alltoall.
-    pub(crate) fn without_splits(self: Arc<Self>) -> Arc<Self> {
+    pub fn without_splits(self: Arc<Self>) -> Arc<Self> {
         if self.splits.get().is_none() {
             return self;
         }
@@ -46,31 +51,31 @@ impl CachedResponse {
     }
 
     /// Returns whether this is an alltoall whose rows are not known yet.
-    pub(crate) fn lacks_splits(&self) -> bool {
+    pub fn lacks_splits(&self) -> bool {
         matches!(self.signature.call, CollectiveCall::Alltoall { .. })
             && self.splits.get().is_none()
     }
 
     /// Stores the rows of an alltoall, after the members have exchanged them.
-    pub(crate) fn set_splits(&self, deal: AlltoallSplits) {
+    pub fn set_splits(&self, deal: AlltoallSplits) {
         // Cannot fail: the rows are exchanged only once.
         let _known = self.splits.set(deal);
     }
 
     /// Returns the rows that this member sends to each member in an alltoall; empty while they are
     /// not known.
-    pub(crate) fn send_rows(&self) -> &[u64] {
+    pub fn send_rows(&self) -> &[u64] {
         self.splits.get().map_or(&[], |deal| &deal.sends)
     }
 
     /// Returns the rows that this member receives from each member in an alltoall; empty while they
     /// are not known.
-    pub(crate) fn receive_rows(&self) -> &[u64] {
+    pub fn receive_rows(&self) -> &[u64] {
         self.splits.get().map_or(&[], |deal| &deal.receives)
     }
 
     /// Returns the row counts in this member's request.
-    pub(crate) fn request_rows(&self, me: u32) -> &[u64] {
+    pub fn request_rows(&self, me: u32) -> &[u64] {
         match self.signature.call {
             CollectiveCall::Alltoall { .. } => self.send_rows(),
             _ => self.member_row_counts(me),
@@ -78,7 +83,7 @@ impl CachedResponse {
     }
 
     /// Returns the row counts of one member.
-    pub(crate) fn member_row_counts(&self, member: u32) -> &[u64] {
+    pub fn member_row_counts(&self, member: u32) -> &[u64] {
         let counts = self.signature.call.row_counts_per_member();
         self.rows
             .get(member as usize * counts..)
@@ -90,9 +95,11 @@ impl CachedResponse {
 /// Identity of a cache entry. It stays valid after the entry is dropped: slots are reused, versions
 /// are not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct CacheId {
-    pub(crate) slot: u32,
-    pub(crate) version: u32,
+pub struct CacheId {
+    /// Place in the cache.
+    pub slot: u32,
+    /// Number of entries that the slot has held before.
+    pub version: u32,
 }
 
 const NO_SLOT: u32 = u32::MAX;
@@ -107,7 +114,7 @@ struct CacheSlot {
 
 /// Cache of agreed requests. It drops the least recently used entry first.
 #[derive(Debug)]
-pub(crate) struct ResponseCache {
+pub struct ResponseCache {
     capacity: usize,
     slots: Vec<CacheSlot>,
     by_name: Map<Arc<str>, u32>,
@@ -119,7 +126,8 @@ pub(crate) struct ResponseCache {
 }
 
 impl ResponseCache {
-    pub(crate) fn new(capacity: usize) -> Self {
+    /// Returns an empty cache for this number of entries; 0 turns it off.
+    pub fn new(capacity: usize) -> Self {
         Self {
             capacity: capacity.min(NO_SLOT as usize - 1),
             slots: Vec::new(),
@@ -133,31 +141,31 @@ impl ResponseCache {
     }
 
     /// Returns the entry of this name.
-    pub(crate) fn find_by_name(&self, name: &str) -> Option<(CacheId, &Arc<CachedResponse>)> {
+    pub fn find_by_name(&self, name: &str) -> Option<(CacheId, &Arc<CachedResponse>)> {
         let slot = *self.by_name.get(name)?;
         let CacheSlot { version, entry, .. } = &self.slots[slot as usize];
         Some((CacheId { slot, version: *version }, entry.as_ref()?))
     }
 
     /// Returns the current entry of a slot.
-    pub(crate) fn response_in_slot(&self, slot: u32) -> Option<&Arc<CachedResponse>> {
+    pub fn response_in_slot(&self, slot: u32) -> Option<&Arc<CachedResponse>> {
         self.slots.get(slot as usize)?.entry.as_ref()
     }
 
     /// Returns whether the entry is still in the cache.
-    pub(crate) fn contains_id(&self, id: CacheId) -> bool {
+    pub fn contains_id(&self, id: CacheId) -> bool {
         self.slots
             .get(id.slot as usize)
             .is_some_and(|slot| slot.version == id.version && slot.entry.is_some())
     }
 
     /// Returns the entry with this identity, even if it was dropped recently.
-    pub(crate) fn resolve_id(&self, id: CacheId) -> Option<&Arc<CachedResponse>> {
+    pub fn resolve_id(&self, id: CacheId) -> Option<&Arc<CachedResponse>> {
         if self.contains_id(id) { self.response_in_slot(id.slot) } else { self.dropped.get(&id) }
     }
 
     /// Marks the entry as used most recently. A step of a list.
-    pub(crate) fn mark_used(&mut self, slot: u32) {
+    pub fn mark_used(&mut self, slot: u32) {
         if self.newest != slot && self.response_in_slot(slot).is_some() {
             self.unlink_slot(slot);
             self.link_newest(slot);
@@ -166,7 +174,7 @@ impl ResponseCache {
 
     /// Inserts a response that all ranks agreed on in `list`, and replaces an entry of the same
     /// name. A step of a list.
-    pub(crate) fn insert_response(&mut self, entry: Arc<CachedResponse>, list: u64) {
+    pub fn insert_response(&mut self, entry: Arc<CachedResponse>, list: u64) {
         if self.capacity == 0 {
             return;
         }
@@ -185,7 +193,7 @@ impl ResponseCache {
     }
 
     /// Removes the entry of a name that the ranks no longer agree on. A step of a list.
-    pub(crate) fn remove_name(&mut self, name: &str, list: u64) {
+    pub fn remove_name(&mut self, name: &str, list: u64) {
         if let Some(slot) = self.by_name.get(name) {
             self.drop_slot(*slot, list);
         }
@@ -193,7 +201,7 @@ impl ResponseCache {
 
     /// Forgets entries that lists up to `list` have dropped. All ranks that may refer to these
     /// entries must have seen these lists.
-    pub(crate) fn forget_dropped_until(&mut self, list: u64) {
+    pub fn forget_dropped_until(&mut self, list: u64) {
         while let Some((at, id)) = self.dropped_at.front() {
             if *at > list {
                 break;

@@ -12,37 +12,52 @@ use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
 /// A collective, with its factors as bits, so that equal values mean agreement. The root is a rank
 /// of the world.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum CollectiveCall {
+pub enum CollectiveCall {
+    /// Allreduce.
     Allreduce {
+        /// The reduction.
         op: ReduceOp,
+        /// Bits of the factor of every input.
         prescale: u64,
+        /// Bits of the factor of the result.
         postscale: u64,
     },
+    /// Broadcast.
     Broadcast {
+        /// The sending rank.
         root: u32,
     },
+    /// Allgather.
     Allgather,
-    /// Alltoall among this number of members.
+    /// Alltoall.
     Alltoall {
+        /// Number of members.
         members: u32,
     },
+    /// Reducescatter.
     Reducescatter {
+        /// The reduction.
         op: ReduceOp,
+        /// Bits of the factor of every input.
         prescale: u64,
+        /// Bits of the factor of the result.
         postscale: u64,
     },
+    /// Barrier.
     Barrier,
     /// Agreement on a change of process sets; the shape encodes the change.
     Change(ChangeTopic),
     /// Join; it travels in its own kind of item.
     Join {
+        /// Whether the rank also takes part in gathers, with no rows, and in broadcasts from
+        /// ranks that have not joined.
         gather: bool,
     },
 }
 
 /// Kind of a change of process sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ChangeTopic {
+pub enum ChangeTopic {
     /// Addition of a process set; the shape has its ranks.
     Add,
     /// Removal of a process set; the shape has its number.
@@ -78,13 +93,14 @@ impl ChangeTopic {
 
 impl RequestSignature {
     /// Returns the full text of a change of process sets; `None` for other operations.
-    pub(crate) fn change_text(&self) -> Option<Box<str>> {
+    pub fn change_text(&self) -> Option<Box<str>> {
         matches!(self.call, CollectiveCall::Change(_)).then(|| self.to_string().into())
     }
 }
 
 impl CollectiveCall {
-    pub(crate) const fn operation_name(&self) -> &'static str {
+    /// Returns the name of the operation in errors and timelines.
+    pub const fn operation_name(&self) -> &'static str {
         match self {
             Self::Allreduce { .. } => "allreduce",
             Self::Broadcast { .. } => "broadcast",
@@ -98,7 +114,7 @@ impl CollectiveCall {
     }
 
     /// Returns the number of row counts that every member sends beside its signature.
-    pub(crate) const fn row_counts_per_member(&self) -> usize {
+    pub const fn row_counts_per_member(&self) -> usize {
         match self {
             Self::Allgather => 1,
             _ => 0,
@@ -107,17 +123,17 @@ impl CollectiveCall {
 
     /// Returns whether members may have different numbers of rows, so that the first dimension is
     /// not part of the agreement.
-    pub(crate) const fn has_variable_rows(&self) -> bool {
+    pub const fn has_variable_rows(&self) -> bool {
         matches!(self, Self::Allgather | Self::Alltoall { .. })
     }
 
     /// Returns whether the operation moves no data.
-    pub(crate) const fn moves_no_data(&self) -> bool {
+    pub const fn moves_no_data(&self) -> bool {
         matches!(self, Self::Barrier | Self::Change(_) | Self::Join { .. })
     }
 
     /// Returns the reduction and its factors.
-    pub(crate) const fn reduction_factors(&self) -> Option<(ReduceOp, u64, u64)> {
+    pub const fn reduction_factors(&self) -> Option<(ReduceOp, u64, u64)> {
         match *self {
             Self::Allreduce { op, prescale, postscale }
             | Self::Reducescatter { op, prescale, postscale } => Some((op, prescale, postscale)),
@@ -126,11 +142,21 @@ impl CollectiveCall {
     }
 }
 
+/// Returns the name of an operation in reports: `allreduce of gradient.3`, `an addition of process
+/// set [0, 1]`.
+pub fn operation_text(operation: &str, matter: Option<&str>, name: &str) -> String {
+    match matter {
+        Some(matter) => matter.to_owned(),
+        None if operation == "join" => "join".to_owned(),
+        None => format!("{operation} of {name}"),
+    }
+}
+
 /// Kind of memory that holds the tensors of an operation. Ranks may differ; they agree on the union
 /// of their sites.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
-pub(crate) enum MemorySite {
+pub enum MemorySite {
     /// Host memory.
     Host = 0,
     /// Host memory and device memory.
@@ -143,7 +169,7 @@ impl MemorySite {
     const ALL: [Self; 3] = [Self::Host, Self::Mixed, Self::Device];
 
     /// Returns the site of an operation on tensors in both sites.
-    pub(crate) const fn union_with(self, other: Self) -> Self {
+    pub const fn union_with(self, other: Self) -> Self {
         match (self, other) {
             (Self::Host, Self::Host) | (Self::Device, Self::Device) => self,
             _ => Self::Mixed,
@@ -155,21 +181,24 @@ impl MemorySite {
 /// allgather or alltoall is 0 here, because it may differ. Row counts of an allgather travel as
 /// `rows` beside the signature. The members of an alltoall exchange theirs directly.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RequestSignature {
-    pub(crate) call: CollectiveCall,
-    pub(crate) dtype: DataType,
-    pub(crate) shape: Vec<u64>,
+pub struct RequestSignature {
+    /// The collective.
+    pub call: CollectiveCall,
+    /// Element type.
+    pub dtype: DataType,
+    /// Dimensions of the tensor.
+    pub shape: Vec<u64>,
     /// Memory of input and output.
-    pub(crate) site: MemorySite,
+    pub site: MemorySite,
     /// Hash of the names in the group; 0 outside of a group.
-    pub(crate) group: u64,
+    pub group: u64,
     /// Number of members of the group.
-    pub(crate) group_size: u32,
+    pub group_size: u32,
 }
 
 impl RequestSignature {
     /// Returns whether the signatures are equal except for the site.
-    pub(crate) fn matches_except_site(&self, other: &Self) -> bool {
+    pub fn matches_except_site(&self, other: &Self) -> bool {
         self.call == other.call
             && self.dtype == other.dtype
             && self.shape == other.shape
@@ -177,18 +206,18 @@ impl RequestSignature {
     }
 
     /// Returns whether this agreement also covers the request `own` of a member.
-    pub(crate) fn covers_request(&self, own: &Self) -> bool {
+    pub fn covers_request(&self, own: &Self) -> bool {
         self.matches_except_site(own) && self.site.union_with(own.site) == self.site
     }
 
     /// Returns the bytes of one row if rows are counted beside the signature, else of the whole
     /// tensor. Saturates.
-    pub(crate) fn unit_bytes(&self) -> u64 {
+    pub fn unit_bytes(&self) -> u64 {
         self.bytes_after_dimensions(usize::from(self.call.has_variable_rows()))
     }
 
     /// Returns the bytes of one row. Saturates.
-    pub(crate) fn row_bytes(&self) -> u64 {
+    pub fn row_bytes(&self) -> u64 {
         self.bytes_after_dimensions(1)
     }
 
@@ -201,7 +230,8 @@ impl RequestSignature {
         elements.saturating_mul(self.dtype.element_size() as u64)
     }
 
-    pub(crate) fn encode_to(&self, writer: &mut FrameWriter<'_>) {
+    /// Writes the signature.
+    pub fn encode_to(&self, writer: &mut FrameWriter<'_>) {
         match self.call {
             CollectiveCall::Allreduce { op, prescale, postscale } => {
                 writer.write_byte(0);
@@ -243,7 +273,11 @@ impl RequestSignature {
         }
     }
 
-    pub(crate) fn decode_from(reader: &mut FrameReader<'_>) -> Read<Self> {
+    /// Reads a signature.
+    ///
+    /// # Errors
+    /// The frame is malformed.
+    pub fn decode_from(reader: &mut FrameReader<'_>) -> Read<Self> {
         let call = match reader.read_byte()? {
             0 => {
                 let op = read_reduce_op(reader)?;

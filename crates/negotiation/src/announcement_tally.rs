@@ -9,21 +9,23 @@ use std::time::Instant;
 use farandole_world::Rank;
 
 use crate::cache::{CacheId, CachedResponse};
-use crate::set::operation_text;
-use crate::signature::{CollectiveCall, RequestSignature};
+use crate::signature::{CollectiveCall, RequestSignature, operation_text};
 use crate::wire::{FrameReader, FrameWriter, MalformedFrame, Read};
 
 /// One variant of a request, the members that submitted it, and their row counts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct RequestVariant {
-    pub(crate) signature: RequestSignature,
-    pub(crate) members: Vec<u32>,
-    pub(crate) rows: Vec<u64>,
+pub struct RequestVariant {
+    /// The request.
+    pub signature: RequestSignature,
+    /// The members that submitted it.
+    pub members: Vec<u32>,
+    /// Row counts, member by member; see [`CollectiveCall::row_counts_per_member`].
+    pub rows: Vec<u64>,
 }
 
 /// Announcement of one source: this member, or all members below one child.
 #[derive(Clone, Debug)]
-pub(crate) enum Announcement {
+pub enum Announcement {
     /// The cached request, from all members except the listed ones, which have joined.
     Cached(CacheId, Arc<CachedResponse>, Vec<u32>),
     /// Full requests; more than one variant if the members disagree.
@@ -32,23 +34,25 @@ pub(crate) enum Announcement {
 
 /// Announcements of one tensor until the whole subtree has announced it.
 #[derive(Debug)]
-pub(crate) struct AnnouncementTally {
-    pub(crate) since: Instant,
+pub struct AnnouncementTally {
+    /// Time of the first announcement.
+    pub since: Instant,
     /// Time of the last stall report to the parent.
-    pub(crate) reported: Option<Instant>,
+    pub reported: Option<Instant>,
     /// Sources that have announced: 0 is this member, `n + 1` its `n`th child.
-    pub(crate) sources: Vec<u32>,
+    pub sources: Vec<u32>,
     announcement: Option<Announcement>,
 }
 
 impl AnnouncementTally {
-    pub(crate) fn new(since: Instant) -> Self {
+    /// Returns a tally without announcements.
+    pub fn new(since: Instant) -> Self {
         Self { since, reported: None, sources: Vec::new(), announcement: None }
     }
 
     /// Adds the announcement of `source`, which stands for `members`. `others` returns the members
     /// of earlier sources.
-    pub(crate) fn add_announcement(
+    pub fn add_announcement(
         &mut self,
         source: u32,
         wish: Announcement,
@@ -77,12 +81,13 @@ impl AnnouncementTally {
         self.sources.push(source);
     }
 
-    pub(crate) fn into_announcement(self) -> Announcement {
+    /// Returns the announcement of all sources together.
+    pub fn into_announcement(self) -> Announcement {
         self.announcement.unwrap_or(Announcement::Explicit(Vec::new()))
     }
 
     /// Returns the name of the collective, if any source has announced it.
-    pub(crate) fn operation_name(&self) -> Option<&'static str> {
+    pub fn operation_name(&self) -> Option<&'static str> {
         self.announcement
             .as_ref()
             .and_then(Announcement::first_call)
@@ -91,7 +96,7 @@ impl AnnouncementTally {
 
     /// Returns the name of the operation in reports, and whether it moves no data. If ranks differ,
     /// the first request counts.
-    pub(crate) fn operation_text(&self, name: &str) -> (String, bool) {
+    pub fn operation_text(&self, name: &str) -> (String, bool) {
         let signature = self.announcement.as_ref().and_then(Announcement::first_signature);
         signature.map_or_else(
             || (operation_text("collective", None, name), false),
@@ -106,7 +111,7 @@ impl AnnouncementTally {
     }
 
     /// Returns whether any announced request is in this group.
-    pub(crate) fn is_in_group(&self, group: u64) -> bool {
+    pub fn is_in_group(&self, group: u64) -> bool {
         match &self.announcement {
             Some(Announcement::Cached(_, entry, _)) => entry.signature.group == group,
             Some(Announcement::Explicit(variants)) => {
@@ -133,7 +138,7 @@ fn merge_variant(variants: &mut Vec<RequestVariant>, variant: RequestVariant) {
 
 impl Announcement {
     /// Returns the collective; of the first request if ranks differ.
-    pub(crate) fn first_call(&self) -> Option<CollectiveCall> {
+    pub fn first_call(&self) -> Option<CollectiveCall> {
         self.first_signature().map(|signature| signature.call)
     }
 
@@ -145,7 +150,7 @@ impl Announcement {
     }
 
     /// Converts the announcement of these members to full requests.
-    pub(crate) fn into_variants(self, members: &[u32]) -> Vec<RequestVariant> {
+    pub fn into_variants(self, members: &[u32]) -> Vec<RequestVariant> {
         match self {
             Self::Explicit(variants) => variants,
             Self::Cached(_, entry, absent) => {
@@ -162,7 +167,7 @@ impl Announcement {
     }
 
     /// Writes the announcement on behalf of `subtree`.
-    pub(crate) fn encode_to(&self, name: &str, subtree: &[u32], writer: &mut FrameWriter<'_>) {
+    pub fn encode_to(&self, name: &str, subtree: &[u32], writer: &mut FrameWriter<'_>) {
         match self {
             Self::Cached(id, _, absent) => {
                 writer.write_byte(if absent.is_empty() { 0 } else { 3 });
@@ -203,7 +208,11 @@ impl RequestVariant {
         }
     }
 
-    pub(crate) fn decode_from(reader: &mut FrameReader<'_>, below: &[u32]) -> Read<Self> {
+    /// Reads a variant. An empty list of members stands for all members `below` the sender.
+    ///
+    /// # Errors
+    /// The frame is malformed, or names a member that is not below the sender.
+    pub fn decode_from(reader: &mut FrameReader<'_>, below: &[u32]) -> Read<Self> {
         let signature = RequestSignature::decode_from(reader)?;
         let listed = reader.read_varints()?;
         let members = if listed.is_empty() {
@@ -227,7 +236,7 @@ impl RequestVariant {
 
 /// Merges the variants into one response. If they differ, returns the text of the mismatch: the
 /// first violated rule, then the request of every rank.
-pub(crate) fn resolve_variants(
+pub fn resolve_variants(
     name: &Arc<str>,
     mut variants: Vec<RequestVariant>,
     ranks: &[Rank],
@@ -337,7 +346,7 @@ const AGREEMENT_RULES: [Rule; 8] = [
 ];
 
 /// Formats ranks as `rank 3` or `ranks 0-2, 5`.
-pub(crate) fn rank_ranges_text(ranks: &[Rank]) -> String {
+pub fn rank_ranges_text(ranks: &[Rank]) -> String {
     let mut text = String::from(if ranks.len() == 1 { "rank " } else { "ranks " });
     let mut at = 0;
     while at < ranks.len() {

@@ -6,12 +6,14 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
-pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
-pub(crate) type Set<K> = HashSet<K, BuildHasherDefault<FastHasher>>;
+/// Map with the fast hash.
+pub type Map<K, V> = HashMap<K, V, BuildHasherDefault<FastHasher>>;
+/// Set with the fast hash.
+pub type Set<K> = HashSet<K, BuildHasherDefault<FastHasher>>;
 
 /// Hasher that takes eight bytes at a time: rotate, exclusive or, multiply.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct FastHasher(u64);
+pub struct FastHasher(u64);
 
 impl FastHasher {
     fn mix_word(&mut self, word: u64) {
@@ -40,7 +42,7 @@ impl Hasher for FastHasher {
 }
 
 /// Returns a hash of a list of names; never 0.
-pub(crate) fn hash_names<'a>(names: impl Iterator<Item = &'a str>) -> u64 {
+pub fn hash_names<'a>(names: impl Iterator<Item = &'a str>) -> u64 {
     let mut hash = FastHasher::default();
     for name in names {
         hash.write(name.as_bytes());

@@ -10,19 +10,23 @@ use farandole_world::{Rank, World};
 
 /// One member's place in the tree of its set. Members are positions in the set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct ControlTree {
-    pub(crate) me: u32,
-    pub(crate) parent: Option<u32>,
-    pub(crate) children: Vec<u32>,
+pub struct ControlTree {
+    /// This member.
+    pub me: u32,
+    /// The member above; `None` for member 0.
+    pub parent: Option<u32>,
+    /// The members directly below, ascending.
+    pub children: Vec<u32>,
     /// Members below each child, the child included, ascending; one list per child.
-    pub(crate) below: Vec<Vec<u32>>,
+    pub below: Vec<Vec<u32>>,
     /// Members in my subtree, myself included, ascending.
-    pub(crate) subtree: Vec<u32>,
-    pub(crate) hosts: usize,
+    pub subtree: Vec<u32>,
+    /// Number of hosts in the set.
+    pub hosts: usize,
 }
 
 /// Returns the parent of every member, and the number of hosts.
-pub(crate) fn control_parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
+pub fn control_parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
     let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| seat.host.machine_name());
     let mut leader_of = HashMap::new();
     let mut leaders: Vec<u32> = Vec::new();
@@ -43,7 +47,7 @@ pub(crate) fn control_parents(world: &World, members: &[Rank]) -> (Vec<Option<u3
 
 impl ControlTree {
     /// Returns the place of `me` in the tree, or `None` if it is not a member.
-    pub(crate) fn new(world: &World, members: &[Rank], me: Rank) -> Option<Self> {
+    pub fn new(world: &World, members: &[Rank], me: Rank) -> Option<Self> {
         let me = u32::try_from(members.iter().position(|rank| *rank == me)?).ok()?;
         let (parents, hosts) = control_parents(world, members);
         let all = || (0u32..).take(members.len());

@@ -6,15 +6,20 @@
 
 /// Appends values to a frame.
 #[derive(Debug)]
-pub(crate) struct FrameWriter<'a>(pub(crate) &'a mut Vec<u8>);
+pub struct FrameWriter<'a>(
+    /// The frame.
+    pub &'a mut Vec<u8>,
+);
 
 impl FrameWriter<'_> {
-    pub(crate) fn write_byte(&mut self, value: u8) {
+    /// Writes a byte.
+    pub fn write_byte(&mut self, value: u8) {
         self.0.push(value);
     }
 
+    /// Writes a number in as few bytes as it needs.
     #[expect(clippy::cast_possible_truncation, reason = "the low seven bits are what is meant")]
-    pub(crate) fn write_varint(&mut self, mut value: u64) {
+    pub fn write_varint(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.0.push(value as u8 | 0x80);
             value >>= 7;
@@ -22,16 +27,19 @@ impl FrameWriter<'_> {
         self.0.push(value as u8);
     }
 
-    pub(crate) fn write_u64(&mut self, value: u64) {
+    /// Writes a number in eight bytes.
+    pub fn write_u64(&mut self, value: u64) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
 
-    pub(crate) fn write_text(&mut self, value: &str) {
+    /// Writes a text after its length.
+    pub fn write_text(&mut self, value: &str) {
         self.write_varint(value.len() as u64);
         self.0.extend_from_slice(value.as_bytes());
     }
 
-    pub(crate) fn write_varints(&mut self, values: impl ExactSizeIterator<Item = u64>) {
+    /// Writes numbers after their count.
+    pub fn write_varints(&mut self, values: impl ExactSizeIterator<Item = u64>) {
         self.write_varint(values.len() as u64);
         values.for_each(|value| self.write_varint(value));
     }
@@ -39,45 +47,64 @@ impl FrameWriter<'_> {
 
 /// The error of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum MalformedFrame {
+pub enum MalformedFrame {
+    /// The frame ends early.
     #[error("it ends early")]
     Truncated,
+    /// A number has more than 64 bits, or more than its field.
     #[error("a number has more than 64 bits")]
     Overlong,
+    /// A text is not UTF-8.
     #[error("a text is not UTF-8")]
     Text,
+    /// No such tag.
     #[error("an unknown tag: {0}")]
     Tag(u8),
+    /// No such member below the sender.
     #[error("a member out of range: {0}")]
     Member(u64),
+    /// No such cache entry.
     #[error("an unknown cache entry: {0}")]
     Cache(u64),
+    /// A source announced a tensor twice.
     #[error("a source announced a tensor twice")]
     DuplicateAnnouncement,
+    /// A response list has another number than expected.
     #[error("a list out of order: {0}")]
     ListOutOfOrder(u64),
+    /// The row counts do not fit the members.
     #[error("rows of {0} members are given for another number of them")]
     Rows(usize),
 }
 
-pub(crate) type Read<T> = Result<T, MalformedFrame>;
+/// Result of reading a value.
+pub type Read<T> = Result<T, MalformedFrame>;
 
 /// Reads values from a frame.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FrameReader<'a>(pub(crate) &'a [u8]);
+pub struct FrameReader<'a>(
+    /// The bytes that are not read yet.
+    pub &'a [u8],
+);
 
 impl<'a> FrameReader<'a> {
-    pub(crate) fn is_empty(&self) -> bool {
+    /// Returns whether all bytes are read.
+    pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    pub(crate) fn read_byte(&mut self) -> Read<u8> {
+    /// Reads a byte.
+    ///
+    /// # Errors
+    /// The frame is malformed; the same holds for all other methods.
+    pub fn read_byte(&mut self) -> Read<u8> {
         let (first, rest) = self.0.split_first().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(*first)
     }
 
-    pub(crate) fn read_varint(&mut self) -> Read<u64> {
+    /// Reads a number that `write_varint` has written.
+    pub fn read_varint(&mut self) -> Read<u64> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
             let byte = self.read_byte()?;
@@ -92,31 +119,35 @@ impl<'a> FrameReader<'a> {
         Err(MalformedFrame::Overlong)
     }
 
-    pub(crate) fn read_u32(&mut self) -> Read<u32> {
+    /// Reads a number of at most 32 bits.
+    pub fn read_u32(&mut self) -> Read<u32> {
         u32::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)
     }
 
     /// Reads a count of items that take at least one byte each. The count is limited by the bytes
     /// left, so that a frame cannot cause a larger allocation.
-    pub(crate) fn read_count(&mut self) -> Read<usize> {
+    pub fn read_count(&mut self) -> Read<usize> {
         let count = usize::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)?;
         if count > self.0.len() { Err(MalformedFrame::Truncated) } else { Ok(count) }
     }
 
-    pub(crate) fn read_u64(&mut self) -> Read<u64> {
+    /// Reads a number of eight bytes.
+    pub fn read_u64(&mut self) -> Read<u64> {
         let (first, rest) = self.0.split_first_chunk::<8>().ok_or(MalformedFrame::Truncated)?;
         self.0 = rest;
         Ok(u64::from_le_bytes(*first))
     }
 
-    pub(crate) fn read_text(&mut self) -> Read<&'a str> {
+    /// Reads a text after its length.
+    pub fn read_text(&mut self) -> Read<&'a str> {
         let length = self.read_count()?;
         let (text, rest) = self.0.split_at(length);
         self.0 = rest;
         std::str::from_utf8(text).map_err(|_| MalformedFrame::Text)
     }
 
-    pub(crate) fn read_varints(&mut self) -> Read<Vec<u64>> {
+    /// Reads numbers after their count.
+    pub fn read_varints(&mut self) -> Read<Vec<u64>> {
         (0..self.read_count()?).map(|_| self.read_varint()).collect()
     }
 }
