@@ -89,15 +89,16 @@ fuzz: install
 	cargo test --release -p farandole-fuzz --no-fail-fast
 	$(BIN)/python -m pytest tests/trust/test_garbage.py
 
-# The crates with unsafe code that needs no special process. AddressSanitizer checks shm, transport
-# and collectives. Its runtime comes with the compiler, and RUSTC_BOOTSTRAP=1 allows the option
-# without a nightly compiler. valgrind, if installed, checks shm, also for reads of uninitialized
-# memory. It does not support `mremap` of a detached range (shm_6). Not covered: launcher's hook
-# between fork and exec, telemetry's NVTX, and calls from Python, TensorFlow and CUDA through C.
+# The crates with unsafe code that needs no special process. AddressSanitizer checks shm, transport,
+# kernels and collectives. Its runtime comes with the compiler, and RUSTC_BOOTSTRAP=1 allows the
+# option without a nightly compiler. valgrind, if installed, checks shm, also for reads of
+# uninitialized memory. It does not support `mremap` of a detached range (shm_6). Not covered:
+# launcher's hook between fork and exec, telemetry's NVTX, and calls from Python, TensorFlow and
+# CUDA through C.
 sanitize:
 	ASAN_OPTIONS=allocator_may_return_null=1 RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address" \
 	cargo test --release --target $(HOST) --target-dir target/asan \
-	-p farandole-shm -p farandole-transport -p farandole-collectives --lib --tests
+	-p farandole-shm -p farandole-transport -p farandole-kernels -p farandole-collectives --lib --tests
 	@command -v valgrind >/dev/null || echo "sanitize: without valgrind (Debian: apt-get install valgrind)"
 	! command -v valgrind >/dev/null || RUSTFLAGS="--cfg rustix_use_libc" CARGO_BUILD_TARGET=$(HOST) \
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
@@ -163,12 +164,12 @@ test-mxnet: install .tools/mxnet/bin/mxnet-is-here
 test-faults: bytecode
 	rm -f target/faults.jsonl
 	FARANDOLE_FAULTS_REPORT=$(CURDIR)/target/faults.jsonl $(BIN)/python -m pytest tests/faults -m faults
-	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-registrar --lib
+	FARANDOLE_SIMULATION_SEEDS=20000 FARANDOLE_CROWD=10000 cargo test --release -p farandole-membership -p farandole-registrar --lib
 
 # Many ranks: 64 processes on 8 namespaces of this machine, bytes and frames counted, ranks in
 # containers of one machine.
 test-scale: bytecode
-	cargo test --release -p farandole-world -p farandole-collectives -p farandole-engine -p farandole-transport -p farandole-session
+	cargo test --release -p farandole-world -p farandole-kernels -p farandole-collectives -p farandole-negotiation -p farandole-engine -p farandole-transport -p farandole-session
 	$(BIN)/python -m pytest tests/scale tests/parallel/test_rounded_sums.py -m "slow or not slow"
 
 # Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random

@@ -3,7 +3,7 @@
 
 //! `farandole._native.compress`: lossy forms of vectors given by address.
 
-use farandole::collectives::compress::{
+use farandole::kernels::compress::{
     Bf16Compressor, Compressor, Fp16Compressor, Int8Compressor, TopKCompressor,
     encode_with_residual,
 };

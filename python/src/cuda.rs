@@ -10,13 +10,14 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use farandole::collectives::{
-    Buffer, CollectiveOperation, Communicator as _, MemoryKind, OperationToken, TensorSegment,
+    CollectiveOperation, Communicator as _, OperationToken, TensorSegment,
 };
 use farandole::config::Config;
 use farandole::cuda::{
     self, CudaDriver, GpuDevice, GpuStream, KernelCache, LibrarySearchPath, NcclCommunicator,
     NcclLibrary, NvrtcCompiler, ReductionInputs,
 };
+use farandole::kernels::{Buffer, MemoryKind};
 use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
@@ -224,7 +225,7 @@ impl SingleMemberNccl {
         let buffer = unsafe { Buffer::from_raw(address, bytes, MemoryKind::Device(self.ordinal)) };
         let operation = CollectiveOperation::Allreduce {
             dtype,
-            op: farandole::collectives::ReduceOp::Sum,
+            op: farandole::kernels::ReduceOp::Sum,
             prescale: 1.0,
             postscale: 1.0,
             segments: vec![TensorSegment { input: buffer.clone(), output: buffer }],

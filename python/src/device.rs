@@ -8,8 +8,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farandole::collectives::{DeviceEvent, DeviceStream, MemoryKind};
+use farandole::collectives::DeviceEvent;
 use farandole::cuda::NcclMemory;
+use farandole::kernels::{DeviceStream, MemoryKind};
 use farandole::session::{self, Session};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole::collectives::LARGE_MEMORY_BYTES;
 use farandole::config::GradientConvention;
 use farandole::engine::{CollectiveRequest, RequestHandle, RequestKind};
+use farandole::kernels::LARGE_MEMORY_BYTES;
 use farandole::registrar::Error as RegistrarError;
 use farandole::session::{self, AssignedRank, InitOptions, Session};
 use farandole::world::{self, ProcessSetId, Rank};

@@ -8,11 +8,12 @@
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
-use farandole::collectives::{
-    Buffer, DataType, DeviceEvent, DeviceStream, HostMemory, MemoryKind, ReduceOp, ResultMemory,
-    copy_nontemporal, prefer_large_pages,
-};
+use farandole::collectives::{DeviceEvent, ResultMemory};
 use farandole::engine::RequestCompletion;
+use farandole::kernels::{
+    Buffer, DataType, DeviceStream, HostMemory, MemoryKind, ReduceOp, copy_nontemporal,
+    prefer_large_pages,
+};
 use farandole::session::Session;
 use pyo3::exceptions::{PyBufferError, PyMemoryError, PyValueError};
 use pyo3::ffi;

@@ -10,9 +10,9 @@ use std::hint::spin_loop;
 use std::time::Instant;
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, HostCommunicator, HostMemory, OperationToken,
-    ReduceOp, Result, TensorSegment,
+    CollectiveOperation, Communicator, HostCommunicator, OperationToken, Result, TensorSegment,
 };
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_testkit::Harness;
 
 const TENSOR_SIZES: [usize; 13] = [

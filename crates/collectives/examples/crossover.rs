@@ -10,7 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{Harness, Links, Tensor, allreduce, complete};
 
 const TENSOR_SIZES: [usize; 9] =

@@ -6,9 +6,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use farandole_kernels::{Buffer, DataType, DeviceStream, HostMemory, ReduceOp};
 use farandole_world::Rank;
 
-use crate::{Buffer, DataType, DeviceStream, Error, HostMemory, ReduceOp, Result};
+use crate::{Error, Result};
 
 /// Identifier of an operation between its submission and its completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -3,9 +3,8 @@
 
 //! Errors of an operation.
 
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_world::FaultOrigin;
-
-use crate::{DataType, ReduceOp};
 
 /// Result of a function of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -45,6 +44,17 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+}
+
+impl From<farandole_kernels::Error> for Error {
+    fn from(error: farandole_kernels::Error) -> Self {
+        use farandole_kernels::Error as KernelError;
+
+        match error {
+            KernelError::Unsupported { op, dtype } => Self::Unsupported { op, dtype },
+            KernelError::Shape { reason } => Self::Shape { reason },
+        }
+    }
 }
 
 impl Error {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Buffers, dtypes, devices, communicators; the algorithms and kernels of every operation.
+//! Devices, communicators, and the algorithms of every operation.
 //!
 //! This crate combines tensors among ranks that are already connected. The engine is responsible
-//! for names, matching, fusion and deadlines, and the crate `transport` for connections. Frameworks
-//! pass addresses. No function here blocks, sleeps or starts a thread: the engine polls a
-//! [`Communicator`], and each poll makes all progress that is possible.
+//! for names, matching, fusion and deadlines, the crate `transport` for connections, and the crate
+//! `kernels` for buffers and arithmetic. No function here blocks, sleeps or starts a thread: the
+//! engine polls a [`Communicator`], and each poll makes all progress that is possible.
 //!
 //! ```text
 //!             Operation over Segments (a gather list: fused tensors are never packed)
@@ -26,7 +26,7 @@
 //!   Alltoall    every member sends a block to every member          1 step,  the blocks
 //!   Barrier     every member to every member, or dissemination      1 or log P steps
 //!                                      |
-//!                kernel::BlockReducer: blocks of all members, in a fixed order, straight from the links' windows
+//!                kernels::BlockReducer: blocks of all members, in a fixed order, straight from the links' windows
 //!
 //! P members, H hosts, L members on each host; N bytes of the operation, n bytes of one member's part
 //! ```
@@ -54,26 +54,17 @@
 //!   moves.
 //! - `CO-6`: an input that is not its own output is never written.
 
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
-mod buffer;
 mod communicator;
-pub mod compress;
 mod crossover;
-mod dtype;
 mod error;
 mod host;
-pub mod kernel;
 
-pub use buffer::{
-    Buffer, DeviceStream, HostMemory, LARGE_MEMORY_BYTES, MemoryKind, copy_nontemporal,
-    prefer_large_pages,
-};
 pub use communicator::{
     CollectiveOperation, Communicator, Device, DeviceEvent, DeviceFabric, MAX_CAPABILITIES_BYTES,
     OperationToken, ResultMemory, TensorSegment,
 };
 pub use crossover::{AllreduceAlgorithm, CrossoverTable};
-pub use dtype::{DataType, ReduceOp};
 pub use error::{Error, Result};
 pub use host::{HostCommunicator, program};

@@ -3,7 +3,8 @@
 
 //! Adasum against its formula in `float64`, on any number of ranks, alone and fused.
 
-use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, run_world,
 };
@@ -117,12 +118,7 @@ fn a_rank_with_zeros_changes_nothing() {
         let own = elements(DataType::F32, 500, 7);
         let mut bytes = own.clone();
         if rank.0 != 1 {
-            farandole_collectives::kernel::fill_neutral(
-                DataType::F32,
-                ReduceOp::Adasum,
-                &mut bytes,
-            )
-            .unwrap();
+            farandole_kernels::fill_neutral(DataType::F32, ReduceOp::Adasum, &mut bytes).unwrap();
         }
         let tensor = Tensor::new(&bytes, true);
         let operation = allreduce(DataType::F32, ReduceOp::Adasum, std::slice::from_ref(&tensor));

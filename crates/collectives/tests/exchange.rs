@@ -4,7 +4,8 @@
 //! Alltoall and reduce-scatter against the oracle, over every kind of link, with parts uneven and
 //! empty.
 
-use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle, reducescatter,
     run_world,

@@ -4,9 +4,10 @@
 //! A link that breaks (CO-4), and operations that are refused (CO-5).
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, Device, Error, HostCommunicator, OperationToken,
-    ReduceOp, TensorSegment,
+    CollectiveOperation, Communicator, Device, Error, HostCommunicator, OperationToken,
+    TensorSegment,
 };
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{Harness, HostDevice, Tensor, allreduce, complete, elements, run_world};
 use farandole_transport::{Error as LinkError, loopback};
 use farandole_world::Rank;

@@ -6,7 +6,8 @@
 
 use std::sync::OnceLock;
 
-use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{Harness, Tensor, complete, elements, oracle};
 
 const OPS: [ReduceOp; 5] =

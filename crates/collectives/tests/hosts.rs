@@ -4,7 +4,8 @@
 //! Worlds of several hosts: every algorithm has the bits of the oracle (CO-1), over every kind of
 //! link.
 
-use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
     reducescatter,

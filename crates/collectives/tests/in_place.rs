@@ -5,9 +5,9 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, Error, HostCommunicator, HostMemory,
-    OperationToken, ReduceOp, TensorSegment,
+    CollectiveOperation, Communicator, Error, HostCommunicator, OperationToken, TensorSegment,
 };
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_testkit::{Harness, Links, complete, contents, elements, fill};
 use farandole_transport::Error as LinkError;
 use farandole_world::Rank;

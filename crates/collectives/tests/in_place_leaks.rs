@@ -6,7 +6,8 @@
 
 use std::sync::Barrier;
 
-use farandole_collectives::{Communicator, DataType, HostMemory, ReduceOp};
+use farandole_collectives::Communicator;
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_testkit::{Harness, complete};
 
 const NAME: &str = "farandole-region";

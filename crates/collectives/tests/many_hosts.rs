@@ -9,7 +9,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{Communicator, DataType, HostCommunicator, OperationToken, ReduceOp};
+use farandole_collectives::{Communicator, HostCommunicator, OperationToken};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{Tensor, allreduce};
 use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, heartbeat_peers};
 use farandole_world::{HostHash, Rank};

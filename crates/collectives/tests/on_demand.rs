@@ -5,7 +5,8 @@
 //! at both ends, and for no others.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-use farandole_collectives::{CollectiveOperation, DataType, HostCommunicator, ReduceOp};
+use farandole_collectives::{CollectiveOperation, HostCommunicator};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Register, Tensor, allreduce, complete, complete_all, elements,
     oracle, reducescatter,

@@ -6,9 +6,8 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, OperationToken, ReduceOp,
-};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::{
     ALGORITHMS, Harness, Links, Tensor, allreduce, complete, complete_all, elements, oracle,
     run_world,

@@ -7,10 +7,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::kernel::{
-    BlockReducer, HierarchicalOrder, InstructionSet, ReductionSpec,
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{
+    BlockReducer, DataType, HierarchicalOrder, InstructionSet, ReduceOp, ReductionSpec,
 };
-use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
 use farandole_testkit::{
     Harness, Tensor, allreduce, complete, counted, elements, oracle, reducescatter,
 };

@@ -9,10 +9,8 @@ mod gpu_stream;
 
 use std::sync::Arc;
 
-use farandole_collectives::{
-    Buffer, Device, DeviceEvent, DeviceStream as Theirs, Error as CollectiveError, HostMemory,
-    MemoryKind,
-};
+use farandole_collectives::{Device, DeviceEvent, Error as CollectiveError};
+use farandole_kernels::{Buffer, DeviceStream as Theirs, HostMemory, MemoryKind};
 use parking_lot::Mutex;
 
 use crate::driver::{CudaDriver, Mark, PrimaryContext, Stream};

@@ -413,7 +413,8 @@ fn format_uuid(uuid: &[u8; 16]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::{CollectiveOperation, DataType, ReduceOp};
+    use farandole_collectives::CollectiveOperation;
+    use farandole_kernels::{DataType, ReduceOp};
 
     use super::*;
     use crate::device::tests::driver;

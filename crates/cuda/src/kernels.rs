@@ -8,7 +8,7 @@ use std::ffi::{CString, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 
 use crate::driver::{Function, PrimaryContext, Stream};
 use crate::{Error, KernelCache, NvrtcCompiler, Result};

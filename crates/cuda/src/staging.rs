@@ -5,7 +5,7 @@
 //! tensors are reduced in place after the copy from the device. The memory is page-locked, so
 //! copies run in parallel with other work.
 
-use farandole_collectives::HostMemory;
+use farandole_kernels::HostMemory;
 use parking_lot::Mutex;
 
 /// The smallest block; one is a power of two.

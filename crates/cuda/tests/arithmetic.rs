@@ -12,11 +12,11 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::LazyLock;
 
-use farandole_collectives::{DataType, ReduceOp, kernel};
 use farandole_cuda::{
     ReductionInputs, SharedLibrary, TransferBatch, block_count_for, plan_transfers,
     reduction_kernel_name, transfer_kernel_name,
 };
+use farandole_kernels::{DataType, ReduceOp, reduce_member_blocks};
 
 /// The kernels as a library, built once for all tests.
 static SHIM: LazyLock<SharedLibrary> = LazyLock::new(|| {
@@ -287,15 +287,8 @@ fn reductions_give_the_bits_of_the_hosts_kernels() {
                     let got = reduced(dtype, op, factors, &mut tensors, skew);
                     let inputs: Vec<&[u8]> = contents.iter().map(Vec::as_slice).collect();
                     let mut expected = vec![0; got.len()];
-                    kernel::reduce_member_blocks(
-                        dtype,
-                        op,
-                        &inputs,
-                        &mut expected,
-                        factors.0,
-                        factors.1,
-                    )
-                    .unwrap();
+                    reduce_member_blocks(dtype, op, &inputs, &mut expected, factors.0, factors.1)
+                        .unwrap();
                     let case =
                         format!("{op:?} of {members} x {count} {dtype}, factors {factors:?}");
                     assert!(same(dtype, &got, &expected), "{case}: {got:?} is not {expected:?}");
@@ -314,7 +307,7 @@ fn all_pairs_of_eight_bits_give_the_bits_of_the_hosts_kernels() {
             let mut inputs = [Tensor::new(0, &a), Tensor::new(0, &b)];
             let got = reduced(dtype, ReduceOp::Sum, factors, &mut inputs, 0);
             let mut expected = vec![0; got.len()];
-            kernel::reduce_member_blocks(
+            reduce_member_blocks(
                 dtype,
                 ReduceOp::Sum,
                 &[&a, &b],
@@ -357,8 +350,7 @@ fn min_and_max_keep_what_is_not_a_number() {
             0,
         );
         let mut expected = vec![0; 16];
-        kernel::reduce_member_blocks(DataType::F32, op, &[&a, &b], &mut expected, 1.0, 1.0)
-            .unwrap();
+        reduce_member_blocks(DataType::F32, op, &[&a, &b], &mut expected, 1.0, 1.0).unwrap();
         assert!(same(DataType::F32, &got, &expected), "{op:?}: {got:?} {expected:?}");
     }
 }

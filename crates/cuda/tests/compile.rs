@@ -9,11 +9,11 @@ mod wheels;
 
 use std::collections::HashSet;
 
-use farandole_collectives::DataType;
 use farandole_cuda::{
     CudaLibrary, Error, KERNEL_SOURCE, KernelCache, NvrtcCompiler, reduction_kernel_name,
     transfer_kernel_name,
 };
+use farandole_kernels::DataType;
 
 const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
 

@@ -12,12 +12,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DataType, HostCommunicator, HostMemory, ReduceOp};
+use farandole_collectives::HostCommunicator;
 use farandole_config::Config;
 use farandole_engine::{
     CollectiveRequest, Engine, EngineOptions, EngineSettings, EngineStatistics, ProcessSetOptions,
     ProgressHost, RequestKind, SilentObserver, control_peers,
 };
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_transport::{MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker};
 use farandole_world::{
     Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,

@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, DataType, MemoryKind as Where, ReduceOp};
+use farandole_kernels::{Buffer, DataType, MemoryKind as Where, ReduceOp};
+use farandole_negotiation::{CollectiveCall, MemorySite, RequestSignature};
 use farandole_world::{ProcessSetId, Rank};
 
 use crate::devices::EngineDevices;
 use crate::set::{PendingEntry, row_share};
-use crate::signature::{CollectiveCall, MemorySite, RequestSignature};
 use crate::{CollectiveRequest, Error, RequestHandle, RequestKind, Result};
 
 /// Scale factors that do not change values.

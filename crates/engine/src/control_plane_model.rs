@@ -6,12 +6,11 @@
 use farandole_world::{Rank, World};
 
 use crate::set::{max_concurrent_lists, plan_operations};
-use crate::tree;
 
 /// Returns the parent of every member in the control tree. Announcements go up this tree, response
 /// lists go down.
 pub fn control_parents(world: &World, members: &[Rank]) -> Vec<Option<u32>> {
-    tree::control_parents(world, members).0
+    farandole_negotiation::control_parents(world, members).0
 }
 
 /// Returns the largest number of response lists that may be in execution at a time.

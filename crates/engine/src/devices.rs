@@ -5,10 +5,10 @@
 
 use std::sync::{Arc, OnceLock};
 
-use farandole_collectives::{Buffer, Device, DeviceFabric, Error, MemoryKind};
+use farandole_collectives::{Device, DeviceFabric, Error};
+use farandole_kernels::{Buffer, MemoryKind};
+use farandole_negotiation::MemorySite;
 use parking_lot::RwLock;
-
-use crate::signature::MemorySite;
 
 /// The devices that all sets of an engine share.
 #[derive(Default)]

@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::Device;
+use farandole_negotiation::{Set, hash_names};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::Mutex;
 
@@ -19,7 +20,6 @@ use self::helping::HelpBackoff;
 use crate::callbacks::Callback;
 use crate::check::{self, RequestContext};
 use crate::devices::EngineDevices;
-use crate::hash::{Set, hash_names};
 use crate::progress::EngineShared;
 use crate::registry::{ProcessSetRegistry, SetMembership};
 use crate::set::{ProcessSet, ProcessSetContext, row_share};

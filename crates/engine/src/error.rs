@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 use crate::RequestHandle;

@@ -4,8 +4,9 @@
 //! Queue, negotiation, fusion and completion: one engine per process.
 //!
 //! The engine owns the order of collectives. It does not know frameworks, registrars, links or
-//! arithmetic. Its caller provides a world, control links, communicators, devices and a
-//! [`ProgressHost`] to sleep with.
+//! arithmetic. The types and pure functions of the agreement among ranks are in `negotiation`. Its
+//! caller provides a world, control links, communicators, devices and a [`ProgressHost`] to sleep
+//! with.
 //!
 //! ```text
 //!  callers            holder of the progress lock                                         peers
@@ -43,29 +44,23 @@
 
 #![forbid(unsafe_code)]
 
-mod announcement_tally;
 mod background;
-mod cache;
 mod callbacks;
 mod check;
 pub mod control_plane_model;
 mod devices;
 mod engine;
 mod error;
-mod hash;
 mod options;
 mod progress;
 mod registry;
 mod request;
 mod set;
-mod signature;
 mod stall;
 mod submission_table;
 mod sync;
 mod timeline;
-mod tree;
 mod tune;
-mod wire;
 
 /// Simulation of the control plane of large worlds.
 #[cfg(any(test, feature = "_test-harness"))]
@@ -76,6 +71,7 @@ pub mod simulation {
 pub use callbacks::Callback;
 pub use engine::{Engine, EngineStatistics};
 pub use error::{Error, Result, StopCause};
+pub use farandole_negotiation::control_peers;
 pub use options::{EngineOptions, EngineSettings, ProcessSetOptions, ProgressHost};
 pub use request::{
     CollectiveRequest, ProcessSetChange, RequestCompletion, RequestHandle, RequestKind,
@@ -85,5 +81,4 @@ pub use stall::{
     ThreadStacks,
 };
 pub use timeline::RANK_PLACEHOLDER;
-pub use tree::control_peers;
 pub use tune::AutotuneOptions;

@@ -5,10 +5,10 @@
 
 use std::sync::Arc;
 
+use farandole_negotiation::Map;
 use farandole_world::{ProcessSetId, Rank};
 use parking_lot::RwLock;
 
-use crate::hash::Map;
 use crate::{Error, Result};
 
 /// A process set with this rank in it.

@@ -6,10 +6,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use farandole_collectives::{Buffer, DataType, DeviceEvent, HostMemory, ReduceOp, ResultMemory};
+use farandole_collectives::{DeviceEvent, ResultMemory};
+use farandole_kernels::{Buffer, DataType, HostMemory, ReduceOp};
+use farandole_negotiation::ChangeTopic;
 use farandole_world::{ProcessSetId, Rank};
-
-use crate::signature::ChangeTopic;
 
 /// Identifier of a submitted request until its result is taken. Numbers grow and are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

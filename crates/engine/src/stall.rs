@@ -7,10 +7,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use farandole_negotiation::rank_ranges_text;
 use farandole_world::{ProcessSetId, Rank};
 use parking_lot::Mutex;
-
-use crate::announcement_tally::rank_ranges_text;
 
 /// Largest number of tensors of a rank that a report names.
 pub(crate) const MAX_NAMED_TENSORS: usize = 6;

@@ -8,10 +8,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use farandole_negotiation::{CollectiveCall as Signed, Map, RequestSignature, Set};
+
 use crate::callbacks::{Call, Callback};
-use crate::hash::{Map, Set};
 use crate::set::{FinishedRequest, PendingEntry};
-use crate::signature::{CollectiveCall as Signed, RequestSignature};
 use crate::{Error, RequestCompletion, RequestHandle, Result, StopCause};
 
 /// A request that passed the local checks.

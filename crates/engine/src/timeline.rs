@@ -10,11 +10,11 @@
 
 use std::path::PathBuf;
 
-use farandole_collectives::ReduceOp;
+use farandole_kernels::ReduceOp;
+use farandole_negotiation::CollectiveCall;
 use farandole_telemetry::{NvtxDomain, Timeline, TimelineOptions, TimelineOwner};
 use farandole_world::World;
 
-use crate::signature::CollectiveCall;
 use crate::{Engine, Error, Result};
 
 /// The placeholder of the rank in the path of a timeline.

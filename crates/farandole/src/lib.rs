@@ -16,6 +16,7 @@ pub use farandole_cuda as cuda;
 pub use farandole_dataset as dataset;
 pub use farandole_engine as engine;
 pub use farandole_images as images;
+pub use farandole_kernels as kernels;
 pub use farandole_launcher as launcher;
 pub use farandole_prepare as prepare;
 pub use farandole_reader as reader;

@@ -7,8 +7,8 @@
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
-use farandole::collectives::HostMemory;
 use farandole::engine::{Callback, Error, RequestCompletion};
+use farandole::kernels::HostMemory;
 use farandole_door::{Done, EngineStatusCode, SubmissionOutcome, TensorOutput};
 use parking_lot::Mutex;
 

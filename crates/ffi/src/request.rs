@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use farandole::collectives::{Buffer, DataType, MemoryKind, ReduceOp};
 use farandole::engine::{CollectiveRequest, RequestKind};
+use farandole::kernels::{Buffer, DataType, MemoryKind, ReduceOp};
 use farandole::session::Session;
 use farandole::world::{ProcessSetId, Rank};
 use farandole_door::{OperationCode, SubmissionHeader};

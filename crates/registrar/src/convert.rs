@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
+use farandole_membership::{ExitKind, ExitReport, GenerationVerdict};
 use farandole_telemetry::{LogLine, OutputStream, WorkerMetric, WorkerRecord};
 use farandole_world::{
     Generation, HostFacts, HostHash, Rank, TaskId, TaskPlacement, World, assign_in_task_order,
@@ -13,7 +14,6 @@ use farandole_world::{
 };
 use prost::Message as _;
 
-use crate::exit::{ExitKind, ExitReport, GenerationVerdict};
 use crate::generated as wire;
 
 /// Largest number of tasks that is accepted in a world.

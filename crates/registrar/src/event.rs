@@ -3,10 +3,9 @@
 
 //! Events of a job for its driver.
 
+use farandole_membership::{ExitReport, GenerationVerdict};
 use farandole_telemetry::{RingWeight, WorkerRecord};
 use farandole_world::{Generation, Rank, TaskId, World};
-
-use crate::exit::{ExitReport, GenerationVerdict};
 
 /// An event of a job.
 #[derive(Clone, Debug)]

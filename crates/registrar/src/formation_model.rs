@@ -5,10 +5,12 @@
 
 use std::time::Duration;
 
+use farandole_membership::{
+    FixedMembership, LivenessLimits, MembershipDecision, MembershipOptions,
+};
 use farandole_world::{HostHash, TaskId, World};
 
 use crate::convert;
-use crate::membership::{FixedMembership, LivenessLimits, MembershipDecision, MembershipOptions};
 
 /// Calls that a rank makes to the registrar until it has its links: registration, heartbeats,
 /// assignment, and formation.

@@ -4,10 +4,10 @@
 //! The registrar of a job: registration, assignment of ranks, key-value pairs, logs, metrics,
 //! results.
 //!
-//! This crate owns the gRPC protocol (`proto/`), the decision which tasks are in the job
-//! (`membership`, pure), the server in the driver, and the client in the tasks. It starts no
-//! processes (`launcher` does) and links no ranks (`transport` does). It does not interpret the
-//! values that pass through, and unpickles nothing from a socket.
+//! This crate owns the gRPC protocol (`proto/`), the server in the driver, and the client in the
+//! tasks. It carries out which tasks are in the job, and does not decide it (`membership` does). It
+//! starts no processes (`launcher` does) and links no ranks (`transport` does). It does not
+//! interpret the values that pass through, and unpickles nothing from a socket.
 //!
 //! ```text
 //! driver                                      task
@@ -23,7 +23,10 @@
 //! has assigned them, the task numbers are the ranks ([`Registrar::start_with_ranked_tasks`]). Both ends
 //! compute the ranks from the same registrations.
 //!
-//! Invariants: `MB-1` to `MB-5` of `membership`, and
+//! The exits of workers are types of `membership`. They are part of calls and events, so this crate
+//! exports them.
+//!
+//! Invariants; `membership` has more:
 //! - `RG-1`: a call without the job's token gets no information and changes nothing.
 //! - `RG-2`: the resources that any caller can take are bounded: connections, calls per second,
 //!   message size, key-value pairs, results, and records (the oldest are dropped and counted).
@@ -42,7 +45,6 @@ mod codec;
 mod convert;
 mod error;
 mod event;
-mod exit;
 #[rustfmt::skip]
 mod generated;
 mod formation;
@@ -50,7 +52,6 @@ pub mod formation_model;
 pub mod host;
 mod journal;
 mod kv;
-mod membership;
 mod secret;
 mod server;
 mod ticket;
@@ -60,7 +61,7 @@ mod wire;
 pub use client::{CancellationToken, FormationOutcome, HostChange, RelayedLinks, TaskClient};
 pub use error::{Error, Result};
 pub use event::JobEvent;
-pub use exit::{ExitKind, ExitReport, GenerationVerdict, signal_name};
+pub use farandole_membership::{ExitKind, ExitReport, GenerationVerdict, signal_name};
 pub use journal::MembershipJournal;
 pub use secret::JobSecret;
 pub use server::{ElasticOptions, Registrar, RegistrarOptions, ResumedJob};

@@ -3,7 +3,7 @@
 
 //! Memory for tensors that operations use repeatedly.
 
-use farandole_collectives::HostMemory;
+use farandole_kernels::HostMemory;
 
 use crate::Session;
 

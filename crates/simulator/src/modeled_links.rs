@@ -11,9 +11,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator as _, CrossoverTable, DataType, HostCommunicator, HostMemory,
-    OperationToken, ReduceOp, TensorSegment,
+    CollectiveOperation, Communicator as _, CrossoverTable, HostCommunicator, OperationToken,
+    TensorSegment,
 };
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_transport::{Link, LinkKind, LinkReceiver, LinkSender, Result as TransportResult};
 use farandole_world::Rank;
 use parking_lot::Mutex;

@@ -3,7 +3,7 @@
 
 //! Seeded tensors.
 
-use farandole_collectives::DataType;
+use farandole_kernels::DataType;
 use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

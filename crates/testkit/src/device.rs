@@ -7,9 +7,8 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use farandole_collectives::{
-    Buffer, Device, DeviceEvent, DeviceStream, Error, HostMemory, MemoryKind, Result,
-};
+use farandole_collectives::{Device, DeviceEvent, Error, Result};
+use farandole_kernels::{Buffer, DeviceStream, HostMemory, MemoryKind};
 use parking_lot::Mutex;
 
 /// A device over host memory. Copies are queued; each is carried out only in its turn and after a

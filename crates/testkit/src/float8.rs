@@ -5,7 +5,7 @@
 
 use std::sync::LazyLock;
 
-use farandole_collectives::DataType;
+use farandole_kernels::DataType;
 
 use crate::data::single;
 

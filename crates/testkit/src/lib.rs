@@ -11,7 +11,7 @@
 //! oracle::allreduce(..) == the bytes all ranks must hold
 //! ```
 //!
-//! It defines no rule of the product: the oracle computes what `farandole_collectives::kernel`
+//! It defines no rule of the product: the oracle computes what `farandole_kernels`
 //! documents, element by element and in a different way.
 
 #![deny(unsafe_code)]

@@ -4,7 +4,7 @@
 //! Memory of tests, which no other code knows.
 #![expect(unsafe_code, reason = "buffers are read and written through unsafe methods")]
 
-use farandole_collectives::HostMemory;
+use farandole_kernels::HostMemory;
 
 /// Memory that holds these bytes.
 pub fn filled(bytes: &[u8]) -> HostMemory {

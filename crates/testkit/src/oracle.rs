@@ -5,7 +5,7 @@
 
 use std::convert::identity;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
 use half::{bf16, f16};
 
 use crate::data::single;

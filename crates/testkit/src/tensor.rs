@@ -3,7 +3,8 @@
 
 //! Tensors of tests.
 
-use farandole_collectives::{CollectiveOperation, DataType, HostMemory, ReduceOp, TensorSegment};
+use farandole_collectives::{CollectiveOperation, TensorSegment};
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 
 use crate::{contents, filled, oracle};
 

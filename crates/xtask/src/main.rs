@@ -33,6 +33,7 @@ fn main() -> Result<()> {
             config_docs::check_page(&root)?;
             proto::check_generated(&root)?;
             source_files::check_files(&root)?;
+            source_files::check_crate_sizes(&root)?;
             doc_openings::check_first_words(&root)?;
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)

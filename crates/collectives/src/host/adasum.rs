@@ -28,11 +28,11 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::Range;
 
+use farandole_kernels::{AdasumPrecision, AdasumProducts, BlockReducer, DataType, GatherList};
+
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
-use crate::buffer::GatherList;
-use crate::kernel::{AdasumPrecision, AdasumProducts, BlockReducer};
-use crate::{DataType, Result};
+use crate::Result;
 
 /// Bytes of elements that are converted at a time.
 const CONVERSION_BLOCK_BYTES: usize = 16 << 10;

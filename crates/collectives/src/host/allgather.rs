@@ -15,13 +15,13 @@
 
 use std::collections::VecDeque;
 
+use farandole_kernels::GatherList;
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
 use super::UNIT_BYTES;
 use super::hosts::MembersByHost;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
-use crate::buffer::GatherList;
 use crate::{Result, TensorSegment};
 
 /// Bytes that are sent to one member before the next member gets some: they are still in the cache.

@@ -13,12 +13,12 @@
 //! **No deadlock.** Every link carries one message in each direction, and arriving bytes can be
 //! stored at once. So no ring stays full while its reader is polled.
 
+use farandole_kernels::{Buffer, GatherList};
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
-use crate::buffer::GatherList;
-use crate::{Buffer, Result, TensorSegment};
+use crate::{Result, TensorSegment};
 
 /// Bytes that are sent to one member before the next member gets some.
 const ALLTOALL_PIECE_BYTES: usize = PACKET_PAYLOAD_BYTES;

@@ -11,13 +11,13 @@
 //! the same time. Between more than two hosts a large message also uses a chain; otherwise the
 //! root's network would carry the message several times.
 
+use farandole_kernels::GatherList;
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
 use super::hosts::MembersByHost;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
-use crate::buffer::GatherList;
 
 /// Most members to which the root sends directly.
 const MAX_FLAT_MEMBERS: usize = 4;

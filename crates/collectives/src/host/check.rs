@@ -3,8 +3,10 @@
 
 //! Checks of an operation's buffers.
 
+use farandole_kernels::{Buffer, DataType, MemoryKind, ReduceOp};
+
 use super::peers::PeerLinks;
-use crate::{Buffer, DataType, Error, MemoryKind, ReduceOp, Result, TensorSegment};
+use crate::{Error, Result, TensorSegment};
 
 pub(super) fn check_allreduce(dtype: DataType, segments: &[TensorSegment]) -> Result<()> {
     for segment in segments {

@@ -13,9 +13,8 @@
 
 use std::time::Instant;
 
+use farandole_kernels::{GatherList, copy_nontemporal};
 use farandole_transport::LinkKind;
-
-use crate::buffer::{GatherList, copy_nontemporal};
 
 /// Fewest bytes for which a copy is measured.
 const MIN_MEASURED_COPY_BYTES: usize = 16 << 10;
@@ -121,8 +120,9 @@ impl RingCopier {
 
 #[cfg(test)]
 mod tests {
+    use farandole_kernels::HostMemory;
+
     use super::*;
-    use crate::HostMemory;
 
     const BYTES: usize = 100_000;
 

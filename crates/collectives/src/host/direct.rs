@@ -7,14 +7,14 @@
 //! 1 step; each member sends `(P - 1) * N` bytes. Tensors are packed once, because visiting a list
 //! of small tensors several times costs more than a copy.
 
+use farandole_kernels::{BlockReducer, GatherList};
+
 use super::message::{MessageProgress, padded_bytes};
 use super::peers::{
     CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
     with_incoming_windows,
 };
 use crate::Result;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 
 pub(super) struct DirectJob {
     reducer: BlockReducer,

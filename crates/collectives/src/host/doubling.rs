@@ -4,7 +4,7 @@
 //! Allreduce of small tensors: the first member of each host collects the inputs of its host,
 //! combines them with the other hosts by recursive doubling, and distributes the result.
 //!
-//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernel`) between
+//! `2 + log2 H` steps among `H` hosts, of `N` bytes each; accumulators (see `kernels`) between
 //! hosts. In step `k`, a host swaps the sum over its `2^k` hosts with the host `2^k` away. If `H`
 //! is no power of two, the first hosts form pairs: one host of a pair sends its partial to the
 //! other before the swaps and receives the result after them. This is the order of
@@ -18,14 +18,13 @@ pub(super) mod program;
 
 use std::collections::{BTreeSet, VecDeque};
 
+use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
 use super::hosts::MembersByHost;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DoublingStep {

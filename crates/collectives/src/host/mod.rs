@@ -37,14 +37,15 @@ mod single_member;
 
 use std::collections::VecDeque;
 
+use farandole_kernels::{
+    BlockReducer, DataType, GatherList, InstructionSet, ReduceOp, ReductionSpec,
+};
 use farandole_transport::{Link, MESSAGE_ALIGNMENT, PACKET_PAYLOAD_BYTES};
 use farandole_world::Rank;
 
-use crate::buffer::GatherList;
-use crate::kernel::{self, BlockReducer, ReductionSpec};
 use crate::{
-    AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, DataType, Error,
-    OperationToken, ReduceOp, Result, TensorSegment,
+    AllreduceAlgorithm, CollectiveOperation, Communicator, CrossoverTable, Error, OperationToken,
+    Result, TensorSegment,
 };
 use peers::{CollectiveJob, PeerLinks};
 
@@ -168,11 +169,8 @@ impl HostCommunicator {
     ) -> Result<BlockReducer> {
         let reduction =
             ReductionSpec { dtype, op, members: self.peers.member_count(), prescale, postscale };
-        BlockReducer::with_order(
-            reduction,
-            kernel::InstructionSet::best_available(),
-            self.peers.orders.clone(),
-        )
+        let path = InstructionSet::best_available();
+        Ok(BlockReducer::with_order(reduction, path, self.peers.orders.clone())?)
     }
 
     fn advance_queue(&mut self, completed: &mut Vec<OperationToken>) -> Result<bool> {

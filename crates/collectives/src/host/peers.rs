@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use farandole_kernels::{BlockReducer, HierarchicalOrder};
 use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
@@ -16,7 +17,6 @@ use super::hierarchy::HierarchyRoute;
 use super::hosts::MembersByHost;
 use super::in_place::PeerRegions;
 use crate::crossover::GroupShape;
-use crate::kernel::{BlockReducer, HierarchicalOrder};
 use crate::{Error, Result};
 
 /// Links of a member. Members are numbered in rank order. Link `k` leads to member `k` if `k` is

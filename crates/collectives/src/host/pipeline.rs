@@ -28,6 +28,7 @@
 
 pub(super) mod program;
 
+use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
 use super::copy_path::RingCopier;
@@ -37,8 +38,6 @@ use super::peers::{
 use super::position::MessagePosition;
 use super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, part_start};
 use crate::Result;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 
 /// Inputs that a member sends ahead of a result, beyond the input of this result's chunk.
 const LOOKAHEAD_CHUNKS: usize = 3;

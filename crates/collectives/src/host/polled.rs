@@ -5,13 +5,14 @@
 
 use std::time::{Duration, Instant};
 
+use farandole_kernels::{
+    BlockReducer, DataType, GatherList, HostMemory, InstructionSet, ReduceOp, ReductionSpec,
+};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;
 
 use super::peers::{CollectiveJob, PeerLinks};
-use crate::buffer::GatherList;
-use crate::kernel::{self, BlockReducer, ReductionSpec};
-use crate::{DataType, HostMemory, ReduceOp, Result};
+use crate::Result;
 
 /// Constructor of a job.
 pub(super) type JobConstructor<J> =
@@ -34,7 +35,7 @@ pub(super) fn assert_starts_promptly<J>(
     let (dtype, op) = (DataType::F32, ReduceOp::Sum);
     let reduction =
         ReductionSpec { dtype, op, members: peers.member_count(), prescale: 1.0, postscale: 1.0 };
-    let path = kernel::InstructionSet::best_available();
+    let path = InstructionSet::best_available();
     let mut began = |bytes: usize| {
         let memory = HostMemory::new(bytes);
         let flat = || GatherList::new([memory.as_buffer()]);
@@ -114,7 +115,7 @@ impl<J: CollectiveJob> PolledAllreduce<J> {
                 ReductionSpec { dtype, op, members: size, prescale: 1.0, postscale: 1.0 };
             let reducer = BlockReducer::with_order(
                 reduction,
-                kernel::InstructionSet::best_available(),
+                InstructionSet::best_available(),
                 peers.orders.clone(),
             )
             .unwrap();

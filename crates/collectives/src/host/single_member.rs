@@ -3,10 +3,10 @@
 
 //! Allreduce of a single member: no bytes move over links, but scale factors apply.
 
+use farandole_kernels::{BlockReducer, DataType, GatherList};
+
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
-use crate::{DataType, Result};
+use crate::Result;
 
 /// Bytes that are reduced at a time: a whole number of elements of any type.
 const SINGLE_MEMBER_BLOCK_BYTES: usize = 32 << 10;

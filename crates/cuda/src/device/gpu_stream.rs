@@ -8,10 +8,8 @@
 
 use std::sync::Arc;
 
-use farandole_collectives::{
-    Buffer, DeviceEvent, DeviceStream as Theirs, Error as CollectiveError, MemoryKind, Result,
-    ResultMemory,
-};
+use farandole_collectives::{DeviceEvent, Error as CollectiveError, Result, ResultMemory};
+use farandole_kernels::{Buffer, DeviceStream as Theirs, MemoryKind};
 use parking_lot::Mutex;
 
 use super::OpenGpu;

@@ -8,9 +8,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_uint, c_void};
 
-use farandole_collectives::{
-    Buffer, Device as _, Error as CollectiveError, HostMemory, MemoryKind, ResultMemory,
-};
+use farandole_collectives::{Device as _, Error as CollectiveError, ResultMemory};
+use farandole_kernels::{Buffer, HostMemory, MemoryKind};
 use farandole_testkit::{contents, filled};
 
 use super::*;

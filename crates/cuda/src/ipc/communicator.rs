@@ -14,9 +14,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, DeviceEvent, Error as CollectiveError,
-    OperationToken, ReduceOp, Result, ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, OperationToken,
+    Result, ResultMemory, TensorSegment,
 };
+use farandole_kernels::{DataType, ReduceOp};
 
 use super::mailbox::{IpcFormationOutcome, IpcMailbox, MemberPhase};
 use super::member_device::{IpcDevice, PieceReduction, SLOTS_PER_WINDOW};

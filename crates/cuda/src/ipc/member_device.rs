@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use farandole_collectives::{
-    Buffer, DataType, DeviceEvent, DeviceStream as Theirs, Error as CollectiveError, Result,
-    ResultMemory, TensorSegment,
+    DeviceEvent, Error as CollectiveError, Result, ResultMemory, TensorSegment,
 };
+use farandole_kernels::{Buffer, DataType, DeviceStream as Theirs};
 
 use super::pieces::PieceSpan;
 use super::window::{IpcWindow, PeerWindow};
@@ -40,7 +40,7 @@ pub(crate) fn piece_size_mib(memory: u64) -> u8 {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct PieceReduction {
     pub(crate) dtype: DataType,
-    pub(crate) op: farandole_collectives::ReduceOp,
+    pub(crate) op: farandole_kernels::ReduceOp,
     pub(crate) prescale: f64,
     pub(crate) postscale: f64,
 }

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::{
-    Buffer, CollectiveOperation, Communicator, DataType, DeviceEvent, DeviceStream,
-    Error as CollectiveError, HostMemory, MemoryKind, OperationToken, ReduceOp, Result,
-    ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, OperationToken,
+    Result, ResultMemory, TensorSegment,
 };
+use farandole_kernels::{Buffer, DataType, DeviceStream, HostMemory, MemoryKind, ReduceOp};
 use farandole_shm::{RegionHandle, SharedRegion};
 use parking_lot::Mutex;
 

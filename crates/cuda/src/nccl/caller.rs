@@ -18,9 +18,8 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    CollectiveOperation, DeviceEvent, DeviceStream as Theirs, OperationToken, Result,
-};
+use farandole_collectives::{CollectiveOperation, DeviceEvent, OperationToken, Result};
+use farandole_kernels::DeviceStream as Theirs;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::calls::NcclCallGroup;

@@ -6,7 +6,8 @@
 
 use std::ffi::c_void;
 
-use farandole_collectives::{Buffer, CollectiveOperation, DataType, ReduceOp, TensorSegment};
+use farandole_collectives::{CollectiveOperation, TensorSegment};
+use farandole_kernels::{Buffer, DataType, ReduceOp};
 
 use super::{Comm, NcclLibrary, Stream};
 use crate::Result;

@@ -23,7 +23,7 @@ use farandole_collectives::{
     Result, ResultMemory,
 };
 
-use super::caller::{Made, NcclCaller, Queued};
+use super::caller::{NcclCaller, QueuedOperation, SubmittedOperation};
 use super::calls::{float8_reduction_support, is_nccl_operation};
 use super::{NcclLibrary, Stream, UniqueId};
 use crate::Error;
@@ -83,10 +83,10 @@ pub struct NcclCommunicator<L: CommunicatorStream> {
     waiting_since: Instant,
     /// The longest that may take.
     timeout: Duration,
-    queued: VecDeque<Queued>,
+    queued: VecDeque<QueuedOperation>,
     /// Operations that the caller has.
     handed_over: usize,
-    running: VecDeque<Made>,
+    running: VecDeque<SubmittedOperation>,
     /// Operations that are on the stream and not reported yet.
     launched: Vec<(OperationToken, Arc<dyn DeviceEvent>)>,
     failure: Option<CollectiveError>,

@@ -13,9 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    Buffer, DeviceEvent, DeviceStream as Theirs, MemoryKind, Result, ResultMemory,
-};
+use farandole_collectives::{DeviceEvent, Result, ResultMemory};
+use farandole_kernels::{Buffer, DeviceStream as Theirs, MemoryKind};
 use parking_lot::Mutex;
 
 use super::{

@@ -12,7 +12,8 @@
 use std::ptr::{null_mut, with_exposed_provenance_mut};
 use std::time::Duration;
 
-use farandole_collectives::{Buffer, CollectiveOperation, MemoryKind};
+use farandole_collectives::CollectiveOperation;
+use farandole_kernels::{Buffer, MemoryKind};
 use parking_lot::Mutex;
 
 use super::{Comm, CommunicatorStream, NcclLibrary};

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Buffer, CollectiveOperation, Communicator as _, DataType, DeviceEvent, Error, MemoryKind,
-    OperationToken, ReduceOp, TensorSegment,
+    CollectiveOperation, Communicator as _, DeviceEvent, Error, OperationToken, TensorSegment,
 };
+use farandole_kernels::{Buffer, DataType, MemoryKind, ReduceOp};
 use farandole_world::FaultOrigin;
 
 use super::fake::{self, FakeCommunicatorStream, FakeEvent, fake_nccl, take_calls, with_fake};

@@ -152,7 +152,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Instant;
 
-    use farandole_collectives::HostMemory;
+    use farandole_kernels::HostMemory;
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
 

@@ -12,11 +12,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use farandole_negotiation::{
+    Announcement, AnnouncementTally, CacheId, FrameReader, FrameWriter, MalformedFrame,
+    RequestSignature, RequestVariant,
+};
+
 use super::{FrameFailure, PendingEntry, ProcessSet, Step, kind};
-use crate::announcement_tally::{Announcement, AnnouncementTally, RequestVariant};
-use crate::cache::CacheId;
-use crate::signature::RequestSignature;
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 
 impl ProcessSet {
     /// Returns the announcement of this member's request.

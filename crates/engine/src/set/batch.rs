@@ -12,17 +12,17 @@
 use std::sync::Arc;
 
 use farandole_collectives::{
-    Buffer, CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, HostMemory,
-    MemoryKind, ReduceOp, ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, DeviceEvent, Error as CollectiveError, ResultMemory,
+    TensorSegment,
 };
+use farandole_kernels::{Buffer, HostMemory, MemoryKind, ReduceOp};
+use farandole_negotiation::{CachedResponse, CollectiveCall, MemorySite, RequestSignature};
 use farandole_world::Rank;
 
 use super::join::NO_HANDLE;
 use super::row_share;
 use super::trace::BatchSpan;
 use super::{FinishedRequest, PendingEntry, ProcessSetContext, Step};
-use crate::cache::CachedResponse;
-use crate::signature::{CollectiveCall, MemorySite, RequestSignature};
 use crate::{Error, RequestCompletion, StopCause};
 
 /// Size in bytes of a piece of device memory in staging memory: large enough for the link to the

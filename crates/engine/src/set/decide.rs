@@ -16,15 +16,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{DataType, ReduceOp};
+use farandole_kernels::{DataType, ReduceOp};
+use farandole_negotiation::{
+    Announcement, CacheId, CachedResponse, CollectiveCall, Map, MemorySite, RequestSignature,
+    RequestVariant, resolve_variants,
+};
 
 use super::{FinishedRequest, ProcessSet, Step, kind};
 use crate::StopCause;
-use crate::announcement_tally::{Announcement, RequestVariant, resolve_variants};
-use crate::cache::{CacheId, CachedResponse};
-use crate::hash::Map;
 use crate::set::response_list::{self, ResponseItem};
-use crate::signature::{CollectiveCall, MemorySite, RequestSignature};
 use crate::tune::Autotuner;
 
 /// A tensor that all ranks have announced.
@@ -364,10 +364,11 @@ fn fuse_decisions(
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::DataType;
+
+    use farandole_kernels::DataType;
 
     use super::*;
-    use crate::signature::tests::plain;
+    use crate::set::tests::plain;
 
     fn ready(name: &str, signature: RequestSignature) -> CoordinatorDecision {
         CoordinatorDecision::Run(ReadyTensor {

@@ -11,12 +11,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame};
 use farandole_transport::LinkKind;
 use farandole_world::Rank;
 
 use super::{FinishedRequest, FrameFailure, ProcessSet, Step, kind};
 use crate::StopCause;
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 
 /// Longest time between the loss of a process on another host and the arrival of its departure
 /// message.

@@ -10,9 +10,10 @@
 //! communicator. The name is created only then, because an unused name would leave a port open.
 
 use farandole_collectives::{
-    CollectiveOperation, Communicator, DeviceFabric, HostMemory, MAX_CAPABILITIES_BYTES,
-    OperationToken, TensorSegment,
+    CollectiveOperation, Communicator, DeviceFabric, MAX_CAPABILITIES_BYTES, OperationToken,
+    TensorSegment,
 };
+use farandole_kernels::HostMemory;
 use farandole_world::Rank;
 
 use super::{ProcessSetContext, Step};

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use farandole_collectives::{Communicator, DeviceEvent, Error as CollectiveError, OperationToken};
+use farandole_negotiation::CachedResponse;
 use farandole_world::Rank;
 
 use super::batch::{BatchRoute, BatchState, FusedBatch, STAGING_PIECE_BYTES};
@@ -17,7 +18,6 @@ use super::splits_exchange::{SPLITS_TOKEN, SplitsExchange};
 use super::trace::BatchSpan;
 use super::{FinishedRequest, PendingEntry, ProcessSet, ProcessSetContext, Step};
 use crate::StopCause;
-use crate::cache::CachedResponse;
 use crate::timeline::{MEMCPY_IN_HOST_BUFFER, MEMCPY_OUT_HOST_BUFFER, WAIT_FOR_DATA};
 
 /// Largest number of pieces that are copied in ahead of their turn.

@@ -13,14 +13,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::kernel::neutral_element;
-use farandole_collectives::{DataType, HostMemory, ReduceOp};
+use farandole_kernels::{DataType, HostMemory, ReduceOp, neutral_element};
+use farandole_negotiation::{AnnouncementTally, CachedResponse, CollectiveCall};
 use farandole_world::Rank;
 
 use super::{FinishedRequest, PendingEntry, ProcessSet, Step};
-use crate::announcement_tally::AnnouncementTally;
-use crate::cache::CachedResponse;
-use crate::signature::CollectiveCall;
 use crate::{RequestCompletion, RequestHandle};
 
 /// Handle of an operation that this rank did not submit.

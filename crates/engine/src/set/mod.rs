@@ -28,19 +28,18 @@ pub(crate) use execute::row_share;
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_collectives::{Buffer, DeviceEvent};
+use farandole_collectives::DeviceEvent;
+use farandole_kernels::Buffer;
+use farandole_negotiation::{
+    AnnouncementTally, CollectiveCall, ControlTree, FrameReader, MalformedFrame, Map,
+    RequestSignature, ResponseCache, operation_text,
+};
 use farandole_transport::{FrameReceiver, FrameSender, LinkKind, into_frame_halves};
 use farandole_world::{ProcessSetId, Rank, World};
 
-use crate::announcement_tally::AnnouncementTally;
-use crate::cache::ResponseCache;
 use crate::devices::EngineDevices;
-use crate::hash::Map;
-use crate::signature::{CollectiveCall, RequestSignature};
 use crate::timeline::OperationTracer;
-use crate::tree::ControlTree;
 use crate::tune::Autotuner;
-use crate::wire::{FrameReader, MalformedFrame};
 use crate::{
     EngineObserver, EngineSettings, EngineStatistics, Error, ProcessSetOptions, RequestCompletion,
     RequestHandle, Result, StopCause,
@@ -112,16 +111,6 @@ impl PendingEntry {
 
 /// Names of the operations that move no data, so that their submitters only wait.
 const DATALESS_OPERATIONS: [&str; 3] = ["barrier", "process set change", "join"];
-
-/// Returns the name of an operation in reports: `allreduce of gradient.3`, `an addition of process
-/// set [0, 1]`.
-pub(crate) fn operation_text(operation: &str, matter: Option<&str>, name: &str) -> String {
-    match matter {
-        Some(matter) => matter.to_owned(),
-        None if operation == "join" => "join".to_owned(),
-        None => format!("{operation} of {name}"),
-    }
-}
 
 /// A request with its result.
 pub(crate) struct FinishedRequest {

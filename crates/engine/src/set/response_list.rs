@@ -10,12 +10,13 @@
 
 use std::sync::Arc;
 
+use farandole_negotiation::{
+    CachedResponse, FrameReader, FrameWriter, MalformedFrame, RequestSignature, ResponseCache,
+};
+
 use super::decide::{PlannedItem, ReadyTensor, TensorRefusal};
 use super::join::{JOIN_TENSOR_NAME, substitute_entry};
 use super::{FinishedRequest, FrameFailure, ProcessSet, Step, kind};
-use crate::cache::{CachedResponse, ResponseCache};
-use crate::signature::RequestSignature;
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 use crate::{Error, StopCause};
 
 /// An item of a list, with its cache entries resolved.

@@ -9,19 +9,19 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    CollectiveOperation, Communicator, DataType, HostMemory, OperationToken, ReduceOp,
-};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
 use farandole_config::Config;
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
+use farandole_negotiation::{
+    CollectiveCall, MemorySite, RequestSignature, control_parents, control_peers,
+};
 use farandole_transport::{Link, loopback};
 use farandole_world::{
     Generation, HostHash, ProcessSetId, Rank, TaskId, TaskPlacement, World, assign_ranks,
 };
 
 use super::{FinishedRequest, PendingEntry, ProcessSet, ProcessSetContext};
-use crate::signature::{CollectiveCall, RequestSignature};
 use crate::timeline::OperationTracer;
-use crate::tree::{self, control_peers};
 use crate::{EngineSettings, Error, ProcessSetOptions, RequestHandle, Result, SilentObserver};
 
 /// Capacity of a link in bytes, before it is rounded up to pages.
@@ -116,7 +116,7 @@ impl ControlPlane {
             observer: Arc::new(SilentObserver),
             tracer: Arc::new(OperationTracer::new(false)),
         };
-        let parents = tree::control_parents(&world, &members).0;
+        let parents = control_parents(&world, &members).0;
         let mut links: Vec<Vec<Link>> = members.iter().map(|_| Vec::new()).collect();
         for (child, parent) in parents.iter().enumerate() {
             if let Some(parent) = *parent {
@@ -242,7 +242,7 @@ pub(crate) fn allreduce_request(
         call,
         dtype: DataType::F32,
         shape: vec![1],
-        site: crate::signature::MemorySite::Host,
+        site: MemorySite::Host,
         group: 0,
         group_size: 0,
     };

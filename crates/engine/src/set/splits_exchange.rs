@@ -11,12 +11,11 @@
 
 use std::sync::Arc;
 
-use farandole_collectives::{
-    CollectiveOperation, Communicator, HostMemory, OperationToken, TensorSegment,
-};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken, TensorSegment};
+use farandole_kernels::HostMemory;
+use farandole_negotiation::{AlltoallSplits, CachedResponse};
 
 use super::Step;
-use crate::cache::{AlltoallSplits, CachedResponse};
 
 /// Token of the alltoall of counts.
 pub(super) const SPLITS_TOKEN: OperationToken = OperationToken(u64::MAX - 1);

@@ -12,16 +12,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame, Map};
 use farandole_world::{ProcessSetId, Rank};
 
 use super::{FrameFailure, ProcessSet, Step, kind};
 use crate::StopCause;
-use crate::hash::Map;
 use crate::stall::{
     MAX_NAMED_TENSORS, MissingRank, RankWait, STACK_TIMEOUT, StackAnswer, StackAnswerSlot,
     StallReport, StalledTensor, ThreadStacks,
 };
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 
 /// Longest time that the coordinator waits for answers: the time for the stacks, plus the way
 /// through the tree.

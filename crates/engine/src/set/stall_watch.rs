@@ -11,13 +11,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farandole_negotiation::{FrameReader, FrameWriter, MalformedFrame, Map};
 use farandole_world::{ProcessSetId, Rank};
 
 use super::join::JOIN_TENSOR_NAME;
 use super::stall_inquiry::ConfirmedStall;
 use super::{FrameFailure, ProcessSet, Step, kind};
-use crate::hash::Map;
-use crate::wire::{FrameReader, FrameWriter, MalformedFrame};
 use crate::{EngineSettings, StopCause};
 
 /// Longest time that the coordinator collects the reports of other nodes.

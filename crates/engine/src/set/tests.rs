@@ -7,7 +7,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use farandole_collectives::{CollectiveOperation, Communicator, HostMemory, OperationToken};
+use farandole_collectives::{CollectiveOperation, Communicator, OperationToken};
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
+use farandole_negotiation::{MemorySite, control_peers};
 use farandole_testkit::counted;
 use farandole_transport::{Link, loopback};
 use farandole_world::{Generation, HostHash, ProcessSetId, TaskId, TaskPlacement, assign_ranks};
@@ -15,10 +17,27 @@ use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
-use crate::signature::tests::plain;
-use crate::tree::control_peers;
-use crate::tree::tests::world;
 use crate::{RequestKind, SilentObserver};
+
+/// Returns the signature of an allreduce in host memory.
+pub(super) fn plain(shape: &[u64]) -> RequestSignature {
+    let one = 1f64.to_bits();
+    let call = CollectiveCall::Allreduce { op: ReduceOp::Sum, prescale: one, postscale: one };
+    let (dtype, site) = (DataType::F32, MemorySite::Host);
+    RequestSignature { call, dtype, shape: shape.to_vec(), site, group: 0, group_size: 0 }
+}
+
+/// Returns a world with this many ranks on each host.
+fn world(hosts: &[u32]) -> World {
+    let hosts_of_ranks =
+        hosts.iter().enumerate().flat_map(|(host, ranks)| (0..*ranks).map(move |_| host));
+    let places: Vec<TaskPlacement> = (0..)
+        .map(TaskId)
+        .zip(hosts_of_ranks)
+        .map(|(task, host)| TaskPlacement { task, host: HostHash(format!("host{host}")) })
+        .collect();
+    assign_ranks(Generation(0), &places).unwrap()
+}
 
 /// Operations by number: what was submitted, and by how many. Moves no data.
 #[derive(Default)]

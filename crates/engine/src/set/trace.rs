@@ -5,12 +5,10 @@
 
 use std::sync::Arc;
 
+use farandole_negotiation::{Announcement, CachedResponse, CollectiveCall};
 use farandole_telemetry::{NvtxRange, ProducedTensor, TimelineTrack};
 
 use super::{PendingEntry, ProcessSet};
-use crate::announcement_tally::Announcement;
-use crate::cache::CachedResponse;
-use crate::signature::CollectiveCall;
 use crate::timeline::{OperationTracer, QUEUE_ACTIVITY, labels_for_call};
 
 impl ProcessSet {

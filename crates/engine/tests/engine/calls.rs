@@ -4,8 +4,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::channel;
 
-use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{CollectiveRequest, Error, RequestHandle, RequestKind};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_testkit::contents;
 use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 

@@ -6,14 +6,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{
-    DataType, Device, DeviceFabric, HostCommunicator, HostMemory, ReduceOp,
-};
+use farandole_collectives::{Device, DeviceFabric, HostCommunicator};
 use farandole_engine::{
     CollectiveRequest, Engine, EngineObserver, EngineOptions, EngineSettings, ProcessSetOptions,
     ProgressHost, RequestCompletion, RequestHandle, RequestKind, Result, SilentObserver,
     control_peers,
 };
+use farandole_kernels::{DataType, HostMemory, ReduceOp};
 use farandole_testkit::{contents, filled};
 use farandole_transport::{Link, MemoryRendezvous, Mesh, MeshOptions, Parker, Unparker, loopback};
 use farandole_world::{

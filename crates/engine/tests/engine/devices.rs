@@ -6,8 +6,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use farandole_collectives::{Device as _, DeviceEvent, DeviceStream, HostMemory, ReduceOp, Result};
+use farandole_collectives::{Device as _, DeviceEvent, Result};
 use farandole_engine::{CollectiveRequest, Engine, Error, RequestCompletion, RequestKind};
+use farandole_kernels::{DeviceStream, HostMemory, ReduceOp};
 use farandole_testkit::{HostDevice, contents, fill};
 use farandole_world::{FaultOrigin, Rank};
 

@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{
-    Buffer, CollectiveOperation, Communicator, DeviceEvent, DeviceFabric, DeviceStream,
-    HostCommunicator, HostMemory, MAX_CAPABILITIES_BYTES, MemoryKind, OperationToken, ReduceOp,
-    Result, ResultMemory, TensorSegment,
+    CollectiveOperation, Communicator, DeviceEvent, DeviceFabric, HostCommunicator,
+    MAX_CAPABILITIES_BYTES, OperationToken, Result, ResultMemory, TensorSegment,
 };
 use farandole_engine::{
     CollectiveRequest, Engine, EngineObserver, Error, RequestCompletion, RequestKind, StallReport,
 };
+use farandole_kernels::{Buffer, DeviceStream, HostMemory, MemoryKind, ReduceOp};
 use farandole_testkit::{HostDevice, contents};
 use farandole_transport::{Link, loopback};
 use farandole_world::Rank;

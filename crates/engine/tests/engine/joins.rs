@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farandole_collectives::ReduceOp;
 use farandole_engine::{CollectiveRequest, Engine, Error, RequestKind};
+use farandole_kernels::ReduceOp;
 use farandole_testkit::contents;
 use farandole_world::{FaultOrigin, Rank};
 

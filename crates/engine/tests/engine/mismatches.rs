@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{CollectiveRequest, Error, RequestKind};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_world::{FaultOrigin, Rank};
 
 use crate::cluster::{Cluster, SUM, call, call_sum, request, sum, wait};

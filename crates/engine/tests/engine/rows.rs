@@ -3,8 +3,8 @@
 
 //! Operations that deal out rows.
 
-use farandole_collectives::ReduceOp;
 use farandole_engine::{CollectiveRequest, Error, RequestKind};
+use farandole_kernels::ReduceOp;
 use farandole_testkit::contents;
 use farandole_world::{FaultOrigin, ProcessSetId};
 

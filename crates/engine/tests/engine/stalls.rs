@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use farandole_collectives::{DeviceEvent, DeviceStream};
+use farandole_collectives::DeviceEvent;
 use farandole_engine::{
     CollectiveRequest, EngineObserver, Error, ProcessSetChange, StackAnswer, StallReport,
     ThreadStacks,
 };
+use farandole_kernels::DeviceStream;
 use farandole_world::{FaultOrigin, ProcessSetId, Rank};
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values, wait};

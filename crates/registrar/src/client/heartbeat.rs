@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use farandole_membership::GenerationVerdict;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
 use super::{AuthenticatedChannel, CancellationToken, dial};
-use crate::exit::GenerationVerdict;
 use crate::generated as wire;
 use crate::ticket::Fingerprint;
 use crate::wire::PROTOCOL_VERSION;

@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
 use farandole_config::Config;
+use farandole_membership::{ExitKind, ExitReport, GenerationVerdict};
 use farandole_telemetry::OutputStream;
 use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
 use parking_lot::Mutex;
@@ -41,7 +42,6 @@ use self::outbox::RecordOutbox;
 pub use self::relay::RelayedLinks;
 use crate::convert;
 use crate::error::{Error, Result};
-use crate::exit::{ExitKind, ExitReport, GenerationVerdict};
 use crate::generated as wire;
 use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
@@ -120,7 +120,7 @@ struct ClientInner {
     /// Cancelled when the `RegistrarMonitor` has given the registrar up.
     lost: CancellationToken,
     outbox: Arc<RecordOutbox>,
-    offer: heartbeat::Offer,
+    offer: heartbeat::PendingRegistration,
     tasks: Mutex<Vec<JoinHandle<()>>>,
     /// The asynchronous task that receives host changes.
     changes: Mutex<Option<JoinHandle<()>>>,
@@ -223,7 +223,7 @@ impl TaskClient {
             cancel,
             lost: CancellationToken::new(),
             outbox,
-            offer: heartbeat::Offer::default(),
+            offer: heartbeat::PendingRegistration::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
             patience: AtomicU64::new(duration_millis(CALL_RETRY_TIMEOUT)),

@@ -29,6 +29,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _, PermissionsExt as
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use farandole_membership::{ElasticMembership, JournalStep};
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
@@ -38,7 +39,6 @@ use crate::error::{Error, Result};
 use crate::formation::FormedWorldRecord;
 use crate::host::boot_id;
 use crate::kv::KeyValuePair;
-use crate::membership::elastic::{ElasticMembership, JournalStep};
 use crate::ticket::Ticket;
 use crate::tls::CertificateIdentity;
 

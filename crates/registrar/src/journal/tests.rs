@@ -3,10 +3,9 @@
 
 use super::*;
 use crate::kv::KeyValuePair;
-use crate::membership::LivenessLimits;
-use crate::membership::elastic::ElasticRules;
 use crate::secret::JobSecret;
 use bytes::Bytes;
+use farandole_membership::{ElasticRules, LivenessLimits};
 use farandole_world::{Generation, JobId};
 
 const SECOND: Duration = Duration::from_secs(1);

@@ -7,10 +7,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use farandole_membership::GenerationVerdict;
 use farandole_world::{Generation, Rank, TaskId, World};
 
 use crate::convert;
-use crate::exit::GenerationVerdict;
 
 /// A published world.
 pub(super) struct PublishedWorld {

@@ -12,6 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use farandole_membership::{
+    ElasticRules, ExitReport, FixedMembership, LivenessLimits, MembershipInput, MembershipOptions,
+    RegistrationRefusal,
+};
 use farandole_telemetry::{BoundedRing, DrainedRecords};
 use farandole_world::{Generation, HostHash, JobId, Rank, TaskId, World};
 use parking_lot::Mutex;
@@ -23,13 +27,9 @@ use super::members::MembershipMachine;
 use super::recovery::{RecoveredState, ResumedJob};
 use super::{ElasticOptions, RegistrarOptions};
 use crate::event::JobEvent;
-use crate::exit::ExitReport;
 use crate::formation::FormationTable;
 use crate::journal::MembershipJournal;
 use crate::kv::KeyValueStore;
-use crate::membership::{
-    self, FixedMembership, LivenessLimits, MembershipInput, RegistrationRefusal, elastic,
-};
 
 /// Number of record senders that are remembered for each task: its agent, its worker, and earlier
 /// ones.
@@ -105,11 +105,8 @@ impl DeliveredEvents {
 }
 
 /// Returns the rules of an elastic job.
-pub(super) fn elastic_rules(
-    options: &RegistrarOptions,
-    elastic: &ElasticOptions,
-) -> elastic::ElasticRules {
-    elastic::ElasticRules {
+pub(super) fn elastic_rules(options: &RegistrarOptions, elastic: &ElasticOptions) -> ElasticRules {
+    ElasticRules {
         first: elastic.first,
         least: elastic.least,
         most: elastic.most,
@@ -132,7 +129,7 @@ fn liveness_limits(options: &RegistrarOptions) -> LivenessLimits {
 impl RegistrarCore {
     /// Creates a job with a fixed number of tasks. With `in_order`, a task's number is its rank.
     pub(super) fn new(job_id: JobId, options: &RegistrarOptions, in_order: bool) -> Self {
-        let membership = FixedMembership::new(membership::MembershipOptions {
+        let membership = FixedMembership::new(MembershipOptions {
             tasks: options.tasks,
             liveness: liveness_limits(options),
             failure_grace: Duration::from_millis(500),

@@ -6,15 +6,14 @@
 
 use std::sync::Arc;
 
+use farandole_membership::{GenerationVerdict, MembershipDecision};
 use farandole_world::World;
 
 use super::announcements::{AnnouncedHostChange, PublishedWorld};
 use super::core::RegistrarCore;
 use super::members::{MembershipMachine, PendingEffect};
 use crate::event::JobEvent;
-use crate::exit::GenerationVerdict;
 use crate::journal::JournalRecord;
-use crate::membership::MembershipDecision;
 
 impl RegistrarCore {
     /// Takes a step of the membership with `act`, and returns after the effects of this step and of

@@ -10,13 +10,11 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use farandole_world::{Generation, HostHash, TaskId};
-
-use crate::exit::ExitReport;
-use crate::membership::elastic::{ElasticMembership, JournalStep, StepKind};
-use crate::membership::{
-    FixedMembership, MembershipDecision, MembershipInput, RegistrationRefusal,
+use farandole_membership::{
+    ElasticMembership, ExitReport, FixedMembership, JournalStep, MembershipDecision,
+    MembershipInput, RegistrationRefusal, StepKind,
 };
+use farandole_world::{Generation, HostHash, TaskId};
 
 /// The machine, and the effects of its steps.
 pub(super) struct MembershipMachine {

@@ -24,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use farandole_config::{Config, PortRange};
+use farandole_membership::MembershipInput;
 use farandole_telemetry::DrainedRecords;
 use farandole_world::{JobId, TaskId, World};
 use parking_lot::Mutex;
@@ -41,7 +42,6 @@ use crate::error::{Error, Result};
 use crate::event::JobEvent;
 use crate::generated::registrar_server::RegistrarServer;
 use crate::journal::{MembershipJournal, UnfinishedJournal};
-use crate::membership::MembershipInput;
 use crate::secret::JobSecret;
 use crate::ticket::{JobToken, Ticket};
 use crate::{host, tls};

@@ -8,15 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use farandole_membership::{ElasticMembership, ElasticRules, GenerationVerdict};
 use farandole_world::{Generation, TaskId, World};
 
 use super::core::RegistrarCore;
 use crate::error::Result;
-use crate::exit::GenerationVerdict;
 use crate::formation::FormationTable;
 use crate::journal::{JournalRecord, MembershipJournal};
 use crate::kv::{KeyValuePair, KeyValueRefusal, KeyValueStore};
-use crate::membership::elastic::{ElasticMembership, ElasticRules};
 use crate::ticket::Ticket;
 use crate::tls::CertificateIdentity;
 
@@ -228,10 +227,10 @@ mod tests {
     use std::time::Instant;
 
     use farandole_config::Config;
+    use farandole_membership::MembershipInput;
     use farandole_world::{HostHash, JobId};
 
     use super::*;
-    use crate::membership::MembershipInput;
     use crate::secret::JobSecret;
     use crate::server::core::elastic_rules;
     use crate::server::{ElasticOptions, RegistrarOptions};

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use farandole_membership::{ExitReport, GenerationVerdict, MembershipInput, RegistrationRefusal};
 use farandole_world::{Generation, HostFacts, TaskId};
 use tokio::sync::{mpsc, watch};
 use tokio::time::timeout;
@@ -19,12 +20,10 @@ use super::formation::{self, FormationRequestGuard};
 use super::relay::{RelayExchange, RelayPieceStream};
 use crate::convert;
 use crate::event::JobEvent;
-use crate::exit::{ExitReport, GenerationVerdict};
 use crate::formation::FormationAnswer;
 use crate::generated as wire;
 use crate::generated::registrar_server::Registrar;
 use crate::kv::{KeyValueRefusal, MAX_KEY_BYTES, ValueLookup};
-use crate::membership::{MembershipInput, RegistrationRefusal};
 use crate::wire::{
     DISMISSED_HEADER, MAX_RESULT_BYTES, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER,
 };
@@ -263,7 +262,7 @@ impl Registrar for RegistrarService {
         Ok(Response::new(wire::GetReply { value }))
     }
 
-    type MeetStream = tokio_stream::Iter<formation::Pieces>;
+    type MeetStream = tokio_stream::Iter<formation::FormationReplyPieces>;
 
     async fn meet(&self, request: Request<wire::MeetRequest>) -> Reply<Self::MeetStream> {
         let caller = call_origin(&request)?;

@@ -5,7 +5,7 @@
 
 use farandole_world::nodelist::expand_nodes;
 
-use super::Lookup;
+use super::VariableLookup;
 
 /// Returns the likely host of rank 0. `read` returns the text of a file.
 pub(super) fn likely_first_host(

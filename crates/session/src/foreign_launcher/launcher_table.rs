@@ -3,7 +3,7 @@
 
 //! The table of other launchers and their variables.
 
-use super::Lookup;
+use super::VariableLookup;
 
 /// The variables of one launcher.
 #[derive(Debug)]

@@ -8,8 +8,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use farandole_collectives::{DataType, ReduceOp};
 use farandole_engine::{CollectiveRequest, RequestKind};
+use farandole_kernels::{DataType, ReduceOp};
 use farandole_registrar::{Registrar, RegistrarOptions};
 use farandole_testkit::{contents, filled};
 use farandole_world::{HostFacts, TaskId};

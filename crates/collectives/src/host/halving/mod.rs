@@ -47,6 +47,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
 use super::UNIT_BYTES;
@@ -55,8 +56,6 @@ use super::hierarchy::{HostInputs, arrived_bytes};
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::position::{LinkPositions, MessagePosition};
 use crate::Result;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 pub(super) use schedule::HalvingLane;
 use schedule::{HalvingSchedule, HalvingStage, LaneDirection};
 

@@ -52,6 +52,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
 use super::UNIT_BYTES;
@@ -60,8 +61,6 @@ use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::position::LinkPositions;
 use crate::Result;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 use schedule::{HierarchySchedule, RouteDirection};
 
 /// Position in the sequence of chunks that this member carries.

@@ -33,13 +33,13 @@ mod tensor_location;
 
 use std::ops::Range;
 
+use farandole_kernels::{BlockReducer, Buffer, GatherList, HostMemory};
+
 use super::UNIT_BYTES;
 use super::exchange::MemberExchange;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::pipeline::PipelineJob;
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
-use crate::{Error, HostMemory, Result};
+use crate::{Error, Result};
 pub(super) use tensor_location::PeerRegions;
 use tensor_location::TensorLocation;
 
@@ -94,7 +94,7 @@ impl InPlaceJob {
     ) -> Self {
         peers.regions.unmap_retired_regions();
         let tensors: Vec<usize> =
-            outputs.buffers().iter().map(crate::Buffer::len).filter(|bytes| *bytes > 0).collect();
+            outputs.buffers().iter().map(Buffer::len).filter(|bytes| *bytes > 0).collect();
         let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
         let mut exposed = Vec::new();
         if let Some((places, memories)) = tensor_location::own_locations(&inputs, &outputs) {

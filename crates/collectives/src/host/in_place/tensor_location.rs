@@ -7,11 +7,10 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
+use farandole_kernels::{Buffer, GatherList, HostMemory};
 use farandole_shm::{RegionHandle, SharedRegion};
 
 use super::super::UNIT_BYTES;
-use crate::buffer::GatherList;
-use crate::{Buffer, HostMemory};
 
 /// Location of a tensor in the shareable memory of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +109,7 @@ pub(super) fn own_locations(
         if input.address() != output.address() {
             return None;
         }
-        let (memory, offset) = crate::buffer::find_shareable_memory(output)?;
+        let (memory, offset) = farandole_kernels::find_shareable_memory(output)?;
         places.push(TensorLocation {
             card: *memory.shared_region()?.region_handle(),
             offset: offset as u64,

@@ -23,14 +23,14 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use farandole_kernels::{BlockReducer, GatherList};
+
 use super::super::UNIT_BYTES;
 use super::super::hierarchy::{arrived_bytes, reduce_host_blocks};
 use super::super::hosts::MembersByHost;
 use super::super::message::MessageProgress;
 use super::super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::{REDUCESCATTER_PIECE_BYTES, member_part};
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 use crate::{AllreduceAlgorithm, CrossoverTable, Result, TensorSegment};
 
 /// Bytes of this host's partial of the own part that may wait for the partials of other hosts.

@@ -19,6 +19,7 @@
 
 pub(super) mod across_hosts;
 
+use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::{Link, PACKET_PAYLOAD_BYTES};
 
 use super::message::MessageProgress;
@@ -26,8 +27,6 @@ use super::peers::{
     CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes,
     with_incoming_windows,
 };
-use crate::buffer::GatherList;
-use crate::kernel::BlockReducer;
 use crate::{Result, TensorSegment};
 
 /// Bytes that are sent to one member before the next member gets some. The receiver reduces the

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Scaling decisions: which workers are started and which must leave, from the number of slots.
+
+use std::time::Duration;
+
+use farandole_world::TaskId;
+
+use super::{ElasticMembership, ElasticWorker, LEAVE_TIMEOUT, WorkerStage};
+use crate::decisions::MembershipDecision;
+
+impl ElasticMembership {
+    /// Starts workers on free slots, and dismisses workers without a slot.
+    pub(super) fn plan_workers(&mut self, now: Duration, decisions: &mut Vec<MembershipDecision>) {
+        if !self.hosts.are_hosts_known() {
+            return;
+        }
+        let rank =
+            |task: &TaskId| self.present.as_ref().and_then(|present| present.task_rank(*task));
+        // Workers without a rank leave first, then the workers with the highest ranks.
+        let mut living: Vec<(TaskId, &str)> = self
+            .workers
+            .iter()
+            .filter(|(_, worker)| worker.dismissed.is_none() && worker.stage != WorkerStage::Done)
+            .map(|(task, worker)| (*task, worker.host.as_str()))
+            .collect();
+        living.sort_by_cached_key(|(task, _)| {
+            let rank = rank(task);
+            (rank.is_none(), rank, *task)
+        });
+        let surplus = self.hosts.surplus_workers(&living);
+        living.retain(|(task, _)| !surplus.contains_key(task));
+        let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize)
+            .saturating_sub(living.len());
+        let vacant: Vec<String> = self.hosts.vacant_slots(now, &living).take(wanted).collect();
+        for (task, reason) in surplus {
+            self.dismiss_worker(now, task, reason);
+        }
+        if self.present.as_ref().is_some_and(|present| self.has_returned_rank(present)) {
+            return;
+        }
+        for host in vacant {
+            let task = TaskId(self.next);
+            self.next += 1;
+            self.workers.insert(task, ElasticWorker::new_starting(host.clone(), now));
+            decisions.push(MembershipDecision::Start { task, host });
+        }
+    }
+
+    /// Dismisses a worker, which leaves at its next opportunity.
+    pub(super) fn dismiss_worker(&mut self, now: Duration, task: TaskId, reason: String) {
+        if let Some(worker) =
+            self.workers.get_mut(&task).filter(|worker| worker.stage != WorkerStage::Done)
+        {
+            self.changed |= worker.dismissed.is_none();
+            worker.dismissed.get_or_insert((now, reason));
+        }
+    }
+
+    /// Lets dismissed workers go if they are not at work. Ends a worker that takes longer than
+    /// `LEAVE_TIMEOUT`.
+    pub(super) fn release_dismissed_workers(
+        &mut self,
+        now: Duration,
+        decisions: &mut Vec<MembershipDecision>,
+    ) {
+        let mut ended = Vec::new();
+        for (task, worker) in &mut self.workers {
+            let Some((since, reason)) = &worker.dismissed else { continue };
+            let late = now.saturating_sub(*since) >= LEAVE_TIMEOUT;
+            match worker.stage {
+                WorkerStage::Ready { .. } => {
+                    worker.stage = WorkerStage::Leaving;
+                    decisions.push(MembershipDecision::Dismissed {
+                        task: *task,
+                        reason: reason.clone(),
+                    });
+                }
+                WorkerStage::Starting | WorkerStage::Importing => {
+                    ended.push((*task, reason.clone()))
+                }
+                WorkerStage::Working | WorkerStage::Leaving if late => {
+                    ended.push((*task, reason.clone()))
+                }
+                _ => {}
+            }
+        }
+        for (task, reason) in ended {
+            self.remove_worker(now, task);
+            decisions.push(MembershipDecision::End { task, reason });
+        }
+    }
+}
