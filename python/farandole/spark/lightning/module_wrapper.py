@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.columns.losses import shape_label, weighted_loss
+from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_of_terms
+from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.columns.tensors import flat_outputs
 
 if TYPE_CHECKING:
@@ -39,13 +40,15 @@ class _PlainModuleSteps:
         inputs: Sequence[TorchInput],
         labels: Sequence[TorchLabel],
         weight: str | None,
+        reduction: str | None = None,
     ) -> None:
         """Takes the user's objects."""
         self.model = model
         self._optimizer_parts = (optimizer, scheduler, interval)
-        self._losses = list(losses)
-        self._row_losses = [weighted_loss(loss) for loss in losses] if weight else []
-        self._loss_weights = tuple(loss_weights)
+        self._losses = [
+            LabelLoss(loss, one, reduction, share, weighted=weight is not None)
+            for loss, one, share in zip(losses, labels, loss_weights, strict=True)
+        ]
         self._metrics = [(list(group) * len(labels))[: len(labels)] for group in metrics]
         self._inputs = tuple(inputs)
         self._labels = tuple(labels)
@@ -80,15 +83,11 @@ class _PlainModuleSteps:
             for one, output in zip(self._labels, outputs, strict=True)
         ]
         weights = None if self._weight is None else batch[self._weight]
-        parts = [
-            self._losses[index](outputs[index], labels[index])
-            if weights is None
-            else self._row_losses[index](outputs[index], labels[index], weights)
-            for index in range(len(labels))
+        terms = [
+            loss.term(output, label, weights, loss.count(label, len(output)))
+            for loss, output, label in zip(self._losses, outputs, labels, strict=True)
         ]
-        loss = torch.stack(
-            [part * share for part, share in zip(parts, self._loss_weights, strict=True)]
-        ).sum()
+        loss = mean_of_terms(terms)
         told = {f"{stage}_loss": loss} | {
             f"{stage}_{name}": value for name, value in self._metric_values(outputs, labels)
         }

@@ -135,6 +135,24 @@ def column_ranges(url: str) -> dict[str, tuple[float, float]]:
     }
 
 
+def known_ranges(prepared: Prepared) -> dict[str, tuple[float, float]]:
+    """Returns the smallest and the largest value of each column, over training and validation rows.
+    Columns for which one of them is unknown are left out.
+
+    Args:
+        prepared: the data.
+    """
+    found = column_ranges(prepared.train_url)
+    if prepared.val_url is None:
+        return found
+    held = column_ranges(prepared.val_url)
+    return {
+        name: (min(low, held[name][0]), max(high, held[name][1]))
+        for name, (low, high) in found.items()
+        if name in held
+    }
+
+
 def check_weight_column(prepared: Prepared, weight: str | None) -> None:
     """Refuses weights that leave nothing to learn from.
 
@@ -212,6 +230,7 @@ def model_outputs(
     labels: Sequence[TorchLabel],
     model: torch.nn.Module,
     rows: dict[str, torch.Tensor],
+    count: int = _SAMPLE_ROWS,
 ) -> list[torch.Tensor]:
     """Returns a model's outputs for some rows.
 
@@ -220,11 +239,12 @@ def model_outputs(
         labels: one per output.
         model: the model.
         rows: columns by name.
+        count: how many of the first rows.
 
     Raises:
         ValueError: it does not take them, or returns something else than a row of outputs for each.
     """
-    tensors = [input_tensor(rows, one, _SAMPLE_ROWS, torch.device("cpu")) for one in inputs]
+    tensors = [input_tensor(rows, one, count, torch.device("cpu")) for one in inputs]
     training = model.training
     model.eval()
     try:
@@ -236,9 +256,9 @@ def model_outputs(
         model.train(training)
     outputs = flat_outputs(value, len(labels))
     for one, output in zip(labels, outputs, strict=True):
-        if output.shape[:1] != (_SAMPLE_ROWS,):
+        if output.shape[:1] != (count,):
             raise ValueError(
-                f"the model must return one row per row of its input: for {_SAMPLE_ROWS} rows, its "
+                f"the model must return one row per row of its input: for {count} rows, its "
                 f"output for column {one.column.name!r} has shape {tuple(output.shape)}"
             )
     return outputs

@@ -20,7 +20,8 @@ from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
-from farandole.spark.torch.columns.losses import construct_losses, loss_factor
+from farandole.spark.torch.columns.loss_terms import mean_of_terms
+from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
@@ -38,12 +39,16 @@ from farandole.spark.torch.training.setup import (
     move_loss,
     prepare_process,
 )
+from farandole.spark.torch.training.step_counts import count_steps
 from farandole.spark.torch.training.steps import OptimizerStepper
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.torch.columns.loss_terms import LossTerm
     from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
+    from farandole.spark.torch.training.batches import ScoredBatch
     from farandole.spark.torch.training.setup import BatchedSource
+    from farandole.spark.torch.training.step_counts import StepCounts
 
 _REPORT_INTERVAL_SECONDS = 0.2
 
@@ -248,11 +253,14 @@ class _TorchTrainer:
         self.halt.begin_epoch()
         meter = self.stepper.meter
         meter.begin_epoch()
-        for rows in source.epoch(epoch, steps):
+        counted = count_steps(
+            source.epoch(epoch, steps), source, self.batches, step, steps, self.loop.backward_passes
+        )
+        for rows, counts in counted:
             meter.begin_batch()
             step += 1
-            outputs, labels, loss = self._train_batch(source, rows, step - 1, steps)
-            scores.add_batch(outputs, labels, loss, rows.valid)
+            outputs, labels, terms = self._train_batch(rows, counts, step - 1, steps)
+            scores.add_batch(outputs, labels, terms, rows.valid)
             if self.callbacks.has_callbacks("on_batch_end"):
                 state.step, state.loss = step, scores.mean_loss()
                 self.callbacks.call_callbacks("on_batch_end")
@@ -282,37 +290,29 @@ class _TorchTrainer:
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
-        self, source: BatchedSource, rows: SourceBatch, step: int, steps: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        self, rows: SourceBatch, counts: StepCounts, step: int, steps: int
+    ) -> ScoredBatch:
         passes = self.loop.backward_passes
-        first = step - step % passes
-        last = min(first + passes, steps)
-        everywhere = source.rows_in(first, last)
         if self.minibatch is not None:
-            outputs, labels, loss = self.minibatch(rows, step, passes, everywhere)
-            self._check_step_loss(rows, loss, step)
-            return outputs, labels, loss
-        if step == first:
+            outputs, labels, terms = self.minibatch(rows, step, passes, counts)
+            self._check_step_loss(rows, terms, step)
+            return outputs, labels, terms
+        if step % passes == 0:
             self.optimizer.zero_grad()
         with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
-            outputs, labels, loss = self.batches.forward_batch(rows, self.model)
-        self._check_step_loss(rows, loss, step)  # before any gradient is computed from it
-        factor = (
-            1.0 / (last - first)
-            if everywhere is None
-            else loss_factor(rows.valid, self.size, everywhere)
-        )
-        self.stepper.backward(loss * factor)
-        if step == last - 1:
+            outputs, labels, terms = self.batches.forward_batch(rows, self.model)
+        self._check_step_loss(rows, terms, step)  # before any gradient is computed from it
+        self.stepper.backward(counts.step_loss(terms))
+        if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
             if self.loop.scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
-        return outputs, labels, loss
+        return outputs, labels, terms
 
-    def _check_step_loss(self, rows: SourceBatch, loss: torch.Tensor, step: int) -> None:
+    def _check_step_loss(self, rows: SourceBatch, terms: list[LossTerm], step: int) -> None:
         """Ends training at a loss that is not finite; one of padding alone does not count."""
         if rows.valid:
-            self.losses.check_step_loss(loss, step)
+            self.losses.check_step_loss(mean_of_terms(terms), step)
 
     def _validate_epoch(self, source: BatchedSource, epoch: int) -> dict[str, Any]:
         self.model.eval()

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 RESULT_PARAMS = frozenset(
     {
-        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col",
+        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "loss_reduction",
+        "sample_weight_col",
         "feature_cols",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
         "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes",
