@@ -145,6 +145,7 @@ class LightningEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
+        mapping.check_embeddings(self.getModel(), backend.num_processes())
         fingerprint = self._fit_fingerprint(prepared)
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base

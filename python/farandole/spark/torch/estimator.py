@@ -148,6 +148,7 @@ class TorchEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
+        mapping.check_embeddings(self.getModel(), backend.num_processes())
         fingerprint = self._fit_fingerprint(prepared)
         job, objects, losses, tensors = self._create_job(prepared, fingerprint)
         outputs = mapping.try_model(job, objects, losses, tensors)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,6 +81,36 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
     if strange:
         raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
+
+
+def check_embeddings(model: torch.nn.Module, processes: int) -> None:
+    """Refuses tables that every process would change by its own rows.
+
+    Args:
+        model: the user's.
+        processes: of the job.
+
+    Raises:
+        ValueError: an embedding has a `max_norm`.
+    """
+    if processes == 1:
+        return
+    for name, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        if layer.max_norm is not None:
+            raise ValueError(
+                f"the embedding {name!r} has max_norm={layer.max_norm:g}, which changes the table "
+                "in every forward pass: each process would change other rows, and processes "
+                "would train different tables. Use one process, or leave max_norm out"
+            )
+        if layer.scale_grad_by_freq:
+            warnings.warn(
+                f"the embedding {name!r} has scale_grad_by_freq=True: each of the {processes} "
+                "processes counts the indices of its own batch, so the result depends on the "
+                "number of processes",
+                stacklevel=2,
+            )
 
 
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:

@@ -23,6 +23,7 @@ from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_of_terms
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.batch_norm import average_moving_statistics
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import (
@@ -276,6 +277,7 @@ class _TorchTrainer:
         if self.minibatch is not None:
             self.minibatch.finish_epoch()
         self.losses.check_pending_losses()
+        average_moving_statistics(self.model)
         self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
 
     def _may_commit(self, source: BatchedSource, step: int) -> bool:

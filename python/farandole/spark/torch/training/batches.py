@@ -21,6 +21,8 @@ from farandole.spark.torch.columns.tensors import (
     to_device,
 )
 
+from farandole.spark.torch.training.batch_norm import ignore_padding
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -74,14 +76,9 @@ class BatchEvaluator:
         # Batch normalisation needs two rows in training, and every rank needs a backward pass.
         # Therefore a batch with fewer rows is padded.
         valid, count = rows.valid, rows.count
-        running = (
-            [buffer.clone() for buffer in module.buffers()]
-            if module.training and count > valid
-            else []
-        )
-        outputs = flat_outputs(self.model(*self.input_tensors(rows, count)), len(self.job.labels))
-        for buffer, before in zip(module.buffers() if running else (), running, strict=True):
-            buffer.data.copy_(before)  # padding must not move a batch norm's statistics
+        with ignore_padding(module, valid, count):
+            value = self.model(*self.input_tensors(rows, count))
+        outputs = flat_outputs(value, len(self.job.labels))
         if valid == 0:
             return outputs, outputs, empty_terms(outputs)
         outputs = [output[:valid] for output in outputs]
@@ -261,7 +258,7 @@ class UserMinibatch:
             passes,
             step,
         )
-        with self._stepper.autocast_context():
+        with ignore_padding(batches.model, valid, count), self._stepper.autocast_context():
             returned = self._function(*arguments[: self._argument_count])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
             raise ValueError(
