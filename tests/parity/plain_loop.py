@@ -56,8 +56,13 @@ def make_label(kind: str, rows: int, draw: np.random.Generator) -> np.ndarray:
 def make_optimizer(kind: str, parameters: Any, scale: float = 1.0) -> torch.optim.Optimizer:
     rate = LEARNING_RATE * scale
     if kind == "adam":
-        return torch.optim.Adam(parameters, lr=rate)
+        # A large `eps`: a gradient of 0 and one of 1e-9 must not make different steps.
+        return torch.optim.Adam(parameters, lr=rate, eps=1e-2)
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9 if kind == "momentum" else 0.0)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
 
 
 def reference_loss(
@@ -104,6 +109,7 @@ def train_plainly(cell: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str
     torch.manual_seed(0)
     network = Network(cases)
     optimizer = make_optimizer(cell["optimizer"], network.parameters())
+    scheduler = make_scheduler(optimizer) if cell["scheduler"] else None
     held = data["held"] if cell["validation"] else np.zeros(len(data["held"]), dtype=bool)
     train, val = np.flatnonzero(~held), np.flatnonzero(held)
     share = 1.0 / len(cases)
@@ -118,7 +124,12 @@ def train_plainly(cell: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str
             if cell["clip"]:
                 nn.utils.clip_grad_norm_(network.parameters(), cell["clip"])
             optimizer.step()
-    found = {"loss": _mean(numerators, counts, share)}
+            if scheduler is not None and cell["scheduler"] == "step":
+                scheduler.step()
+        if scheduler is not None and cell["scheduler"] == "epoch":
+            scheduler.step()
+    steps = -(-len(train) // GLOBAL_BATCH_ROWS)
+    found = {"loss": _mean(numerators, counts, share), "steps": steps}
     if cell["validation"]:
         numerators, counts = [0.0] * len(cases), [0.0] * len(cases)
         with torch.no_grad():

@@ -64,6 +64,8 @@ def fit_cell(cell: dict[str, Any], gangs: Any, folder: Any) -> dict[str, Any]:
         optional = {
             "sample_weight_col": "w" if "w" in data else None,
             "gradient_clip_norm": cell["clip"],
+            "lr_scheduler": plain_loop.make_scheduler if cell["scheduler"] else None,
+            "lr_scheduler_interval": cell["scheduler"],
             "loss_reduction": cases[0].reduction,
             "train_minibatch_fn": own_minibatch
             if cell["shape"] == "minibatch" and not cell["clip"]
@@ -86,11 +88,11 @@ def fit_cell(cell: dict[str, Any], gangs: Any, folder: Any) -> dict[str, Any]:
             **{name: value for name, value in optional.items() if value is not None},
         ).fit_on_parquet(path=str(train), val_path=str(val) if cell["validation"] else None)
 
-    if cell["shape"] == "resumed":
-        fit(1, cell["spread"])
+    if cell["before"] is not None:
+        fit(1, cell["before"])  # the rest of the run continues from its checkpoint
     fitted = fit(EPOCHS, cell["spread"])
     last = fitted.getHistory()[-1]
-    found = {"loss": last["train"]["loss"]}
+    found = {"loss": last["train"]["loss"], "steps": last["steps"]}
     if cell["validation"]:
         found["val_loss"] = last["validation"]["loss"]
     parameters = torch.cat([one.detach().ravel() for one in fitted.getModel().parameters()])

@@ -162,7 +162,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "adam", "momentum"),
     "clip": (None, 0.5),
     "validation": (False, True),
-    "shape": ("whole", "resumed", "minibatch", "function"),
+    "scheduler": (None, "epoch", "step"),
+    "shape": ("whole", "minibatch"),
+    "before": (None, *SPREADS),
 }
 GLOBAL_BATCH_ROWS = 12
 

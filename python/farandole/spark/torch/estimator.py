@@ -27,7 +27,7 @@ from farandole.spark.torch import callbacks, mapping
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs, describe_mapping
-from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.fingerprint_parts import add_totals, model_parts
 from farandole.spark.torch.job import (
     TorchLabel,
     TorchTrainingJob,
@@ -149,7 +149,12 @@ class TorchEstimator(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
         mapping.check_embeddings(self.getModel(), backend.num_processes())
-        fingerprint = self._fit_fingerprint(prepared)
+        fingerprint = add_totals(
+            self._fit_fingerprint(prepared),
+            self.getOptimizer(),
+            backend.num_processes(),
+            self.getBatchSize() * self.getBackwardPassesPerStep(),
+        )
         job, objects, losses, tensors = self._create_job(prepared, fingerprint)
         outputs = mapping.try_model(job, objects, losses, tensors)
         check_loss_forms(

@@ -3,8 +3,10 @@
 """The training loop, as it runs in every process of a job.
 
 The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints
-contain the rate of one process. If a run has a checkpoint, it continues after the last complete
-epoch, up to `epochs` in total, so a repeated run repeats only the lost steps.
+contain the rate of one process. If a run is resumed with other rows of a step on each process, its
+rate is multiplied by their ratio, so steps of equally many rows in all keep their rate. If a run
+has a checkpoint, it continues after the last complete epoch, up to `epochs` in total, so a repeated
+run repeats only the lost steps.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class _TorchTrainer:
             self._create_stepper(reached)
         self.history[:] = reached.history
         self.checkpoints.best = reached.best
-        self.stepper.restore_state(reached.stepper, self.size)
+        self.stepper.restore_state(reached.stepper, self._rate_factor(reached.rate_rows))
         self.stepper.taken = reached.taken
         if self.minibatch is not None:
             self.minibatch.enter_world(self.stepper)
@@ -166,23 +168,38 @@ class _TorchTrainer:
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
         found = self.checkpoints.resume_run(self.model, self.optimizer)
+        rate_rows = found.get("rate_rows", self._step_rows())
+        factor = self._rate_factor(rate_rows)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * self.size
+            group["lr"] = group["lr"] * factor
         history = found.get("history", [])
         taken = sum(entry.get("steps", 0) for entry in history)
-        self._create_stepper(TorchRunProgress(stepper=found | {"size": self.size}))
+        self._create_stepper(TorchRunProgress(stepper=found | {"factor": factor}))
         self.elastic_run.reached = TorchRunProgress(
             first_epoch=len(history),
             history=history,
             taken=taken,
             taken_before=taken,
             stepper=self.stepper.snapshot_state(),
+            rate_rows=rate_rows,
         )
+
+    def _step_rows(self) -> int:
+        """Returns the rows of a step of the optimizer on one process."""
+        return self.job.data.batch_size * self.loop.backward_passes
+
+    def _rate_factor(self, rate_rows: int) -> float:
+        """Returns the factor of the learning rate that checkpoints contain."""
+        return self.size * self._step_rows() / rate_rows
 
     def _create_stepper(self, reached: TorchRunProgress) -> None:
         """Creates the stepper from the optimizer's initial state in this process."""
         self.stepper = OptimizerStepper(
-            self.optimizer, self.objects.scheduler, self.loop, self.device, reached.stepper["size"]
+            self.optimizer,
+            self.objects.scheduler,
+            self.loop,
+            self.device,
+            reached.stepper["factor"],
         )
         self.stepper.load_checkpoint_state(reached.stepper)
 
@@ -373,11 +390,15 @@ class _TorchTrainer:
             )
 
     def _checkpoint_state(self) -> dict[str, Any]:
-        optimizer = payload.single_process_optimizer_state(self.optimizer, self.size)
+        rate_rows = self.elastic_run.reached.rate_rows
+        optimizer = payload.single_process_optimizer_state(
+            self.optimizer, self._rate_factor(rate_rows)
+        )
         return {
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "history": self.history,
+            "rate_rows": rate_rows,
         } | self.stepper.checkpoint_state()
 
     def _report_step(

@@ -113,6 +113,10 @@ class FingerprintPart:
     digest: str
     told: str
     """A few words about it, for people."""
+    together: str | None = None
+    """Digest of the value of all processes together, where a run may continue with the same value
+    spread over another number of processes.
+    """
 
     @classmethod
     def from_value(cls, name: str, value: Any, told: str | None = None) -> Self:
@@ -163,10 +167,20 @@ class Fingerprint:
             (mine.get(name, nothing), theirs.get(name, nothing), name)
             for name in {**mine, **theirs}
         ]
+        # What is the same on each process may differ in total, as with another number of processes.
+        # If something differs on each process, all parts with totals must have the same totals.
+        has_totals = any(
+            old.digest != new.digest and old.together == new.together is not None
+            for old, new, _ in pairs
+        )
         return [
             FingerprintDifference(name, old.told, new.told)
             for old, new, name in pairs
-            if old.digest != new.digest
+            if (
+                old.together != new.together
+                if has_totals and None not in (old.together, new.together)
+                else old.digest != new.digest
+            )
         ]
 
     def has_other_weights(self, now: Fingerprint) -> bool:
@@ -191,7 +205,11 @@ class Fingerprint:
 
     def to_json(self) -> str:
         """Returns the fingerprint as text for a file."""
-        parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
+        parts = [
+            {"name": one.name, "digest": one.digest, "told": one.told}
+            | ({} if one.together is None else {"together": one.together})
+            for one in self.parts
+        ]
         return json.dumps({"version": _DIGEST_VERSION, "parts": parts}, indent=1)
 
     @classmethod
@@ -207,7 +225,9 @@ class Fingerprint:
             if whole["version"] != _DIGEST_VERSION:
                 return None
             parts = tuple(
-                FingerprintPart(str(one["name"]), str(one["digest"]), str(one["told"]))
+                FingerprintPart(
+                    str(one["name"]), str(one["digest"]), str(one["told"]), one.get("together")
+                )
                 for one in whole["parts"]
             )
             return cls(parts)

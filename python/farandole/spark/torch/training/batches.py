@@ -20,7 +20,6 @@ from farandole.spark.torch.columns.tensors import (
     label_tensor,
     to_device,
 )
-
 from farandole.spark.torch.training.batch_norm import ignore_padding
 
 if TYPE_CHECKING:
@@ -215,6 +214,9 @@ class UserMinibatch:
         self._stepper: OptimizerStepper
         self._has_pending_gradients = False
         self._passes = 1
+        # torch calls hooks for the distributed optimizer, and inside for the wrapped class.
+        self._depth = 0
+        optimizer.register_step_pre_hook(self._enter_step)
         optimizer.register_step_post_hook(self._count_step)
 
     def __call__(
@@ -296,9 +298,18 @@ class UserMinibatch:
             self._stepper.optimizer.step()
             self._stepper.optimizer.zero_grad()
 
-    def _count_step(self, *_: Any) -> None:
+    def _enter_step(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _count_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        if self._depth or all(one.grad is None for one in held):
+            return
         self._stepper.taken += 1
         self._has_pending_gradients = False
+        if self._batches.job.loop.scheduler_interval == "step":
+            self._stepper.step_scheduler(None)
 
 
 def _count_positional(function: Callable[..., Any]) -> int:
