@@ -49,7 +49,9 @@ def test_a_run_continues_with_as_many_rows_and_the_rate_of_its_steps(gangs, tmp_
 
 def test_another_rate_of_the_steps_is_refused_and_named(gangs, tmp_path):
     fit(gangs(1), tmp_path, epochs=1, batch_size=12, rate=0.2)
-    with pytest.raises(RunDiffersError, match=r"optimizer was SGD\(lr=0.2\) and is .* on 2 processes"):
+    with pytest.raises(
+        RunDiffersError, match=r"optimizer was SGD\(lr=0.2\) and is .* on 2 processes"
+    ):
         fit(gangs(2), tmp_path, epochs=2, batch_size=6, rate=0.2)
     with pytest.raises(RunDiffersError, match="batch_size was 12 and is 8 on 2 processes"):
         fit(gangs(2), tmp_path, epochs=2, batch_size=8, rate=0.2)

@@ -35,6 +35,19 @@ _RELATIVE_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
+class PartLoss:
+    """The loss of some rows: a sum, and what divides it."""
+
+    total: float
+    count: float
+
+    @property
+    def mean(self) -> float:
+        """The loss itself."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
 class ProbeRows:
     """Real rows on which losses are tried.
 
@@ -95,7 +108,7 @@ def check_loss_parts(
     label = values.to(getattr(torch, one.dtype))
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, ends[-1]), *zip([0, *ends[:-1]], ends, strict=True)]
-    found: list[tuple[float, float]] = []
+    found: list[PartLoss] = []
     for first, last in bounds:
         rows = last - first
         count = label_loss.count(label[first:last], rows)
@@ -109,21 +122,33 @@ def check_loss_parts(
                 f"{name} takes no batch of {rows} rows, so it cannot be averaged over processes: "
                 f"{error}"
             ) from error
-        found.append((float(term.value) * term.scale, term.count))
-    (whole, count), *parts = found
-    if _is_close(whole, [total for total, _ in parts]):
+        found.append(PartLoss(float(term.value) * term.scale, term.count))
+    check_parts(found[0], found[1:], name)
+
+
+def check_parts(whole: PartLoss, parts: Sequence[PartLoss], name: str) -> None:
+    """Refuses a loss whose parts do not give the whole.
+
+    Args:
+        whole: the loss of all rows.
+        parts: the losses of `PROBE_PART_ROWS`.
+        name: words for the loss in the message.
+
+    Raises:
+        ValueError: the loss of all rows is not the mean of the losses of parts.
+    """
+    if _is_close(whole.total, [one.total for one in parts]):
         return
-    values_of_parts = [total / one_count if one_count else 0.0 for total, one_count in parts]
-    if _is_close(whole / count if count else 0.0, values_of_parts):
+    rows = sum(PROBE_PART_ROWS)
+    if _is_close(whole.mean, [one.mean for one in parts]):
         raise ValueError(
-            f"{name} is a sum over rows: of {sum(PROBE_PART_ROWS)} rows it is the sum of what it "
-            'is of parts. Set loss_reduction="sum" so that several processes or passes train what '
-            "one process trains"
+            f"{name} is a sum over rows: of {rows} rows it is the sum of what it is of parts. Set "
+            'loss_reduction="sum" so that several processes or passes train what one process trains'
         )
+    mean = sum(one.total for one in parts) / max(sum(one.count for one in parts), 1e-12)
     raise ValueError(
-        f"{name} is no mean over rows: of {sum(PROBE_PART_ROWS)} rows it is "
-        f"{whole / count if count else 0.0:g}, but the mean of its parts is "
-        f"{sum(total for total, _ in parts) / max(sum(each for _, each in parts), 1e-12):g}. "
+        f"{name} is no mean over rows: of {rows} rows it is {whole.mean:g}, but the mean of its "
+        f"parts is {mean:g}. "
         "Several processes or passes would train something else than one process. Use a loss that "
         "is a mean over rows, give the loss a method `label_count(label)` that returns what "
         'it divides by, or set loss_reduction: "mean" averages the losses of batches by their '

@@ -272,7 +272,13 @@ class _TorchTrainer:
         meter = self.stepper.meter
         meter.begin_epoch()
         counted = count_steps(
-            source.epoch(epoch, steps), source, self.batches, step, steps, self.loop.backward_passes
+            source.epoch(epoch, steps),
+            source,
+            self.batches.counter,
+            self.size,
+            step=step,
+            steps=steps,
+            passes=self.loop.backward_passes,
         )
         for rows, counts in counted:
             meter.begin_batch()

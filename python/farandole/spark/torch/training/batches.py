@@ -21,6 +21,7 @@ from farandole.spark.torch.columns.tensors import (
     to_device,
 )
 from farandole.spark.torch.training.batch_norm import ignore_padding
+from farandole.spark.torch.training.step_counts import LabelCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,10 +61,11 @@ class BatchEvaluator:
         self.first_pass = True
         self.weight_seen = 0.0
         self._losses = list(losses)
-        self.label_losses = [
+        self._label_losses = [
             LabelLoss(loss, one, job.loss_reduction, share, weighted=job.weight is not None)
             for loss, one, share in zip(losses, job.labels, job.loss_weights, strict=True)
         ]
+        self.counter = LabelCounter(self._label_losses, job.labels)
 
     def forward_batch(self, rows: SourceBatch, module: torch.nn.Module) -> ScoredBatch:
         """Calls the model and its losses.
@@ -83,7 +85,7 @@ class BatchEvaluator:
         outputs = [output[:valid] for output in outputs]
         outputs, labels = self.shape_labels(outputs, self.label_tensors(rows, valid))
         terms = self.loss_terms(
-            outputs, labels, self.weight_tensor(rows, valid), self.label_counts(rows)
+            outputs, labels, self.weight_tensor(rows, valid), self.counter.count_batch(rows)
         )
         return outputs, labels, terms
 
@@ -136,27 +138,15 @@ class BatchEvaluator:
             outputs: of the rows that count.
             labels: in the shapes that their losses expect.
             weights: one per row, or `None`.
-            counts: the result of `label_counts` for these rows.
+            counts: what the losses of these rows are divided by.
 
         Raises:
             ValueError: a label is no class that its output has.
         """
         if self.first_pass:
             self._check_label_classes(outputs, labels)
-        found = zip(self.label_losses, outputs, labels, counts, strict=True)
+        found = zip(self._label_losses, outputs, labels, counts, strict=True)
         return [loss.term(output, label, weights, count) for loss, output, label, count in found]
-
-    def label_counts(self, rows: SourceBatch) -> list[float]:
-        """Returns what the losses of a batch are divided by, one number per label.
-
-        Args:
-            rows: the batch, in host memory, where counting does not wait for a GPU.
-        """
-        counts: list[float] = []
-        for loss, one in zip(self.label_losses, self.job.labels, strict=True):
-            label = rows.columns[one.column.name][: rows.valid]
-            counts.append(loss.count(label.to(getattr(torch, one.dtype)), rows.valid))
-        return counts
 
     def _check_label_classes(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
         for index, one in enumerate(self.job.labels):
@@ -241,7 +231,7 @@ class UserMinibatch:
                 batches.loss_terms(
                     *few,
                     None if weights is None else weights[:valid],
-                    batches.label_counts(rows),
+                    batches.counter.count_batch(rows),
                 )
                 if valid
                 else empty_terms(outputs)

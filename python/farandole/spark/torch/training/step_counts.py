@@ -19,9 +19,46 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from farandole.spark.common.data.source import SourceBatch
-    from farandole.spark.torch.columns.loss_terms import LossTerm
-    from farandole.spark.torch.training.batches import BatchEvaluator
+    from farandole.spark.torch.columns.loss_terms import LabelLoss, LossTerm
+    from farandole.spark.torch.job import TorchLabel
     from farandole.spark.torch.training.setup import BatchedSource
+
+
+_ALLREDUCES_AT_ONCE = 4
+"""Numbers in the names of allreduces; a loader that reads ahead has two of them under way."""
+
+
+class LabelCounter:
+    """Counts the labels of batches.
+
+    Args:
+        losses: one per label.
+        labels: the labels.
+    """
+
+    def __init__(self, losses: Sequence[LabelLoss], labels: Sequence[TorchLabel]) -> None:
+        self._pairs = list(zip(losses, labels, strict=True))
+
+    def __len__(self) -> int:
+        """Returns the number of labels."""
+        return len(self._pairs)
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether a count is more than the number of rows."""
+        return any(loss.counts_labels for loss, _ in self._pairs)
+
+    def count_batch(self, rows: SourceBatch) -> list[float]:
+        """Returns what the losses of a batch are divided by, one number per label.
+
+        Args:
+            rows: the batch, in host memory, where counting does not wait for a GPU.
+        """
+        counts: list[float] = []
+        for loss, one in self._pairs:
+            label = rows.columns[one.column.name][: rows.valid]
+            counts.append(loss.count(label.to(getattr(torch, one.dtype)), rows.valid))
+        return counts
 
 
 class StepCounts:
@@ -31,15 +68,18 @@ class StepCounts:
         counts: one per label, of all processes, or of this process if they are added up.
         size: processes.
         adds_up: whether the counts of all processes are to be added up; a collective call.
+        step: number of the step.
     """
 
-    def __init__(self, counts: Sequence[float], size: int, *, adds_up: bool) -> None:
+    def __init__(self, counts: Sequence[float], size: int, *, adds_up: bool, step: int = 0) -> None:
         self._counts = list(counts)
         self._size = size
         self._handle: Any = None
         if adds_up and size > 1:
             self._handle = hvd.allreduce_async(
-                torch.tensor(self._counts, dtype=torch.float64), op=hvd.Sum, name="farandole.counts"
+                torch.tensor(self._counts, dtype=torch.float64),
+                op=hvd.Sum,
+                name=f"farandole.counts.{step % _ALLREDUCES_AT_ONCE}",
             )
 
     def step_loss(self, terms: Sequence[LossTerm]) -> torch.Tensor:
@@ -64,7 +104,9 @@ class StepCounts:
 def count_steps(
     rows: Iterable[SourceBatch],
     source: BatchedSource,
-    batches: BatchEvaluator,
+    counter: LabelCounter,
+    size: int,
+    *,
     step: int,
     steps: int,
     passes: int,
@@ -77,13 +119,13 @@ def count_steps(
     Args:
         rows: batches of the rest of an epoch.
         source: where they come from.
-        batches: what turns rows into losses.
+        counter: counts the labels of batches.
+        size: processes.
         step: number of the first batch in the epoch.
         steps: batches of the epoch.
         passes: batches that make one step of the optimizer.
     """
-    labels = len(batches.label_losses)
-    counts_labels = any(one.counts_labels for one in batches.label_losses)
+    counts_labels = counter.counts_labels
     waiting: list[SourceBatch] = []
     counts: StepCounts | None = None
     for one in rows:
@@ -93,15 +135,14 @@ def count_steps(
         everywhere = source.rows_in(first, last)
         if not counts_labels and everywhere is not None:
             if counts is None or step - 1 == first:
-                counts = StepCounts([everywhere] * labels, batches.size, adds_up=False)
+                counts = StepCounts([everywhere] * len(counter), size, adds_up=False)
             yield one, counts
             continue
         waiting.append(one)
         if step == last:
-            found = [batches.label_counts(each) for each in waiting]
-            counts = StepCounts(
-                [sum(each) for each in zip(*found, strict=True)], batches.size, adds_up=True
-            )
+            found = [counter.count_batch(each) for each in waiting]
+            sums = [sum(each) for each in zip(*found, strict=True)]
+            counts = StepCounts(sums, size, adds_up=True, step=first // passes)
             for each in waiting:
                 yield each, counts
             waiting = []
