@@ -23,7 +23,7 @@ for module in (plain_loop, torch_cells, sys.modules[__name__]):
     cloudpickle.register_pickle_by_value(module)  # processes cannot import tests
 
 CELLS = cover_pairs(OPTIONS, is_valid_cell, at_least=420)
-SHORT_CELLS = 60
+SHORT_CELLS = 42
 RELATIVE_TOLERANCE = 1e-5
 
 

@@ -66,7 +66,7 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         If the labels of all rows are ignored, both are 0.
 
     Raises:
-        TypeError: the loss is none of torch's, so it is unknown what divides it.
+        TypeError: the loss is no loss of torch, so it is unknown what divides it.
 
     Example:
         total, count = hvd.loss_sum_and_count(criterion, model(images), labels)

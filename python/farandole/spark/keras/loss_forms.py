@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from farandole._keras.values import as_array
 from farandole.spark.common.data.source import first_rows
 from farandole.spark.keras.arrays import model_inputs, model_labels
 from farandole.spark.keras.model_compilation import compile_arguments, has_custom_train_step
@@ -180,6 +181,6 @@ def _loss_of_rows(
         )
     )
     output = model(x, training=False)
-    loss = float(keras.ops.convert_to_numpy(model.compute_loss(x=x, y=y, y_pred=output)))
+    loss = float(as_array(model.compute_loss(x=x, y=y, y_pred=output)))
     model.reset_metrics()
     return loss

@@ -80,7 +80,9 @@ class _PlainModuleSteps:
     def reset_loss_sums(self) -> None:
         """Begins the sums of an epoch."""
         nothing = [0.0] * len(self._labels)
-        self.loss_sums = {stage: (list(nothing), list(nothing)) for stage in ("train", "val")}
+        self.loss_sums: dict[str, tuple[list[Any], list[float]]] = {
+            stage: (list(nothing), list(nothing)) for stage in ("train", "val")
+        }
 
     def take_step_loss(self) -> torch.Tensor | None:
         """Returns the part of the batch in progress in the step's loss, once; `None` if unknown."""

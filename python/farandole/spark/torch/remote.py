@@ -99,6 +99,7 @@ class _TorchTrainer:
         callable_model = torch.compile(self.model) if job.loop.compile else self.model
         self.batches = BatchEvaluator(
             callable_model,
+            self.model,
             [move_loss(one, self.device) for one in losses],
             job,
             self.device,
@@ -325,7 +326,7 @@ class _TorchTrainer:
         if step % passes == 0:
             self.optimizer.zero_grad()
         with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
-            outputs, labels, terms = self.batches.forward_batch(rows, self.model)
+            outputs, labels, terms = self.batches.forward_batch(rows)
         self._check_step_loss(rows, terms, step)  # before any gradient is computed from it
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
@@ -345,7 +346,7 @@ class _TorchTrainer:
         with torch.no_grad(), self.stepper.autocast_context():
             for rows in source.epoch(epoch, self._epoch_steps(source, self.job.data.val_steps)):
                 if rows.valid:
-                    scores.add_batch(*self.batches.forward_batch(rows, self.model), rows.valid)
+                    scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
         return scores.global_scores()
 
     def _should_end_run(self) -> bool:

@@ -227,7 +227,7 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
         is_sum: whether losses are sums over rows. The history has them divided by the rows.
     """
     rows: list[Any] = [None]
-    share: list[Any] = [None]
+    share: list[Any] = [1.0]
 
     def wrap_step(plain_step: Any, *, takes_shares: bool) -> Any:
         def step(*arguments: Any) -> Any:
@@ -237,7 +237,8 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
                 share[0] = extra["share"][0]
                 weights = extra.get("weights")
                 batch = (x, y) if weights is None else (x, y, weights)
-            rows[0] = keras.ops.shape(keras.tree.flatten(batch[0])[0])[0]
+            first = next(one for one in keras.tree.flatten(batch) if one is not None)
+            rows[0] = keras.ops.shape(first)[0]  # pyright: ignore[reportOptionalSubscript]
             return plain_step(*state, batch)
 
         return step

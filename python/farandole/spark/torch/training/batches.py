@@ -39,7 +39,8 @@ class BatchEvaluator:
     """The model and its losses, called on batches.
 
     Args:
-        model: on its device.
+        model: what is called; compiled, if the user wants that.
+        module: the model, on its device.
         losses: one per label, on that device.
         job: the run.
         device: where.
@@ -49,12 +50,14 @@ class BatchEvaluator:
     def __init__(
         self,
         model: Callable[..., Any],
+        module: torch.nn.Module,
         losses: Sequence[Any],
         job: TorchTrainingJob,
         device: torch.device,
         size: int,
     ) -> None:
         self.model = model
+        self.module = module
         self.job = job
         self.device = device
         self.size = size
@@ -67,17 +70,16 @@ class BatchEvaluator:
         ]
         self.counter = LabelCounter(self._label_losses, job.labels)
 
-    def forward_batch(self, rows: SourceBatch, module: torch.nn.Module) -> ScoredBatch:
+    def forward_batch(self, rows: SourceBatch) -> ScoredBatch:
         """Calls the model and its losses.
 
         Args:
             rows: the batch.
-            module: whose buffers padding must not change.
         """
         # Batch normalisation needs two rows in training, and every rank needs a backward pass.
         # Therefore a batch with fewer rows is padded.
         valid, count = rows.valid, rows.count
-        with ignore_padding(module, valid, count):
+        with ignore_padding(self.module, valid, count):
             value = self.model(*self.input_tensors(rows, count))
         outputs = flat_outputs(value, len(self.job.labels))
         if valid == 0:
@@ -250,7 +252,7 @@ class UserMinibatch:
             passes,
             step,
         )
-        with ignore_padding(batches.model, valid, count), self._stepper.autocast_context():
+        with ignore_padding(batches.module, valid, count), self._stepper.autocast_context():
             returned = self._function(*arguments[: self._argument_count])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
             raise ValueError(
