@@ -296,7 +296,7 @@ def test_the_checkpoint_is_plain_tensors_and_the_logs_are_lines(data):
     fitted = fit(data, linear(), epochs=2, run_id="r")
     run = data / "runs" / "r"
     state = unpack_state((run / "checkpoint").read_bytes())
-    assert set(state) == {"model", "optimizer", "history"}
+    assert set(state) == {"model", "optimizer", "history", "rate_rows"}
     assert len((run / "logs" / "history.jsonl").read_text().splitlines()) == 2
     assert fitted.getPaths()["checkpoint"] == f"file://{run}/checkpoint"
 
