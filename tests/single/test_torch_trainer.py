@@ -14,12 +14,7 @@ import torch
 
 from farandole.spark.common import Backend, LocalBackend, LocalStore
 from farandole.spark.torch import TorchEstimator
-from farandole.spark.torch.columns.losses import (
-    label_dtype,
-    loss_factor,
-    shape_label,
-    weighted_loss,
-)
+from farandole.spark.torch.columns.losses import label_dtype, shape_label
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.job import TorchInput
 from farandole.spark.torch.saving.payload import unpack_state
@@ -301,7 +296,7 @@ def test_the_checkpoint_is_plain_tensors_and_the_logs_are_lines(data):
     fitted = fit(data, linear(), epochs=2, run_id="r")
     run = data / "runs" / "r"
     state = unpack_state((run / "checkpoint").read_bytes())
-    assert set(state) == {"model", "optimizer", "history"}
+    assert set(state) == {"model", "optimizer", "history", "rate_rows"}
     assert len((run / "logs" / "history.jsonl").read_text().splitlines()) == 2
     assert fitted.getPaths()["checkpoint"] == f"file://{run}/checkpoint"
 
@@ -435,17 +430,3 @@ def test_a_label_takes_the_shape_of_an_output_of_its_size():
     assert shape_label(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 1), None).shape == (4, 1)
     assert shape_label(torch.zeros(4, dtype=torch.int64), torch.zeros(4, 3), None).shape == (4,)
     assert shape_label(torch.zeros(4, 6), torch.zeros(4), (-1, 2, 3)).shape == (4, 2, 3)
-
-
-def test_weighted_losses_are_means_of_loss_times_weight():
-    output, label = torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0], [0.0]])
-    for loss in (torch.nn.MSELoss(), torch.nn.functional.mse_loss):
-        assert weighted_loss(loss)(output, label, torch.tensor([2.0, 0.5])).item() == pytest.approx(
-            (2 + 2) / 2
-        )
-
-
-def test_every_row_of_a_step_counts_alike():
-    assert loss_factor(8, 2, 16) == 1
-    assert loss_factor(2, 2, 10) + loss_factor(8, 2, 10) == 2
-    assert loss_factor(0, 2, 8) == 0

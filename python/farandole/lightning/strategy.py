@@ -16,7 +16,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -100,6 +100,21 @@ class _PlainValueBroadcast:
         return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj
 
 
+class _ExactMeans:
+    """Reduces tensors. Lightning divides the mean of sums over ranks by the mean of counts of
+    rows, and a mean of integers would be rounded.
+    """
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over ranks, like `DDPStrategy.reduce`. The mean of integers is a
+        float64.
+        """
+        is_mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
+        if is_mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            tensor = tensor.double()
+        return cast("Any", super()).reduce(tensor, group, reduce_op)
+
+
 @cache
 def environment_class(package: str) -> type[Any]:
     """Returns the class of Lightning's view of Farandole's world, for one of its packages.
@@ -125,7 +140,7 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(_PlainValueBroadcast, base):
+    class FarandoleStrategy(_PlainValueBroadcast, _ExactMeans, base):
         """Trains one model on all ranks of Farandole's world.
 
         Args:

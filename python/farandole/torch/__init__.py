@@ -30,6 +30,7 @@ from farandole.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from farandole.torch.loss_sums import loss_sum_and_count
 from farandole.torch.mpi_ops import *  # noqa: F403 - one list of the operations is enough
 from farandole.torch.optimizer import DistributedOptimizer
 from farandole.torch.sync_batch_norm import SyncBatchNorm
@@ -47,5 +48,6 @@ __all__ = [
     "broadcast_parameters",
     "check_extension",
     "elastic",
+    "loss_sum_and_count",
 ]
 __all__ += mpi_ops.__all__

@@ -189,7 +189,9 @@ class GradientReducer:
                 raise AssertionError(
                     f"the gradient of {slot.name} was computed more than "
                     f"backward_passes_per_step={reducer.passes} "
-                    "times before step() or synchronize()"
+                    "times before step() or synchronize(). Set backward_passes_per_step to the "
+                    "number of backward passes, or call those whose gradients this optimizer does "
+                    "not step with inside `with optimizer.no_sync():`"
                 )
 
         return on_gradient

@@ -240,7 +240,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._reducer is not None and self._reducer.is_busy():
             raise AssertionError(
-                "zero_grad() came before step() or synchronize() while gradients are being reduced"
+                "zero_grad() came before step() or synchronize() while gradients are being "
+                "reduced. If the loss of another optimizer reaches these parameters, as a "
+                "generator's loss reaches the discriminator, call its backward() inside "
+                "`with optimizer.no_sync():` of this optimizer, which does not step with these "
+                "gradients"
             )
         if self._reducer is not None:
             self._reducer.reset_counts()

@@ -6,8 +6,10 @@ torch only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -19,8 +21,12 @@ from farandole.common.util import Sum
 from farandole.torch._allgather import allgather
 from farandole.torch._allreduce import allreduce
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _layers = itertools.count()
 _world = 0
+_padding = threading.local()
 
 
 def _reset_layer_numbers() -> None:
@@ -30,6 +36,32 @@ def _reset_layer_numbers() -> None:
 
 
 basics.call_on_each_init(_reset_layer_numbers)
+
+
+@contextlib.contextmanager
+def leave_out_padding(valid: int, count: int) -> Iterator[None]:
+    """Lets the layers that this thread calls leave out the last rows of a batch.
+
+    Statistics are those of the first rows, and gradients of the last rows do not depend on them.
+
+    Args:
+        valid: Rows that count.
+        count: Rows of the batch. The inputs of layers have this number of rows, or a multiple of it
+            where every row became several.
+    """
+    _padding.rows = valid, count
+    try:
+        yield
+    finally:
+        _padding.rows = None
+
+
+def _counted_rows(tensor: torch.Tensor) -> int:
+    """Returns how many of the first rows of an input count."""
+    rows = getattr(_padding, "rows", None)
+    if rows is None or tensor.shape[0] % rows[1] != 0:
+        return tensor.shape[0]
+    return tensor.shape[0] // rows[1] * rows[0]
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -90,10 +122,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 training=False,
                 eps=self.eps,
             )
+        rows = _counted_rows(input)
+        counted = input[:rows]
         if len(member_ranks(self.process_set)) == 1 or not self.process_set.included():
-            statistics = _local_statistics(input)
+            statistics = _local_statistics(counted)
         else:
-            statistics = _global_statistics(input, self.name_of("forward"), self.process_set)
+            statistics = _global_statistics(counted, self.name_of("forward"), self.process_set)
         count, mean, variance = statistics
         if count <= 1:
             raise ValueError(
@@ -101,7 +135,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             )
         if self.training:
             self._update_running_statistics(count, mean, variance)
-        return _NormalizeFunction.apply(input, self.weight, self.bias, statistics, self)
+        return _NormalizeFunction.apply(input, self.weight, self.bias, statistics, self, rows)
 
     def name_of(self, what: str) -> str:
         """Returns a unique name of this layer, so that layers may run at the same time in
@@ -215,6 +249,7 @@ def _normalize_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | 
     derived = _widen_dtype(grads[0])
     centred = _widen_dtype(tensor) - mean.view(shape)
     others = _non_channel_dimensions(tensor)
+    # Weight and bias scale all rows; the statistics depend on the rows that count.
     own = torch.stack([derived.sum(others), (derived * centred).sum(others)])
     sums = own
     if not ctx.alone:
@@ -228,11 +263,12 @@ def _normalize_backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | 
             - mean_derived.view(shape)
             - centred * (mean_product * scale * scale).view(shape)
         )
+        inner[ctx.rows :] = derived[ctx.rows :]
         for_input = (inner * slope.view(shape)).to(tensor.dtype)
     for_weight = for_bias = None
     if weight is not None:
         for_weight, for_bias = (own[1] * scale).to(weight.dtype), own[0].to(weight.dtype)
-    return for_input, for_weight, for_bias, None, None
+    return for_input, for_weight, for_bias, None, None, None
 
 
 class _NormalizeFunction(torch.autograd.Function):
@@ -248,9 +284,10 @@ class _NormalizeFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         statistics: BatchStatistics,
         layer: SyncBatchNorm,
+        rows: int,
     ) -> torch.Tensor:
         count, mean, variance = statistics
-        ctx.count, ctx.layer = count, layer
+        ctx.count, ctx.layer, ctx.rows = count, layer, rows
         ctx.alone = len(member_ranks(layer.process_set)) == 1 or not layer.process_set.included()
         ctx.save_for_backward(tensor, weight, mean, torch.rsqrt(variance + layer.eps))
         wide = torch.nn.functional.batch_norm(

@@ -34,6 +34,7 @@ from farandole.spark.keras.arrays import (
 )
 from farandole.spark.keras.fingerprint_parts import model_parts
 from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
+from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
 from farandole.spark.keras.params import KerasParams
 from farandole.spark.keras.remote import train_rank
@@ -169,6 +170,15 @@ class KerasEstimator(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> KerasModel:
         job, copy, outputs, fingerprint = self._create_job(prepared)
+        if self.getDataModule() is None:
+            check_loss_form(
+                job,
+                copy.model,
+                create_transformation(self),
+                wanted=self.getLossReduction(),
+                processes=backend.num_processes(),
+                names=self._column_roles().stored_columns,
+            )
         shown.show_message(describe_mapping(job.shape, job.labels, outputs))
         with (
             self._hold_run(job, fingerprint, shown),
@@ -310,6 +320,8 @@ class KerasEstimator(
             verbose=self.getVerbose(),
             terminate_on_nan=self.getTerminateOnNan(),
             prefetch=self.getTensorflowDatasetPrefetchBufferSize(),
+            passes=self.getBackwardPassesPerStep(),
+            loss_reduction=find_loss_reduction(copy.model, self.getLossReduction()),
         )
         return job, copy, outputs, fingerprint
 

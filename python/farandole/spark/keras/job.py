@@ -79,6 +79,10 @@ class KerasTrainingJob:
     terminate_on_nan: bool
     prefetch: int
     """Batches that `tf.data` prepares ahead; 0 leaves it to Keras."""
+    passes: int = 1
+    """Batches whose gradients make one step of the optimizer."""
+    loss_reduction: str = "mean"
+    """What the model's loss is for a batch, see `loss_forms`."""
 
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""

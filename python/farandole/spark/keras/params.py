@@ -95,6 +95,14 @@ class KerasParams(EstimatorParams):
         _check_loss,
         default=None,
     )
+    loss_reduction: Parameter[str] = Parameter(
+        "What the model's loss is for a batch, where it is not the mean of Keras's own losses: "
+        '`"mean"` or `"sum"` over rows, or `"per_batch"`, a number of the batch as a whole. '
+        "Without it, a loss of an unknown form is tried on parts of the first rows, and refused "
+        "if several processes cannot compute it.",
+        check.one_of("mean", "sum", "per_batch"),
+        default=None,
+    )
     metrics: Parameter[Any] = Parameter(
         "As `compile` takes them; without them, the compiled model's.", _check_metrics, default=[]
     )
@@ -133,6 +141,7 @@ class KerasParams(EstimatorParams):
         default=_DEFAULT_ENVIRONMENT,
     )
 
+    setLossReduction, getLossReduction = accessors("loss_reduction")
     setCustomObjects, getCustomObjects = accessors("custom_objects")
     setCheckpointCallback, getCheckpointCallback = accessors("checkpoint_callback")
     setDataModule, getDataModule = accessors("data_module")

@@ -31,11 +31,13 @@ from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.module_wrapper import wrap_module
 from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook_arguments, train_rank
+from farandole.spark.lightning.step_probe import check_training_step
 from farandole.spark.torch import mapping
 from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs
 from farandole.spark.torch.fingerprint_parts import model_parts
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TrainingLoopOptions
+from farandole.spark.torch.loss_probe import check_loss_forms
 from farandole.spark.torch.saving import payload
 
 if TYPE_CHECKING:
@@ -145,9 +147,16 @@ class LightningEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
+        mapping.check_embeddings(self.getModel(), backend.num_processes())
         fingerprint = self._fit_fingerprint(prepared)
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
+        self._check_losses(
+            base,
+            objects,
+            processes=backend.num_processes(),
+            names=self._column_roles().stored_columns,
+        )
         with (
             self._hold_run(base, fingerprint, shown),
             create_trackers(self, base, prepared, fingerprint) as tracker,
@@ -181,6 +190,28 @@ class LightningEstimator(
             **self._inherited_params(prepared),
             paths=base.file_paths(),
             outputs=outputs,
+        )
+
+    def _check_losses(
+        self,
+        job: TorchTrainingJob,
+        objects: LightningUserObjects,
+        *,
+        processes: int,
+        names: list[str],
+    ) -> None:
+        """Tries losses of an unknown form on parts of real rows."""
+        if not isinstance(objects.data_module, type | None):
+            return  # its rows and batches are unknown here
+        if self._lightning_package() is not None:
+            check_training_step(
+                job, objects.module, objects.transformation, processes=processes, names=names
+            )
+            return
+        losses = self._label_losses(len(job.labels))
+        model = objects.module.model
+        check_loss_forms(
+            job, losses, model, objects.transformation, processes=processes, names=names
         )
 
     def _model_example(
@@ -270,6 +301,7 @@ class LightningEstimator(
                 inputs=made,
                 labels=labels,
                 weight=self.getSampleWeightCol(),
+                reduction=self.getLossReduction(),
             )
         packed = payload.pack_objects(
             objects,
@@ -290,6 +322,7 @@ class LightningEstimator(
             labels=labels,
             weight=self.getSampleWeightCol(),
             loss_weights=(),
+            loss_reduction=self.getLossReduction(),
         )
         mine: LightningUserObjects = payload.unpack_pickle(packed)
         job = LightningTrainingJob(

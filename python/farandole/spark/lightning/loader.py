@@ -4,18 +4,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.torch.columns.tensors import check_finite_inputs, input_tensor, label_tensor
+from farandole.spark.torch.training.step_counts import StepCounts, count_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from farandole.spark.common.data.source import SourceBatch
     from farandole.spark.torch.job import TorchTrainingJob
     from farandole.spark.torch.training.setup import BatchedSource
+    from farandole.spark.torch.training.step_counts import LabelCounter
+
+_REMEMBERED_BATCHES = 8
+"""Batches that a loader remembers; Lightning reads one or two ahead."""
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """A batch that a loader has yielded.
+
+    Attributes:
+        valid: rows that count; 0 for a batch of padding.
+        counts: what the losses of its step are divided by, if labels are counted; of all ranks.
+        own: what the losses of this batch are divided by, if labels are counted.
+    """
+
+    valid: int
+    counts: StepCounts | None = None
+    own: tuple[float, ...] = ()
 
 
 class LightningLoader:
@@ -31,6 +53,9 @@ class LightningLoader:
         steps: of one epoch; `None` takes one pass.
         epoch: the first.
         place: where the first continues.
+        size: ranks.
+        passes: batches that make one step of the optimizer.
+        counter: counts the labels of training batches, for a module whose losses are known.
     """
 
     def __init__(
@@ -40,12 +65,20 @@ class LightningLoader:
         steps: int | None,
         epoch: int,
         place: EpochPosition | None = None,
+        *,
+        size: int = 1,
+        passes: int = 1,
+        counter: LabelCounter | None = None,
     ) -> None:
         self._source = source
         self._job = job
         self._steps = steps
         self._epoch = epoch
         self._place = place or EpochPosition()
+        self._size = size
+        self._passes = passes
+        self._counter = counter
+        self._read: dict[int, ReadBatch] = {}
         source.set_epoch_start(self._place)
         self.checked = False
 
@@ -64,6 +97,33 @@ class LightningLoader:
         """
         return self._source.position_after_steps(epoch, self._place.steps + steps)
 
+    def read_batch(self, index: int) -> ReadBatch:
+        """Returns what is known of a batch that was yielded lately.
+
+        Args:
+            index: number in the epoch as far as this loader yields it.
+        """
+        return self._read[index]
+
+    def global_rows(self, first: int, last: int) -> int:
+        """Returns the rows of all ranks in the batches from `first` up to, not including, `last`.
+
+        Args:
+            first: number of a batch of this loader.
+            last: number of a later batch.
+        """
+        found = self._source.row_count_in_steps(self._place.steps + first, self._place.steps + last)
+        return max(1, found or 0)
+
+    def filled_batches(self, first: int, last: int) -> int:
+        """Returns how many batches of all ranks have rows.
+
+        Args:
+            first: number of a batch of this loader.
+            last: number of a later batch.
+        """
+        return sum(min(self._size, self.global_rows(one, one + 1)) for one in range(first, last))
+
     def rewind_to_start(self) -> None:
         """Lets the next epoch begin at its first row."""
         self._place = EpochPosition()
@@ -77,7 +137,13 @@ class LightningLoader:
         epoch = self._epoch
         self._epoch += 1
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
-        for rows in self._source.epoch(epoch, self._epoch_step_count()):
+        steps, index = self._epoch_step_count(), -1
+        self._read = {}
+        for rows, counts in self._counted_batches(epoch, steps):
+            index += 1
+            own = () if self._counter is None else tuple(self._counter.count_batch(rows))
+            self._read[index] = ReadBatch(rows.valid, counts, own)
+            self._read.pop(index - _REMEMBERED_BATCHES, None)
             count = rows.valid or 1
             if not (self.checked or allow_nan):
                 for one in self._job.inputs:
@@ -94,3 +160,19 @@ class LightningLoader:
                 batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)
             yield batch
         self.checked = True
+
+    def _counted_batches(
+        self, epoch: int, steps: int
+    ) -> Iterator[tuple[SourceBatch, StepCounts | None]]:
+        batches = self._source.epoch(epoch, steps)
+        if self._counter is None:
+            return ((rows, None) for rows in batches)
+        return count_steps(
+            batches,
+            self._source,
+            self._counter,
+            self._size,
+            step=self._place.steps,
+            steps=steps,
+            passes=self._passes,
+        )

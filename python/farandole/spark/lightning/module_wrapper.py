@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.columns.losses import shape_label, weighted_loss
+from farandole.spark.torch.columns.loss_terms import LabelLoss, mean_of_terms
+from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.columns.tensors import flat_outputs
+from farandole.spark.torch.training.batches import empty_terms
+from farandole.spark.torch.training.step_counts import LabelCounter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from farandole.spark.lightning.loader import LightningLoader
     from farandole.spark.torch.job import TorchInput, TorchLabel
 
 
@@ -39,29 +43,59 @@ class _PlainModuleSteps:
         inputs: Sequence[TorchInput],
         labels: Sequence[TorchLabel],
         weight: str | None,
+        reduction: str | None = None,
     ) -> None:
         """Takes the user's objects."""
         self.model = model
         self._optimizer_parts = (optimizer, scheduler, interval)
-        self._losses = list(losses)
-        self._row_losses = [weighted_loss(loss) for loss in losses] if weight else []
-        self._loss_weights = tuple(loss_weights)
+        self._losses = [
+            LabelLoss(loss, one, reduction, share, weighted=weight is not None)
+            for loss, one, share in zip(losses, labels, loss_weights, strict=True)
+        ]
         self._metrics = [(list(group) * len(labels))[: len(labels)] for group in metrics]
         self._inputs = tuple(inputs)
         self._labels = tuple(labels)
         self._weight = weight
+        self.use_loaders(None, None)
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Calls the module."""
         return self.model(*inputs)
 
-    def training_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
-        """Returns the loss of a batch."""
-        return self._batch_loss(batch, "train")
+    def label_counter(self) -> LabelCounter:
+        """Returns what counts the labels of batches."""
+        return LabelCounter(self._losses, self._labels)
 
-    def validation_step(self, batch: dict[str, torch.Tensor], _index: int) -> torch.Tensor:
-        """Returns the loss of a batch."""
-        return self._batch_loss(batch, "val")
+    def use_loaders(self, train: LightningLoader | None, val: LightningLoader | None) -> None:
+        """Takes the loaders, which know the rows and counts of their batches.
+
+        Args:
+            train: of training batches.
+            val: of validation batches.
+        """
+        self._loaders = {"train": train, "val": val}
+        self._step_loss: torch.Tensor | None = None
+        self.reset_loss_sums()
+
+    def reset_loss_sums(self) -> None:
+        """Begins the sums of an epoch."""
+        nothing = [0.0] * len(self._labels)
+        self.loss_sums: dict[str, tuple[list[Any], list[float]]] = {
+            stage: (list(nothing), list(nothing)) for stage in ("train", "val")
+        }
+
+    def take_step_loss(self) -> torch.Tensor | None:
+        """Returns the part of the batch in progress in the step's loss, once; `None` if unknown."""
+        found, self._step_loss = self._step_loss, None
+        return found
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        """Returns the mean loss of a batch."""
+        return self._batch_loss(batch, "train", index)
+
+    def validation_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        """Returns the mean loss of a batch."""
+        return self._batch_loss(batch, "val", index)
 
     def configure_optimizers(self) -> Any:
         """Returns the user's optimizer, and the scheduler if there is one."""
@@ -71,7 +105,7 @@ class _PlainModuleSteps:
         made = scheduler if hasattr(scheduler, "state_dict") else scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval}}
 
-    def _batch_loss(self, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
+    def _batch_loss(self, batch: dict[str, torch.Tensor], stage: str, index: int) -> torch.Tensor:
         outputs = flat_outputs(
             self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels)
         )
@@ -80,15 +114,30 @@ class _PlainModuleSteps:
             for one, output in zip(self._labels, outputs, strict=True)
         ]
         weights = None if self._weight is None else batch[self._weight]
-        parts = [
-            self._losses[index](outputs[index], labels[index])
-            if weights is None
-            else self._row_losses[index](outputs[index], labels[index], weights)
-            for index in range(len(labels))
-        ]
-        loss = torch.stack(
-            [part * share for part, share in zip(parts, self._loss_weights, strict=True)]
-        ).sum()
+        loader = self._loaders[stage]
+        read = None if loader is None else loader.read_batch(index)
+        if read is not None and not read.valid:
+            terms = empty_terms(outputs)
+        else:
+            own = read.own if read is not None and read.own else None
+            terms = [
+                loss.term(
+                    output,
+                    label,
+                    weights,
+                    loss.count(label, len(output)) if own is None else own[position],
+                )
+                for position, (loss, output, label) in enumerate(
+                    zip(self._losses, outputs, labels, strict=True)
+                )
+            ]
+        if read is not None and read.counts is not None and stage == "train":
+            self._step_loss = read.counts.step_loss(terms)
+        sums, counts = self.loss_sums[stage]
+        for position, term in enumerate(terms):
+            sums[position] = sums[position] + term.value.detach().double() * term.scale
+            counts[position] += term.count
+        loss = mean_of_terms(terms)
         told = {f"{stage}_loss": loss} | {
             f"{stage}_{name}": value for name, value in self._metric_values(outputs, labels)
         }

@@ -122,21 +122,31 @@ def _train_in_world(
     )
     watch.best = reached.best
     trainer = _create_trainer(job, objects, watch, folder, device)
-    loader = None
+    loader = held = None
     if objects.data_module is not None:
         data: dict[str, Any] = {"datamodule": _create_data_module(job, objects, rank, size)}
     else:
         train_source, val_source, _ = create_sources(
             base, objects.transformation, None, rank, size, moves=moves
         )
+        counter = None if job.batches else objects.module.label_counter()
         loader = LightningLoader(
-            train_source, base, base.data.train_steps, len(history), reached.place
+            train_source,
+            base,
+            base.data.train_steps,
+            len(history),
+            reached.place,
+            size=size,
+            passes=objects.trainer_args.get("accumulate_grad_batches", base.loop.backward_passes),
+            counter=counter,
         )
         data = {"train_dataloaders": loader}
         if val_source is not None:
-            data["val_dataloaders"] = LightningLoader(
-                val_source, base, base.data.val_steps, len(history)
-            )
+            held = LightningLoader(val_source, base, base.data.val_steps, len(history))
+            data["val_dataloaders"] = held
+    watch.use_loaders(loader, held)
+    if not job.batches:
+        objects.module.use_loaders(loader, held)
     module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
     if state is None:
         trainer.fit(
@@ -169,8 +179,6 @@ def _create_trainer(
     folder: Path,
     device: torch.device,
 ) -> Any:
-    from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
-
     loop = job.base.loop
     lightning = import_module(job.package)
     checkpoint = lightning.callbacks.ModelCheckpoint
@@ -190,7 +198,9 @@ def _create_trainer(
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
-        "strategy": strategy_class(job.package)(**compression_hook_arguments(objects.compression)),
+        "strategy": scaling_strategy_class(job.package)(
+            watch, **compression_hook_arguments(objects.compression)
+        ),
         "max_epochs": loop.epochs,
         "max_steps": loop.max_steps or -1,
         "max_time": None if loop.max_time is None else {"seconds": loop.max_time},
@@ -210,6 +220,26 @@ def _create_trainer(
         "default_root_dir": str(folder / "run"),
     }
     return lightning.Trainer(**arguments | objects.trainer_args)
+
+
+def scaling_strategy_class(package: str) -> type[Any]:
+    """Returns the strategy whose backward passes scale losses by the rows of all ranks.
+
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    from farandole.lightning.strategy import strategy_class  # noqa: PLC0415 - needs one of the two packages
+
+    class ScalingStrategy(strategy_class(package)):
+        def __init__(self, watch: LightningRunRecorder, **options: Any) -> None:
+            super().__init__(**options)
+            self._watch = watch
+
+        def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            scaled = self._watch.scale_loss(closure_loss, self.lightning_module.trainer)
+            return super().backward(scaled, *args, **kwargs)
+
+    return ScalingStrategy
 
 
 def compression_hook_arguments(compression: Any) -> dict[str, Any]:

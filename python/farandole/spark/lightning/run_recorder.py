@@ -22,6 +22,8 @@ from farandole.spark import task
 from farandole.spark.common.runs.finite_loss import check_finite_loss
 from farandole.spark.common.show.event_file import encode_scalar_events
 from farandole.spark.common.show.meter import StepMeter
+from farandole.spark.lightning.padding_logs import PaddingLogs
+from farandole.spark.lightning.step_loss import StepLossScaler
 from farandole.stores.pickle_policy import resolve_decision
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from farandole.spark.common.runs.stop_request import StopCheck
     from farandole.spark.lightning.job import LightningTrainingJob
+    from farandole.spark.lightning.loader import LightningLoader
 
 _REPORT_INTERVAL_SECONDS = 0.2
 _TENSOR_STATE_KEYS = ("model", "optimizer")
@@ -74,7 +77,53 @@ class LightningRunRecorder:
         self.total = 0.0
         self.meter = StepMeter()
         self.halt = halt
+        self._scaler: StepLossScaler | None = None
+        self._loaders: dict[str, LightningLoader | None] = {"train": None, "val": None}
+        self._padding_logs: PaddingLogs | None = None
         halt.begin_epoch()
+
+    def use_loaders(self, train: LightningLoader | None, val: LightningLoader | None) -> None:
+        """Takes the loaders, which know the rows of their batches.
+
+        Args:
+            train: of training batches; `None` if a data module reads them.
+            val: of validation batches; `None` if there are none, or a data module reads them.
+        """
+        self._loaders = {"train": train, "val": val}
+        reduction = self.job.base.loss_reduction or "mean"
+        self._scaler = StepLossScaler(train, reduction, self.size)
+
+    def scale_loss(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
+        """Returns the part of a batch in the step's loss, see `StepLossScaler.scale_loss`."""
+        return loss if self._scaler is None else self._scaler.scale_loss(loss, trainer)
+
+    def begin_batch(self, trainer: Any, stage: str, index: int) -> None:
+        """Notes the batch in progress.
+
+        Args:
+            trainer: Lightning's.
+            stage: `"train"` or `"val"`.
+            index: number of the batch.
+        """
+        if stage == "train" and self._scaler is not None:
+            self._scaler.index = index
+        loader = self._loaders[stage]
+        if loader is not None and not loader.read_batch(index).valid:
+            self._padding_logs = PaddingLogs(trainer)
+
+    def batch_rows(self, batch: Any, stage: str, index: int) -> int:
+        """Returns the rows of a batch that count, and undoes what was logged for padding.
+
+        Args:
+            batch: the batch.
+            stage: `"train"` or `"val"`.
+            index: number of the batch.
+        """
+        if self._padding_logs is not None:
+            self._padding_logs.restore()
+            self._padding_logs = None
+        loader = self._loaders[stage]
+        return _batch_row_count(batch) if loader is None else loader.read_batch(index).valid
 
     def create_callback(self, base: type[Any]) -> Any:
         """Returns a Lightning callback that calls this.
@@ -100,7 +149,7 @@ class LightningRunRecorder:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.rows += rows
         self.meter.end_batch(rows)
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, torch.Tensor) and rows:
             value = float(loss.detach())
             if self.job.base.loop.terminate_on_nan:
                 check_finite_loss(value, trainer.current_epoch, index, self.rank)
@@ -133,7 +182,10 @@ class LightningRunRecorder:
             for name, value in trainer.callback_metrics.items()
             if value.numel() == 1
         }
-        told = allgather_plain((logged, self.rows, self.val_rows, self.total))
+        module = trainer.lightning_module
+        told = allgather_plain(
+            (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
+        )
         rows = sum(one[1] for one in told)
         before, loss_before = self._earlier_totals
         self._earlier_totals = (0, 0.0)
@@ -142,7 +194,9 @@ class LightningRunRecorder:
             is_val = name.startswith("val_")
             weights = [one[2] if is_val else one[1] for one in told]
             total = sum(
-                one[0].get(name, 0.0) * weight for one, weight in zip(told, weights, strict=True)
+                one[0].get(name, 0.0) * weight
+                for one, weight in zip(told, weights, strict=True)
+                if weight
             )
             parts["validation" if is_val else "train"][
                 name.removeprefix("val_").removeprefix("train_")
@@ -151,14 +205,15 @@ class LightningRunRecorder:
         parts["train"].setdefault(
             "loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1)
         )
+        if not before:
+            for part, loss in _known_losses([one[4] for one in told]).items():
+                parts[part]["loss"] = loss
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
             if numbers:
-                loss = numbers.pop("loss", float("nan"))
-                entry[part] = {
-                    "loss": loss,
-                    "all_metrics": [{name: value} for name, value in numbers.items()],
-                }
+                loss = numbers.pop("loss", None)
+                metrics = [{name: value} for name, value in numbers.items()]
+                entry[part] = {"loss": loss, "all_metrics": metrics}
         entry |= {"seconds": seconds, "rows": rows}
         self.history.append(entry)
         self._publish_epoch(trainer)
@@ -180,6 +235,16 @@ class LightningRunRecorder:
             stopping is not None and stopping.is_over(self.history)
         ) or self.halt.should_stop_after_epoch(self.rank):
             trainer.should_stop = True
+
+    def _known_loss_sums(self, module: Any) -> dict[str, Any]:
+        """Returns the sums and counts of the losses of a plain module, and begins new ones."""
+        found = getattr(module, "loss_sums", None)
+        if found is None:
+            return {}
+        module.reset_loss_sums()
+        return {
+            stage: ([float(one) for one in sums], counts) for stage, (sums, counts) in found.items()
+        }
 
     def global_loss_total(self) -> float:
         """Returns the sum of the losses of the epoch so far, over the rows of all processes; a
@@ -266,18 +331,25 @@ class _RecorderCallback:
     def on_train_epoch_start(self, *_: Any) -> None:
         self.watch.begin_epoch()
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
         self.watch.meter.begin_batch()
+        self.watch.begin_batch(trainer, "train", index)
 
     def on_train_batch_end(
         self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        self.watch.end_batch(trainer, outputs, _batch_row_count(batch), index)
+        rows = self.watch.batch_rows(batch, "train", index)
+        self.watch.end_batch(trainer, outputs, rows, index)
+
+    def on_validation_batch_start(
+        self, trainer: Any, _module: Any, _batch: Any, index: int, *_: Any
+    ) -> None:
+        self.watch.begin_batch(trainer, "val", index)
 
     def on_validation_batch_end(
-        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any
+        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, index: int, *_: Any
     ) -> None:
-        self.watch.val_rows += _batch_row_count(batch)
+        self.watch.val_rows += self.watch.batch_rows(batch, "val", index)
 
     def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
         self.watch.end_epoch(trainer)
@@ -287,6 +359,24 @@ class _RecorderCallback:
 
     def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["farandole_history"] = self.watch.history
+
+
+def _known_losses(told: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the losses of a plain module over the rows of all ranks, by part of the history.
+
+    Args:
+        told: sums and counts by stage, one per rank.
+    """
+    found: dict[str, float] = {}
+    for stage, part in (("train", "train"), ("val", "validation")):
+        ranks = [one[stage] for one in told if stage in one]
+        sums = [sum(each) for each in zip(*(one[0] for one in ranks), strict=True)]
+        counts = [sum(each) for each in zip(*(one[1] for one in ranks), strict=True)]
+        if any(counts):
+            found[part] = sum(
+                total / count for total, count in zip(sums, counts, strict=True) if count
+            )
+    return found
 
 
 def _batch_row_count(batch: Any) -> int:

@@ -24,9 +24,10 @@ from farandole.spark.common.model.signature import input_signature
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.torch import callbacks, mapping
-from farandole.spark.torch.columns.losses import construct_losses, loss_output_form, weighted_loss
+from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
+from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs, describe_mapping
-from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.fingerprint_parts import add_totals, model_parts
 from farandole.spark.torch.job import (
     TorchLabel,
     TorchTrainingJob,
@@ -34,6 +35,7 @@ from farandole.spark.torch.job import (
     TorchUserObjects,
     TrainingLoopOptions,
 )
+from farandole.spark.torch.loss_probe import check_loss_forms
 from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.remote import train_rank
@@ -106,9 +108,11 @@ class TorchEstimator(
                 f"loss needs one loss, or one per label column {len(self.getLabelCols())}: "
                 f"{len(losses)}"
             )
-        if self.getSampleWeightCol() is not None and self.getLossConstructors() is None:
+        if self.getLossConstructors() is None:
             for loss in losses:
-                weighted_loss(loss)
+                find_loss_reduction(loss, self.getLossReduction())
+                if self.getSampleWeightCol() is not None:
+                    check_weighable(loss)
         if self.getInputDtypes() is not None and len(self.getInputDtypes()) != len(
             self._input_columns()
         ):
@@ -144,9 +148,23 @@ class TorchEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
-        fingerprint = self._fit_fingerprint(prepared)
+        mapping.check_embeddings(self.getModel(), backend.num_processes())
+        fingerprint = add_totals(
+            self._fit_fingerprint(prepared),
+            self.getOptimizer(),
+            backend.num_processes(),
+            self.getBatchSize() * self.getBackwardPassesPerStep(),
+        )
         job, objects, losses, tensors = self._create_job(prepared, fingerprint)
         outputs = mapping.try_model(job, objects, losses, tensors)
+        check_loss_forms(
+            job,
+            losses,
+            objects.model,
+            objects.transformation,
+            processes=backend.num_processes(),
+            names=self._column_roles().stored_columns,
+        )
         shown.show_message(describe_mapping(job.inputs, job.labels, outputs, losses))
         with (
             self._hold_run(job, fingerprint, shown),
@@ -239,6 +257,9 @@ class TorchEstimator(
         losses = construct_losses(mine, model=mine.model, optimizer=mine.optimizer, rank=0, size=1)
         run_id = self._new_run_id("pytorch", fingerprint)
         shapes = self.getLabelShapes()
+        # These may put other labels in place of those of the data.
+        replaced = transformation or objects.data_module or self.getFill()
+        ranges = {} if replaced else mapping.known_ranges(prepared)
         job = TorchTrainingJob(
             objects=packed,
             store=self._filesystem_store().to_remote(run_id, prepared.index),
@@ -251,10 +272,12 @@ class TorchEstimator(
                 inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
             ),
             labels=tuple(
-                TorchLabel(*one) for one in mapping.map_labels(labels, columns, losses, shapes)
+                TorchLabel(*one, ranges.get(one[0].name))
+                for one in mapping.map_labels(labels, columns, losses, shapes)
             ),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),
+            loss_reduction=self.getLossReduction(),
         )
         return job, mine, losses, tensors
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.runs.digests import (
@@ -13,7 +14,7 @@ from farandole.spark.common.runs.digests import (
     describe_optimizer,
     value_digest,
 )
-from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
+from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,41 @@ def model_parts(
             )
         )
     return parts
+
+
+def add_totals(
+    fingerprint: Fingerprint, optimized: torch.optim.Optimizer, processes: int, rows: int
+) -> Fingerprint:
+    """Returns a fingerprint with which a run continues if the rows and the learning rates of a step
+    are the same, whatever the number of processes.
+
+    Args:
+        fingerprint: of a fit.
+        optimized: the user's.
+        processes: of the fit.
+        rows: of a step of the optimizer, on one process.
+    """
+    groups = [
+        {
+            name: one * processes if name in ("lr", "initial_lr") else one
+            for name, one in group.items()
+        }
+        for group in describe_optimizer(optimized)
+    ]
+    step = value_digest(rows * processes)
+    totals = {
+        "batch_size": step,
+        "backward_passes_per_step": step,
+        "optimizer": value_digest([type(optimized), groups]),
+    }
+    where = "" if processes == 1 else f" on {processes} processes"
+    parts = (
+        replace(one, together=totals[one.name], told=f"{one.told}{where}")
+        if one.name in totals
+        else one
+        for one in fingerprint.parts
+    )
+    return replace(fingerprint, parts=tuple(parts))
 
 
 def _describe_optimizer(optimized: torch.optim.Optimizer) -> str:

@@ -32,6 +32,8 @@ class TorchLabel:
     """
     indexes: bool = False
     """Whether the label's loss takes it as the index of a class."""
+    value_range: tuple[float, float] | None = None
+    """Smallest and largest value of the column; `None` where they are unknown."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class TorchTrainingJob:
     labels: tuple[TorchLabel, ...]
     weight: str | None
     loss_weights: tuple[float, ...]
+    loss_reduction: str | None = None
+    """The user's word for losses of an unknown form, see `columns.loss_terms`."""
 
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,36 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
         raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
 
 
+def check_embeddings(model: torch.nn.Module, processes: int) -> None:
+    """Refuses tables that every process would change by its own rows.
+
+    Args:
+        model: the user's.
+        processes: of the job.
+
+    Raises:
+        ValueError: an embedding has a `max_norm`.
+    """
+    if processes == 1:
+        return
+    for name, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        if layer.max_norm is not None:
+            raise ValueError(
+                f"the embedding {name!r} has max_norm={layer.max_norm:g}, which changes the table "
+                "in every forward pass: each process would change other rows, and processes "
+                "would train different tables. Use one process, or leave max_norm out"
+            )
+        if layer.scale_grad_by_freq:
+            warnings.warn(
+                f"the embedding {name!r} has scale_grad_by_freq=True: each of the {processes} "
+                "processes counts the indices of its own batch, so the result depends on the "
+                "number of processes",
+                stacklevel=2,
+            )
+
+
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Refuses a scheduler of another optimizer, which would change nothing.
 
@@ -132,6 +163,24 @@ def column_ranges(url: str) -> dict[str, tuple[float, float]]:
         one["name"]: (one["min"], one["max"])
         for one in columns
         if one.get("min") is not None and one.get("max") is not None
+    }
+
+
+def known_ranges(prepared: Prepared) -> dict[str, tuple[float, float]]:
+    """Returns the smallest and the largest value of each column, over training and validation rows.
+    Columns for which one of them is unknown are left out.
+
+    Args:
+        prepared: the data.
+    """
+    found = column_ranges(prepared.train_url)
+    if prepared.val_url is None:
+        return found
+    held = column_ranges(prepared.val_url)
+    return {
+        name: (min(low, held[name][0]), max(high, held[name][1]))
+        for name, (low, high) in found.items()
+        if name in held
     }
 
 
@@ -212,6 +261,7 @@ def model_outputs(
     labels: Sequence[TorchLabel],
     model: torch.nn.Module,
     rows: dict[str, torch.Tensor],
+    count: int = _SAMPLE_ROWS,
 ) -> list[torch.Tensor]:
     """Returns a model's outputs for some rows.
 
@@ -220,11 +270,12 @@ def model_outputs(
         labels: one per output.
         model: the model.
         rows: columns by name.
+        count: how many of the first rows.
 
     Raises:
         ValueError: it does not take them, or returns something else than a row of outputs for each.
     """
-    tensors = [input_tensor(rows, one, _SAMPLE_ROWS, torch.device("cpu")) for one in inputs]
+    tensors = [input_tensor(rows, one, count, torch.device("cpu")) for one in inputs]
     training = model.training
     model.eval()
     try:
@@ -236,9 +287,9 @@ def model_outputs(
         model.train(training)
     outputs = flat_outputs(value, len(labels))
     for one, output in zip(labels, outputs, strict=True):
-        if output.shape[:1] != (_SAMPLE_ROWS,):
+        if output.shape[:1] != (count,):
             raise ValueError(
-                f"the model must return one row per row of its input: for {_SAMPLE_ROWS} rows, its "
+                f"the model must return one row per row of its input: for {count} rows, its "
                 f"output for column {one.column.name!r} has shape {tuple(output.shape)}"
             )
     return outputs

@@ -14,6 +14,7 @@ from farandole.common import check
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
+from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
 from farandole.spark.torch.columns.tensors import INPUT_DTYPES
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ class TorchParams(EstimatorParams):
         "in every training process with those of `model`, `optimizer`, `rank` and `size` that it "
         "takes by name.",
         check.callable_list,
+        default=None,
+    )
+    loss_reduction: Parameter[str] = Parameter(
+        "What a loss of your own returns for a batch, so that several processes, or several "
+        'batches per step, train what one process trains: `"mean"` or `"sum"` over rows, or '
+        '`"per_batch"`, a number of the batch as a whole. Without it, the loss is tried on parts '
+        "of the first rows and refused if it is no mean.",
+        check.one_of(*LOSS_REDUCTIONS),
         default=None,
     )
     metrics: Parameter[Sequence[Any]] = Parameter(
@@ -155,6 +164,7 @@ class TorchParams(EstimatorParams):
     setInputShapes, getInputShapes = accessors("input_shapes")
     setInputDtypes, getInputDtypes = accessors("input_dtypes")
     setLossConstructors, getLossConstructors = accessors("loss_constructors")
+    setLossReduction, getLossReduction = accessors("loss_reduction")
     setTrainMinibatchFn, getTrainMinibatchFn = accessors("train_minibatch_fn")
     setDataModule, getDataModule = accessors("data_module")
     setPrecision, getPrecision = accessors("precision")

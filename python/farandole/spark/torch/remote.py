@@ -3,8 +3,10 @@
 """The training loop, as it runs in every process of a job.
 
 The learning rate is multiplied by the number of processes, in new and in resumed runs; checkpoints
-contain the rate of one process. If a run has a checkpoint, it continues after the last complete
-epoch, up to `epochs` in total, so a repeated run repeats only the lost steps.
+contain the rate of one process. If a run is resumed with other rows of a step on each process, its
+rate is multiplied by their ratio, so steps of equally many rows in all keep their rate. If a run
+has a checkpoint, it continues after the last complete epoch, up to `epochs` in total, so a repeated
+run repeats only the lost steps.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
-from farandole.spark.torch.columns.losses import construct_losses, loss_factor
+from farandole.spark.torch.columns.loss_terms import mean_of_terms
+from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import payload
+from farandole.spark.torch.training.batch_norm import average_moving_statistics
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import (
@@ -38,12 +42,16 @@ from farandole.spark.torch.training.setup import (
     move_loss_to_device,
     prepare_process,
 )
+from farandole.spark.torch.training.step_counts import count_steps
 from farandole.spark.torch.training.steps import OptimizerStepper
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.source import SourceBatch
+    from farandole.spark.torch.columns.loss_terms import LossTerm
     from farandole.spark.torch.job import TorchTrainingJob, TorchTrainingResult, TorchUserObjects
+    from farandole.spark.torch.training.batches import ScoredBatch
     from farandole.spark.torch.training.setup import BatchedSource
+    from farandole.spark.torch.training.step_counts import StepCounts
 
 _REPORT_INTERVAL_SECONDS = 0.2
 
@@ -91,6 +99,7 @@ class _TorchTrainer:
         callable_model = torch.compile(self.model) if job.loop.compile else self.model
         self.batches = BatchEvaluator(
             callable_model,
+            self.model,
             [move_loss_to_device(one, self.device) for one in losses],
             job,
             self.device,
@@ -148,7 +157,7 @@ class _TorchTrainer:
             self._create_stepper(reached)
         self.history[:] = reached.history
         self.checkpoints.best = reached.best
-        self.stepper.restore_state(reached.stepper, self.size)
+        self.stepper.restore_state(reached.stepper, self._rate_factor(reached.rate_rows))
         self.stepper.taken = reached.taken
         if self.minibatch is not None:
             self.minibatch.enter_world(self.stepper)
@@ -160,23 +169,38 @@ class _TorchTrainer:
     def _begin_run(self) -> None:
         """Begins the run in the job's first world, fresh or from its checkpoint."""
         found = self.checkpoints.resume_run(self.model, self.optimizer)
+        rate_rows = found.get("rate_rows", self._step_rows())
+        factor = self._rate_factor(rate_rows)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * self.size
+            group["lr"] = group["lr"] * factor
         history = found.get("history", [])
         taken = sum(entry.get("steps", 0) for entry in history)
-        self._create_stepper(TorchRunProgress(stepper=found | {"size": self.size}))
+        self._create_stepper(TorchRunProgress(stepper=found | {"factor": factor}))
         self.elastic_run.reached = TorchRunProgress(
             first_epoch=len(history),
             history=history,
             taken=taken,
             taken_before=taken,
             stepper=self.stepper.snapshot_state(),
+            rate_rows=rate_rows,
         )
+
+    def _step_rows(self) -> int:
+        """Returns the rows of a step of the optimizer on one process."""
+        return self.job.data.batch_size * self.loop.backward_passes
+
+    def _rate_factor(self, rate_rows: int) -> float:
+        """Returns the factor of the learning rate that checkpoints contain."""
+        return self.size * self._step_rows() / rate_rows
 
     def _create_stepper(self, reached: TorchRunProgress) -> None:
         """Creates the stepper from the optimizer's initial state in this process."""
         self.stepper = OptimizerStepper(
-            self.optimizer, self.objects.scheduler, self.loop, self.device, reached.stepper["size"]
+            self.optimizer,
+            self.objects.scheduler,
+            self.loop,
+            self.device,
+            reached.stepper["factor"],
         )
         self.stepper.load_checkpoint_state(reached.stepper)
 
@@ -248,11 +272,20 @@ class _TorchTrainer:
         self.halt.begin_epoch()
         meter = self.stepper.meter
         meter.begin_epoch()
-        for rows in source.epoch(epoch, steps):
+        counted = count_steps(
+            source.epoch(epoch, steps),
+            source,
+            self.batches.counter,
+            self.size,
+            step=step,
+            steps=steps,
+            passes=self.loop.backward_passes,
+        )
+        for rows, counts in counted:
             meter.begin_batch()
             step += 1
-            outputs, labels, loss = self._train_batch(source, rows, step - 1, steps)
-            scores.add_batch(outputs, labels, loss, rows.valid)
+            outputs, labels, terms = self._train_batch(rows, counts, step - 1, steps)
+            scores.add_batch(outputs, labels, terms, rows.valid)
             if self.callbacks.has_callbacks("on_batch_end"):
                 state.step, state.loss = step, scores.mean_loss()
                 self.callbacks.call_callbacks("on_batch_end")
@@ -268,6 +301,7 @@ class _TorchTrainer:
         if self.minibatch is not None:
             self.minibatch.finish_epoch()
         self.losses.check_pending_losses()
+        average_moving_statistics(self.model)
         self.elastic_run.commit_progress(**current_progress(), scores=scores.global_scores())
 
     def _may_commit(self, source: BatchedSource, step: int) -> bool:
@@ -282,37 +316,29 @@ class _TorchTrainer:
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
-        self, source: BatchedSource, rows: SourceBatch, step: int, steps: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        self, rows: SourceBatch, counts: StepCounts, step: int, steps: int
+    ) -> ScoredBatch:
         passes = self.loop.backward_passes
-        first = step - step % passes
-        last = min(first + passes, steps)
-        everywhere = source.row_count_in_steps(first, last)
         if self.minibatch is not None:
-            outputs, labels, loss = self.minibatch(rows, step, passes, everywhere)
-            self._check_step_loss(rows, loss, step)
-            return outputs, labels, loss
-        if step == first:
+            outputs, labels, terms = self.minibatch(rows, step, passes, counts)
+            self._check_step_loss(rows, terms, step)
+            return outputs, labels, terms
+        if step % passes == 0:
             self.optimizer.zero_grad()
         with self.stepper.meter.trace_phase("forward"), self.stepper.autocast_context():
-            outputs, labels, loss = self.batches.forward_batch(rows, self.model)
-        self._check_step_loss(rows, loss, step)  # before any gradient is computed from it
-        factor = (
-            1.0 / (last - first)
-            if everywhere is None
-            else loss_factor(rows.valid, self.size, everywhere)
-        )
-        self.stepper.backward(loss * factor)
-        if step == last - 1:
+            outputs, labels, terms = self.batches.forward_batch(rows)
+        self._check_step_loss(rows, terms, step)  # before any gradient is computed from it
+        self.stepper.backward(counts.step_loss(terms))
+        if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
             if self.loop.scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
-        return outputs, labels, loss
+        return outputs, labels, terms
 
-    def _check_step_loss(self, rows: SourceBatch, loss: torch.Tensor, step: int) -> None:
+    def _check_step_loss(self, rows: SourceBatch, terms: list[LossTerm], step: int) -> None:
         """Ends training at a loss that is not finite; one of padding alone does not count."""
         if rows.valid:
-            self.losses.check_step_loss(loss, step)
+            self.losses.check_step_loss(mean_of_terms(terms), step)
 
     def _validate_epoch(self, source: BatchedSource, epoch: int) -> dict[str, Any]:
         self.model.eval()
@@ -322,7 +348,7 @@ class _TorchTrainer:
                 epoch, self._epoch_step_count(source, self.job.data.val_steps)
             ):
                 if rows.valid:
-                    scores.add_batch(*self.batches.forward_batch(rows, self.model), rows.valid)
+                    scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
         return scores.global_scores()
 
     def _should_end_run(self) -> bool:
@@ -373,11 +399,15 @@ class _TorchTrainer:
             )
 
     def _checkpoint_state(self) -> dict[str, Any]:
-        optimizer = payload.single_process_optimizer_state(self.optimizer, self.size)
+        rate_rows = self.elastic_run.reached.rate_rows
+        optimizer = payload.single_process_optimizer_state(
+            self.optimizer, self._rate_factor(rate_rows)
+        )
         return {
             "model": self.model.state_dict(),
             "optimizer": optimizer,
             "history": self.history,
+            "rate_rows": rate_rows,
         } | self.stepper.checkpoint_state()
 
     def _report_step(

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 RESULT_PARAMS = frozenset(
     {
-        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "sample_weight_col",
+        "model", "optimizer", "loss", "loss_constructors", "loss_weights", "loss_reduction",
+        "sample_weight_col",
         "feature_cols",
         "label_cols", "validation", "batch_size", "random_seed", "shuffle", "train_steps_per_epoch",
         "validation_steps_per_epoch", "label_shapes", "input_shapes", "input_dtypes",
@@ -112,6 +113,10 @@ class FingerprintPart:
     digest: str
     told: str
     """A few words about it, for people."""
+    together: str | None = None
+    """Digest of the value of all processes together, where a run may continue with the same value
+    spread over another number of processes.
+    """
 
     @classmethod
     def from_value(cls, name: str, value: Any, told: str | None = None) -> Self:
@@ -162,10 +167,20 @@ class Fingerprint:
             (mine.get(name, nothing), theirs.get(name, nothing), name)
             for name in {**mine, **theirs}
         ]
+        # What is the same on each process may differ in total, as with another number of processes.
+        # If something differs on each process, all parts with totals must have the same totals.
+        has_totals = any(
+            old.digest != new.digest and old.together == new.together is not None
+            for old, new, _ in pairs
+        )
         return [
             FingerprintDifference(name, old.told, new.told)
             for old, new, name in pairs
-            if old.digest != new.digest
+            if (
+                old.together != new.together
+                if has_totals and None not in (old.together, new.together)
+                else old.digest != new.digest
+            )
         ]
 
     def has_other_initial_weights(self, now: Fingerprint) -> bool:
@@ -190,7 +205,11 @@ class Fingerprint:
 
     def to_json(self) -> str:
         """Returns the fingerprint as text for a file."""
-        parts = [{"name": one.name, "digest": one.digest, "told": one.told} for one in self.parts]
+        parts = [
+            {"name": one.name, "digest": one.digest, "told": one.told}
+            | ({} if one.together is None else {"together": one.together})
+            for one in self.parts
+        ]
         return json.dumps({"version": _DIGEST_VERSION, "parts": parts}, indent=1)
 
     @classmethod
@@ -206,7 +225,9 @@ class Fingerprint:
             if whole["version"] != _DIGEST_VERSION:
                 return None
             parts = tuple(
-                FingerprintPart(str(one["name"]), str(one["digest"]), str(one["told"]))
+                FingerprintPart(
+                    str(one["name"]), str(one["digest"]), str(one["told"]), one.get("together")
+                )
                 for one in whole["parts"]
             )
             return cls(parts)

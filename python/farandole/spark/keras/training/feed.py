@@ -3,8 +3,8 @@
 """Batches for Keras's `fit`, from a generator, which is the only form that all Keras backends take.
 
 All rows of a step have the same weight, whichever process holds them. If processes have different
-numbers of rows in a step, the batch contains its share. The loss is multiplied by that share just
-before the backward pass, so neither metrics nor the shown loss are affected.
+numbers of rows in a step, the batch contains its share. Gradients are multiplied by that share when
+the optimizer gets them, so neither metrics nor the shown loss are affected.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from farandole.common import basics
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
@@ -54,7 +55,10 @@ class BatchFeed:
         self.validates = source.own > 0
         """Whether this process has rows; `False` if it only takes part in the collectives."""
         ends = trains and steps >= source.steps_until_end()
-        self.shares = trains and (moves or (ends and not source.has_equal_rows_on_ranks))
+        is_mean = job.loss_reduction == "mean"
+        self.shares = trains and (
+            moves or not is_mean or (ends and not source.has_equal_rows_on_ranks)
+        )
         self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
         self.uncounted = source.idle_steps(steps) if self.leaves_out else []
@@ -102,9 +106,21 @@ class BatchFeed:
         if job.weight is not None:
             weights = rows.columns[job.weight].reshape(rows.count).astype(np.float32, copy=False)
         if self.shares:
-            share = np.full(rows.count, self.source.loss_factor(rows), np.float32)
+            share = np.full(rows.count, self._share(rows), np.float32)
             return x, y, {"share": share} | ({} if weights is None else {"weights": weights})
         return (x, y) if weights is None else (x, y, weights)
+
+    def _share(self, rows: SourceBatch) -> float:
+        """Returns the factor of a batch's gradients, before they are averaged over processes and
+        passes.
+        """
+        size = basics.size()
+        if self._job.loss_reduction == "sum":
+            return float(size * self._job.passes if rows.valid else 0)
+        if self._job.loss_reduction == "per_batch":
+            filled = min(size, self.source.row_count_in_steps(rows.step, rows.step + 1))
+            return size / filled if rows.valid else 0.0
+        return self.source.loss_factor(rows)
 
 
 class ValidationDataset(keras.utils.PyDataset):
@@ -200,26 +216,73 @@ def prefetch_batches(batches: Any, count: int) -> Any:
     return tf.data.Dataset.from_generator(lambda: rest, output_signature=signature).prefetch(count)
 
 
-def scale_loss_by_share(model: Any) -> None:
-    """Lets a model scale the loss by the share of each batch. The default `train_step` calls the
-    optimizer's `scale_loss`, which is replaced.
+def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
+    """Lets a model scale gradients by the share of each batch, and weigh losses of the history by
+    rows.
+
+    Gradients are scaled when the optimizer gets them, so a `train_step` of the user's is covered.
+    On TensorFlow, Keras does not weigh the losses of single outputs by rows.
 
     Args:
-        model: the model, compiled. Only this object changes; its saved form does not.
+        model: the model, compiled and built. Only this object changes; its saved form does not.
+        shares: whether batches bring shares.
+        is_sum: whether losses are sums over rows. The history has them divided by the rows.
     """
-    current: list[Any] = [None]
-    optimizer = model.optimizer
-    plain_step, plain_scale = model.train_step, optimizer.scale_loss
+    rows: list[Any] = [None]
+    share: list[Any] = [1.0]
 
-    def train_step(*arguments: Any) -> Any:
-        *state, (x, y, extra) = arguments  # on JAX the model's state comes first
-        current[0] = extra["share"][0]
-        weights = extra.get("weights")
-        return plain_step(*state, (x, y) if weights is None else (x, y, weights))
+    def wrap_step(plain_step: Any, *, takes_shares: bool) -> Any:
+        def step(*arguments: Any) -> Any:
+            *state, batch = arguments  # on JAX the model's state comes first
+            if takes_shares:
+                x, y, extra = batch
+                share[0] = extra["share"][0]
+                weights = extra.get("weights")
+                batch = (x, y) if weights is None else (x, y, weights)
+            first = next(one for one in keras.tree.flatten(batch) if one is not None)
+            rows[0] = keras.ops.shape(first)[0]  # pyright: ignore[reportOptionalSubscript]
+            return plain_step(*state, batch)
 
-    def scale_loss(loss: Any) -> Any:
-        return plain_scale(loss * keras.ops.cast(current[0], loss.dtype))
+        return step
 
     # Past __setattr__, which tracks what belongs to a model.
-    model.__dict__["train_step"] = train_step
-    optimizer.__dict__["scale_loss"] = scale_loss
+    model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares)
+    model.__dict__["test_step"] = wrap_step(model.test_step, takes_shares=False)
+    if shares:
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        plain_apply = optimizer.apply
+        optimizer.__dict__["apply"] = lambda grads, *others: plain_apply(
+            [_scale_gradient(one, share[0]) for one in grads], *others
+        )
+    for tracker in loss_trackers(model):
+        _weigh_by_rows(tracker, rows, is_sum=is_sum)
+
+
+def loss_trackers(model: Any) -> list[Any]:
+    """Returns the means that a compiled model keeps of its loss and of the losses of outputs."""
+    compiled = getattr(model, "_compile_loss", None)
+    outputs = [] if compiled is None else [one for one in compiled.metrics if one is not None]
+    total = getattr(model, "_loss_tracker", None)
+    return [*([] if total is None else [total]), *outputs]
+
+
+def _weigh_by_rows(tracker: Any, rows: list[Any], *, is_sum: bool) -> None:
+    plain_update = tracker.update_state
+
+    def update_state(value: Any, sample_weight: Any = None) -> Any:
+        if rows[0] is None:
+            return plain_update(value, sample_weight=sample_weight)
+        count = keras.ops.cast(rows[0], tracker.dtype)
+        value = keras.ops.cast(value, tracker.dtype)
+        return plain_update(value / count if is_sum else value, sample_weight=count)
+
+    tracker.__dict__["update_state"] = update_state
+
+
+def _scale_gradient(grad: Any, share: Any) -> Any:
+    if grad is None:
+        return None
+    if type(grad).__name__ == "IndexedSlices":  # TensorFlow's sparse gradient of a table
+        values = grad.values * keras.ops.cast(share, grad.values.dtype)
+        return type(grad)(values, grad.indices, grad.dense_shape)
+    return grad * keras.ops.cast(share, grad.dtype)

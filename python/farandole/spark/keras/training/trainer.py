@@ -43,7 +43,7 @@ from farandole.spark.keras.training.feed import (
     DataModuleFeed,
     ValidationDataset,
     prefetch_batches,
-    scale_loss_by_share,
+    prepare_steps,
 )
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 from farandole.spark.keras.training.publish import (
@@ -200,8 +200,7 @@ class KerasTrainer:
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
         self.rate = ScaledLearningRate(model.optimizer, 1)
-        if self.train.shares:
-            scale_loss_by_share(model)
+        prepare_steps(model, shares=self.train.shares, is_sum=job.loss_reduction == "sum")
         if self.train.leaves_out or self.moves:
             model.steps_per_execution = 1
         return model

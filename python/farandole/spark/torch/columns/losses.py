@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Casts labels for a loss, and weighs rows in a loss.
+"""Casts labels for a loss.
 
 A label column becomes `int64` if its loss takes class indices and the column has one element per
 row (of any type: a Spark ML indexer returns doubles), and `float32` if its loss is another torch
 loss. For the user's own loss it becomes `int64` if the column contains integers, else `float32`.
-
-All rows of a step have the same weight, whichever process holds them. Padding has weight 0, and a
-process with fewer rows weighs less, so two processes with a batch of 32 step like one process with
-a batch of 64.
 """
 
 from __future__ import annotations
 
-import copy
-import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -141,50 +135,3 @@ def shape_label(
     if not label.is_floating_point() and label.shape[1:] == (1,):
         return label.reshape(-1)
     return label
-
-
-def weighted_loss(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns a loss that takes a weight per row: the mean of loss times weight.
-
-    Args:
-        loss: a loss of torch, or anything that takes `reduction="none"`.
-
-    Returns:
-        A function of (output, label, weights).
-
-    Raises:
-        ValueError: the loss cannot be had row by row.
-    """
-    name = getattr(loss, "__name__", type(loss).__name__)
-    if isinstance(loss, nn.Module):
-        if not hasattr(loss, "reduction"):
-            raise ValueError(f"sample weights need a loss with a reduction, {name} has none")
-        module: Any = copy.copy(loss)
-        module.reduction = "none"
-        single = module
-    elif "reduction" in inspect.signature(loss).parameters:
-        single = functools.partial(loss, reduction="none")
-    else:
-        raise ValueError(
-            f"sample weights need a loss with an argument `reduction`, {name} has none"
-        )
-
-    def weighted_mean(
-        output: torch.Tensor, label: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        losses = single(output, label)
-        return (losses.reshape(len(weights), -1).mean(dim=1) * weights).mean()
-
-    return weighted_mean
-
-
-def loss_factor(valid: int, size: int, everywhere: int) -> float:
-    """Returns the factor of the mean loss over this process's rows, before gradients are averaged
-    over processes.
-
-    Args:
-        valid: rows of this process in this batch.
-        size: processes.
-        everywhere: rows of all processes in all batches whose gradients make the step.
-    """
-    return valid * size / everywhere

@@ -78,14 +78,15 @@ def unpack_state(data: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def single_process_optimizer_state(optimizer: torch.optim.Optimizer, size: int) -> dict[str, Any]:
-    """Returns the optimizer's state as one process would have it: learning rates are divided by the
-    world's size.
+def single_process_optimizer_state(
+    optimizer: torch.optim.Optimizer, factor: float
+) -> dict[str, Any]:
+    """Returns the optimizer's state as one process would have it.
 
     Args:
-        optimizer: as it trains on `size` processes.
-        size: by which its learning rates were multiplied.
+        optimizer: as it trains on several processes.
+        factor: by which its learning rates were multiplied.
     """
     state = optimizer.state_dict()
-    groups = [{**group, "lr": group["lr"] / size} for group in state["param_groups"]]
+    groups = [{**group, "lr": group["lr"] / factor} for group in state["param_groups"]]
     return {**state, "param_groups": groups}

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.torch.columns.losses import loss_factor, shape_label, weighted_loss
+from farandole.spark.torch.columns.loss_terms import LabelLoss, LossTerm
+from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.columns.tensors import (
     check_finite_inputs,
     flat_outputs,
@@ -19,23 +20,27 @@ from farandole.spark.torch.columns.tensors import (
     label_tensor,
     to_device,
 )
+from farandole.spark.torch.training.batch_norm import ignore_padding
+from farandole.spark.torch.training.step_counts import LabelCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole.spark.common.data.source import SourceBatch
     from farandole.spark.torch.job import TorchTrainingJob
+    from farandole.spark.torch.training.step_counts import StepCounts
     from farandole.spark.torch.training.steps import OptimizerStepper
 
-ScoredBatch = tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]
-"""Outputs and labels of the rows that count, and their mean loss."""
+ScoredBatch = tuple[list[torch.Tensor], list[torch.Tensor], list[LossTerm]]
+"""Outputs and labels of the rows that count, and the losses of the labels."""
 
 
 class BatchEvaluator:
     """The model and its losses, called on batches.
 
     Args:
-        model: on its device.
+        model: what is called; compiled, if the user wants that.
+        module: the model, on its device.
         losses: one per label, on that device.
         job: the run.
         device: where.
@@ -45,43 +50,46 @@ class BatchEvaluator:
     def __init__(
         self,
         model: Callable[..., Any],
+        module: torch.nn.Module,
         losses: Sequence[Any],
         job: TorchTrainingJob,
         device: torch.device,
         size: int,
     ) -> None:
         self.model = model
+        self.module = module
         self.job = job
         self.device = device
         self.size = size
         self.first_pass = True
         self.weight_seen = 0.0
         self._losses = list(losses)
-        self._row_losses = [weighted_loss(loss) for loss in losses] if job.weight else []
+        self._label_losses = [
+            LabelLoss(loss, one, job.loss_reduction, share, weighted=job.weight is not None)
+            for loss, one, share in zip(losses, job.labels, job.loss_weights, strict=True)
+        ]
+        self.counter = LabelCounter(self._label_losses, job.labels)
 
-    def forward_batch(self, rows: SourceBatch, module: torch.nn.Module) -> ScoredBatch:
+    def forward_batch(self, rows: SourceBatch) -> ScoredBatch:
         """Calls the model and its losses.
 
         Args:
             rows: the batch.
-            module: whose buffers padding must not change.
         """
         # Batch normalisation needs two rows in training, and every rank needs a backward pass.
         # Therefore a batch with fewer rows is padded.
         valid, count = rows.valid, rows.count
-        running = (
-            [buffer.clone() for buffer in module.buffers()]
-            if module.training and count > valid
-            else []
-        )
-        outputs = flat_outputs(self.model(*self.input_tensors(rows, count)), len(self.job.labels))
-        for buffer, before in zip(module.buffers() if running else (), running, strict=True):
-            buffer.data.copy_(before)  # padding must not move a batch norm's statistics
+        with ignore_padding(self.module, valid, count):
+            value = self.model(*self.input_tensors(rows, count))
+        outputs = flat_outputs(value, len(self.job.labels))
         if valid == 0:
-            return outputs, outputs, torch.stack([output.sum() for output in outputs]).sum() * 0.0
+            return outputs, outputs, empty_terms(outputs)
         outputs = [output[:valid] for output in outputs]
         outputs, labels = self.shape_labels(outputs, self.label_tensors(rows, valid))
-        return outputs, labels, self.total_loss(outputs, labels, self.weight_tensor(rows, valid))
+        terms = self.loss_terms(
+            outputs, labels, self.weight_tensor(rows, valid), self.counter.count_batch(rows)
+        )
+        return outputs, labels, terms
 
     def input_tensors(self, rows: SourceBatch, count: int) -> list[torch.Tensor]:
         """Returns the model's arguments."""
@@ -119,24 +127,28 @@ class BatchEvaluator:
         pairs = zip(self.job.labels, labels, outputs, strict=True)
         return outputs, [shape_label(label, output, one.shape) for one, label, output in pairs]
 
-    def total_loss(
-        self, outputs: list[torch.Tensor], labels: list[torch.Tensor], weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Returns the weighted sum of the labels' losses, each a mean over rows.
+    def loss_terms(
+        self,
+        outputs: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        weights: torch.Tensor | None,
+        counts: Sequence[float],
+    ) -> list[LossTerm]:
+        """Returns the losses of the labels, each multiplied by the label's loss weight.
+
+        Args:
+            outputs: of the rows that count.
+            labels: in the shapes that their losses expect.
+            weights: one per row, or `None`.
+            counts: what the losses of these rows are divided by.
 
         Raises:
             ValueError: a label is no class that its output has.
         """
         if self.first_pass:
             self._check_label_classes(outputs, labels)
-        parts: list[torch.Tensor] = []
-        for index, share_of in enumerate(self.job.loss_weights):
-            if weights is None:
-                value = self._losses[index](outputs[index], labels[index])
-            else:
-                value = self._row_losses[index](outputs[index], labels[index], weights)
-            parts.append(value * share_of)
-        return torch.stack(parts).sum()
+        found = zip(self._label_losses, outputs, labels, counts, strict=True)
+        return [loss.term(output, label, weights, count) for loss, output, label, count in found]
 
     def _check_label_classes(self, outputs: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
         for index, one in enumerate(self.job.labels):
@@ -148,6 +160,15 @@ class BatchEvaluator:
             strange = counted[(counted < 0) | (counted >= classes)]
             if strange.numel():
                 raise ValueError(describe_unknown_class(one.column.name, int(strange[0]), classes))
+
+
+def empty_terms(outputs: Sequence[torch.Tensor]) -> list[LossTerm]:
+    """Returns losses of no rows, whose gradients are 0; each rank needs a backward pass.
+
+    Args:
+        outputs: one per label.
+    """
+    return [LossTerm(output.sum() * 0.0, 1.0, 0.0) for output in outputs]
 
 
 def describe_unknown_class(name: str, value: float, classes: int) -> str:
@@ -185,10 +206,13 @@ class UserMinibatch:
         self._stepper: OptimizerStepper
         self._has_pending_gradients = False
         self._passes = 1
+        # torch calls hooks for the distributed optimizer, and inside for the wrapped class.
+        self._depth = 0
+        optimizer.register_step_pre_hook(self._enter_step)
         optimizer.register_step_post_hook(self._count_step)
 
     def __call__(
-        self, rows: SourceBatch, step: int, passes: int, everywhere: int | None
+        self, rows: SourceBatch, step: int, passes: int, counts: StepCounts
     ) -> ScoredBatch:
         """Trains on one batch.
 
@@ -196,21 +220,26 @@ class UserMinibatch:
             rows: the batch.
             step: its number in the epoch.
             passes: batches that make one step of the optimizer.
-            everywhere: rows of all processes in those batches.
+            counts: what the losses of those batches are divided by.
         """
         batches, valid, count = self._batches, rows.valid, rows.count
-        factor = loss_factor(valid, batches.size, everywhere) if everywhere else 1.0 / passes
-        told: list[torch.Tensor] = []
+        told: list[list[LossTerm]] = []
 
         def loss_fn(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
             self._has_pending_gradients = True
             outputs = flat_outputs(outputs, len(batches.job.labels))
-            if valid == 0:
-                return torch.stack([output.sum() for output in outputs]).sum() * 0.0
             few = [output[:valid] for output in outputs], [label[:valid] for label in labels]
-            value = batches.total_loss(*few, None if weights is None else weights[:valid])
-            told.append(value.detach())
-            return value * factor
+            terms = (
+                batches.loss_terms(
+                    *few,
+                    None if weights is None else weights[:valid],
+                    batches.counter.count_batch(rows),
+                )
+                if valid
+                else empty_terms(outputs)
+            )
+            told.append(terms)
+            return counts.step_loss(terms)
 
         arguments = (
             batches.model,
@@ -223,15 +252,22 @@ class UserMinibatch:
             passes,
             step,
         )
-        with self._stepper.autocast_context():
+        with ignore_padding(batches.module, valid, count), self._stepper.autocast_context():
             returned = self._function(*arguments[: self._argument_count])
         if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - outputs and loss
             raise ValueError(
                 f"train_minibatch_fn must return (outputs, loss): {type(returned).__name__}"
             )
         outputs, labels = batches.shape_labels(returned[0], batches.label_tensors(rows, count))
-        loss = told[-1] if told else torch.as_tensor(returned[1]).detach()
-        return [one[:valid] for one in outputs], [one[:valid] for one in labels], loss
+        if told:
+            terms = told[-1]
+        else:  # a loss of the function's own
+            own = torch.as_tensor(returned[1]).detach()
+            terms = [
+                LossTerm(own if index == 0 else own * 0.0, float(valid), float(valid))
+                for index in range(len(labels))
+            ]
+        return [one[:valid] for one in outputs], [one[:valid] for one in labels], terms
 
     @property
     def is_between_steps(self) -> bool:
@@ -254,9 +290,18 @@ class UserMinibatch:
             self._stepper.optimizer.step()
             self._stepper.optimizer.zero_grad()
 
-    def _count_step(self, *_: Any) -> None:
+    def _enter_step(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _count_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._depth -= 1
+        held = (one for group in optimizer.param_groups for one in group["params"])
+        if self._depth or all(one.grad is None for one in held):
+            return
         self._stepper.taken += 1
         self._has_pending_gradients = False
+        if self._batches.job.loop.scheduler_interval == "step":
+            self._stepper.step_scheduler(None)
 
 
 def _count_positional(function: Callable[..., Any]) -> int:

@@ -39,9 +39,9 @@ class TorchRunProgress:
         seconds: duration of this epoch so far.
         taken: steps of the optimizer in all.
         taken_before: steps of the optimizer before this epoch.
-        stepper: state of schedule and precision, with the world's size by which learning rates are
-            multiplied.
+        stepper: state of schedule and precision, with the factor of the learning rates.
         best: the best checkpoint so far, if the best checkpoint is kept.
+        rate_rows: rows of a step on one process for which checkpoints contain the learning rate.
     """
 
     begun: bool = False
@@ -55,6 +55,7 @@ class TorchRunProgress:
     taken_before: int = 0
     stepper: dict[str, Any] = field(default_factory=dict)
     best: bytes | None = None
+    rate_rows: int = 0
 
 
 class TorchElasticRun:

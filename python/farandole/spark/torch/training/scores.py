@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Means of loss and metrics over the rows of all processes.
 
+The loss of each label is a sum over rows, divided by what the label's loss divides by: the rows, or
+the class weights of labels that are not ignored.
 A metric is called with the output and the label of one batch. Its value is weighted by the number
 of rows, so a short last batch, or a process with fewer rows, weighs less. Sums stay on the device
 until they are read. A torchmetrics metric keeps its own state; the states of all processes are
@@ -23,6 +25,7 @@ from farandole.numpy.plain import allgather_plain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from farandole.spark.torch.columns.loss_terms import LossTerm
     from farandole.spark.torch.job import TorchLabel
 
 
@@ -54,28 +57,37 @@ class ScoreSums:
         self._metrics = [one for group in self._groups for one in group]
         self._earlier_totals = before
         self._rows = 0
-        self._sums: list[Any] = [0.0] * (1 + len(self._metrics))
+        self._loss_sums: list[Any] = [0.0] * len(labels)
+        self._loss_counts = [0.0] * len(labels)
+        self._sums: list[Any] = [0.0] * len(self._metrics)
         for _, _, function in self._metrics:
             if is_stateful(function):
                 function.reset()
 
     def add_batch(
-        self, outputs: list[torch.Tensor], labels: list[torch.Tensor], loss: torch.Tensor, rows: int
+        self,
+        outputs: list[torch.Tensor],
+        labels: list[torch.Tensor],
+        terms: Sequence[LossTerm],
+        rows: int,
     ) -> None:
         """Counts one batch.
 
         Args:
             outputs: of the rows that count.
             labels: of the same rows.
-            loss: mean over these rows.
+            terms: losses of the labels over these rows.
             rows: how many.
         """
         if rows == 0:
             return
         self._rows += rows
-        self._sums[0] = self._sums[0] + loss.detach().double() * rows
+        for index, term in enumerate(terms):
+            added = term.value.detach().double() * term.scale
+            self._loss_sums[index] = self._loss_sums[index] + added
+            self._loss_counts[index] += term.count
         with torch.no_grad():
-            for position, (name, index, function) in enumerate(self._metrics, start=1):
+            for position, (name, index, function) in enumerate(self._metrics):
                 if is_stateful(function):
                     function.to(outputs[index].device).update(
                         outputs[index].detach(), labels[index]
@@ -86,13 +98,14 @@ class ScoreSums:
 
     def mean_loss(self) -> float:
         """Returns the mean loss so far, of this process alone."""
-        return float(self._sums[0]) / max(self._rows, 1)
+        return _mean_loss([float(one) for one in self._loss_sums], self._loss_counts)
 
     def global_totals(self) -> list[float]:
-        """Rows, and the sums over them, of all processes; a collective call."""
-        mine = torch.tensor(
-            [float(self._rows), *(float(total) for total in self._sums)], dtype=torch.float64
-        )
+        """Returns the rows of all processes, the sums and counts of the labels' losses, and the
+        sums of metrics; a collective call.
+        """
+        sums = [float(total) for total in (*self._loss_sums, *self._loss_counts, *self._sums)]
+        mine = torch.tensor([float(self._rows), *sums], dtype=torch.float64)
         found = hvd.allreduce(mine, op=hvd.Sum, name="farandole.scores").tolist()
         return (
             found
@@ -107,9 +120,10 @@ class ScoreSums:
             `{"loss": ..., "all_metrics": [{name: value}, ...]}`, one dict per metric.
         """
         rows, *sums = self.global_totals()
-        means = iter([total / max(rows, 1.0) for total in sums])
+        labels = len(self._loss_sums)
+        means = iter([total / max(rows, 1.0) for total in sums[2 * labels :]])
         return {
-            "loss": next(means),
+            "loss": _mean_loss(sums[:labels], sums[labels : 2 * labels]),
             "all_metrics": [
                 {
                     key: value
@@ -119,6 +133,11 @@ class ScoreSums:
                 for group in self._groups
             ],
         }
+
+
+def _mean_loss(sums: Sequence[float], counts: Sequence[float]) -> float:
+    """Returns the sum of the labels' mean losses; a label that never counts adds 0."""
+    return sum(total / count for total, count in zip(sums, counts, strict=True) if count)
 
 
 def is_stateful(function: Any) -> bool:

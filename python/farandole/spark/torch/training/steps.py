@@ -35,7 +35,7 @@ class OptimizerStepper:
             `None`.
         loop: options of the training loop.
         device: device of the model.
-        size: factor of the learning rates; schedulers see the learning rates of one process.
+        factor: factor of the learning rates; schedulers see the learning rates of one process.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class OptimizerStepper:
         scheduler: Any,
         loop: TrainingLoopOptions,
         device: torch.device,
-        size: int,
+        factor: float,
     ) -> None:
         self.optimizer = optimizer
         self.meter = StepMeter()
         self.taken = 0
-        self._size = size
+        self._rate_factor = factor
         self._clip = loop.clip_norm
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
@@ -161,37 +161,37 @@ class OptimizerStepper:
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
-    def restore_state(self, state: dict[str, Any], size: int) -> None:
+    def restore_state(self, state: dict[str, Any], factor: float) -> None:
         """Restores a state of this run in a world of another size. The caller has restored the
         optimizer's state.
 
         Args:
             state: a result of `snapshot_state`.
-            size: new factor of the learning rates.
+            factor: new factor of the learning rates.
         """
         if self.scheduler is not None:
             self.scheduler.load_state_dict(copy.deepcopy(state["scheduler"]))
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
-        if size != state["size"]:
+        if factor != state["factor"]:
             for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * size / state["size"]
-        self._size = size
+                group["lr"] = group["lr"] * factor / state["factor"]
+        self._rate_factor = factor
 
     def snapshot_state(self) -> dict[str, Any]:
         """Returns the state that `restore_state` restores."""
-        return copy.deepcopy(self.checkpoint_state()) | {"size": self._size}
+        return copy.deepcopy(self.checkpoint_state()) | {"factor": self._rate_factor}
 
     @contextlib.contextmanager
     def _single_process_rates(self) -> Iterator[None]:
         """Sets the learning rates of one process in the optimizer."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] / self._size
+            group["lr"] = group["lr"] / self._rate_factor
         try:
             yield
         finally:
             for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * self._size
+                group["lr"] = group["lr"] * self._rate_factor
 
 
 def _rebind_scheduler(scheduler: Any, optimizer: Any) -> None:

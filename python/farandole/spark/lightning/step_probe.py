@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Tries the `training_step` of a module on parts of real rows, before workers start."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.spark.common.data.source import first_rows
+from farandole.spark.torch.columns.tensors import input_tensor
+from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
+from farandole.spark.torch.training.source import to_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from farandole.spark.torch.job import TorchTrainingJob
+
+
+def check_training_step(
+    job: TorchTrainingJob,
+    module: Any,
+    transformation: Any,
+    *,
+    processes: int,
+    names: Sequence[str],
+) -> None:
+    """Refuses a module whose loss of all rows is not the mean of its losses of parts, if several
+    processes or passes make one step.
+
+    A module is not tried if it steps its optimizers by itself, or if its `training_step` needs the
+    trainer.
+
+    Args:
+        job: the run.
+        module: a copy of the user's.
+        transformation: of rows, by the user; or `None`.
+        processes: of the job.
+        names: columns that are read.
+
+    Raises:
+        ValueError: the loss is no mean over rows; the message names the options.
+    """
+    alone = processes == 1 and job.loop.backward_passes == 1
+    if alone or job.loss_reduction is not None or not module.automatic_optimization:
+        return
+    data, rows = job.data, sum(PROBE_PART_ROWS)
+    arrays = first_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    columns = to_tensors(arrays)
+    ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
+    bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
+    losses = [_step_loss(job, module, columns, first, last) for first, last in bounds]
+    if any(one is None for one in losses):
+        return
+    whole, *parts = [
+        PartLoss(one * (last - first), float(last - first))
+        for one, (first, last) in zip(losses, bounds, strict=True)
+        if one is not None
+    ]
+    check_parts(whole, parts, f"the loss of training_step of {type(module).__name__}")
+
+
+def _step_loss(
+    job: TorchTrainingJob,
+    module: Any,
+    columns: Mapping[str, torch.Tensor],
+    first: int,
+    last: int,
+) -> float | None:
+    """Returns the loss of some rows; `None` if the step does not work without a trainer."""
+    part = {name: values[first:last] for name, values in columns.items()}
+    host, count = torch.device("cpu"), last - first
+    batch: dict[str, Any] = {one.name: input_tensor(part, one, count, host) for one in job.inputs}
+    for one in job.labels:
+        label = part[one.column.name].to(getattr(torch, one.dtype))
+        batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
+    if job.weight is not None:
+        batch[job.weight] = part[job.weight].float().reshape(-1)
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `self.log` without a trainer
+            torch.manual_seed(0)  # a step with random parts has the same in each call
+            found = module.training_step(batch, 0)
+    except Exception:  # noqa: BLE001 - whatever a step without a trainer raises
+        return None
+    finally:
+        module.train(training)
+    loss = found.get("loss") if isinstance(found, dict) else found
+    return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

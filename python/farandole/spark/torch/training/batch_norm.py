@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Moving statistics of batch norms: padding does not move them, and ranks average them.
+
+Each rank moves the statistics of its batch norms by its own rows. Ranks average them at the end of
+an epoch, so all ranks validate the model that is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+import farandole.torch as hvd
+from farandole.torch.sync_batch_norm import SyncBatchNorm, leave_out_padding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def ignore_padding(module: torch.nn.Module, valid: int, count: int) -> Iterator[None]:
+    """Lets a forward pass leave buffers as the rows that count make them.
+
+    Batch norms of all ranks leave out the padding. Buffers of other layers keep the values from
+    before the forward pass.
+
+    Args:
+        module: the model.
+        valid: rows of the batch that count.
+        count: rows of the batch, with padding.
+    """
+    if not module.training or count == valid:
+        yield
+        return
+    kept = [(buffer, buffer.clone()) for buffer in _local_buffers(module)]
+    with leave_out_padding(valid, count):
+        yield
+    for buffer, before in kept:
+        buffer.data.copy_(before)
+
+
+def _local_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [
+        buffer
+        for layer in module.modules()
+        if not isinstance(layer, SyncBatchNorm)
+        for buffer in layer.buffers(recurse=False)
+    ]
+
+
+def average_moving_statistics(module: torch.nn.Module) -> None:
+    """Gives all ranks the mean of their moving statistics; a collective call.
+
+    Args:
+        module: the model.
+    """
+    moving = [
+        buffer
+        for layer in module.modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var") and not isinstance(layer, SyncBatchNorm)
+    ]
+    if hvd.size() == 1 or not moving:
+        return
+    mine = torch.cat([buffer.detach().reshape(-1).double().cpu() for buffer in moving])
+    mean = hvd.allreduce(mine, op=hvd.Average, name="farandole.statistics")
+    parts = mean.split([buffer.numel() for buffer in moving])
+    with torch.no_grad():
+        for buffer, part in zip(moving, parts, strict=True):
+            buffer.copy_(part.reshape(buffer.shape))

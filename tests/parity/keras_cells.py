@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Fits of `KerasEstimator` beside Keras's own `fit` on one process; run as a program, because a
+process has one backend of Keras. One line adds a loss.
+
+Prints one JSON object: the differences of each cell, and the cells that were refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLASSES = 3
+GLOBAL_BATCH_ROWS = 12
+EPOCHS = 2
+
+LABELS: dict[str, Callable[[Any, int], Any]] = {
+    "number": lambda draw, rows: draw.normal(size=(rows, CLASSES)),
+    "positive": lambda draw, rows: draw.uniform(0.2, 2.0, (rows, CLASSES)),
+    "bit": lambda draw, rows: draw.integers(0, 2, (rows, CLASSES)).astype(float),
+    "shares": lambda draw, rows: draw.dirichlet(np.ones(CLASSES), rows),
+    "class": lambda draw, rows: draw.integers(0, CLASSES, rows),
+}
+"""Kinds of labels."""
+MEANS = {
+    "MeanSquaredError": ("number", "linear"),
+    "MeanAbsoluteError": ("number", "linear"),
+    "MeanAbsolutePercentageError": ("positive", "softplus"),
+    "MeanSquaredLogarithmicError": ("positive", "softplus"),
+    "Huber": ("number", "linear"),
+    "LogCosh": ("number", "linear"),
+    "Poisson": ("positive", "softplus"),
+    "KLDivergence": ("shares", "softmax"),
+    "BinaryCrossentropy": ("bit", "sigmoid"),
+    "BinaryFocalCrossentropy": ("bit", "sigmoid"),
+    "CategoricalCrossentropy": ("shares", "softmax"),
+    "CategoricalFocalCrossentropy": ("shares", "softmax"),
+    "SparseCategoricalCrossentropy": ("class", "softmax"),
+    "Hinge": ("bit", "linear"),
+    "SquaredHinge": ("bit", "linear"),
+    "CategoricalHinge": ("shares", "softmax"),
+    "CosineSimilarity": ("number", "linear"),
+}
+"""Losses that are means over rows, with the label and the end of the model."""
+
+
+def make_data(rows: int, kinds: list[str]) -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    data = {"x": draw.normal(size=(rows, 4)).astype("float32")}
+    for index, kind in enumerate(kinds):
+        label = LABELS[kind](draw, rows)
+        data[f"y{index}"] = label if kind == "class" else label.astype("float32")
+    data["w"] = draw.uniform(0.2, 2.0, rows).astype("float32")
+    return data
+
+
+def make_model(ends: list[str], own_step: bool) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(0)
+    given = keras.Input((4,), name="x")
+    outputs = [
+        keras.layers.Dense(CLASSES, activation=end, name=f"y{index}")(given)
+        for index, end in enumerate(ends)
+    ]
+    kind = own_step_model() if own_step else keras.Model
+    return kind(given, outputs if len(outputs) > 1 else outputs[0])
+
+
+def own_step_model() -> Any:
+    """Returns a class of models with a `train_step` that never calls `scale_loss`."""
+    import keras
+    import torch
+
+    class OwnStep(keras.Model):
+        def train_step(self, data):
+            x, y = data[:2]
+            self.zero_grad()
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            loss.backward()
+            variables = self.trainable_variables
+            grads = [one.value.grad for one in variables]
+            with torch.no_grad():
+                self.optimizer.apply(grads, variables)
+            return {"loss": loss}
+
+    return OwnStep
+
+
+def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
+    """Returns the differences between a fit of several processes and Keras's own on one."""
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    kinds, ends = zip(*(MEANS[name] for name in cell["losses"]), strict=True)
+    data = make_data(cell["rows"], list(kinds))
+    losses = [getattr(keras.losses, name)(reduction=cell["reduction"]) for name in cell["losses"]]
+    plain = make_model(list(ends), cell["own_step"])
+    plain.compile(optimizer=keras.optimizers.SGD(0.02), loss=losses)
+    labels = [data[f"y{index}"] for index in range(len(kinds))]
+    kept = plain.fit(
+        data["x"],
+        labels if len(labels) > 1 else labels[0],
+        sample_weight=data["w"] if cell["weighted"] else None,
+        batch_size=GLOBAL_BATCH_ROWS,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+    ).history
+    if keras.backend.backend() == "tensorflow" and len(kinds) > 1:
+        # Keras does not weigh the losses of outputs by rows there, but each of them alone.
+        kept = {"loss": kept["loss"]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.parquet"
+        columns = {n: pa.array(list(v)) if v.ndim > 1 else v for n, v in data.items()}
+        pq.write_table(pa.table(columns), path)
+        model = make_model(list(ends), cell["own_step"])
+        fitted = KerasEstimator(
+            model=model,
+            optimizer=keras.optimizers.SGD(0.02 / cell["size"]),
+            loss=losses,
+            feature_cols=["x"],
+            label_cols=[f"y{index}" for index in range(len(kinds))],
+            sample_weight_col="w" if cell["weighted"] else None,
+            batch_size=GLOBAL_BATCH_ROWS // cell["size"],
+            epochs=EPOCHS,
+            shuffle=False,
+            verbose=0,
+            backend=gangs(cell["size"]),
+            store=f"{folder}/store",
+        ).fit_on_parquet(path=str(path))
+    found = fitted.getHistory()
+    weights = zip(plain.get_weights(), fitted.getModel().get_weights(), strict=True)
+    differences = {"weights": max(float(np.abs(one - other).max()) for one, other in weights)}
+    if cell["reduction"] != "sum" and not cell["own_step"]:
+        for name, values in kept.items():
+            scale = max(1e-3, *map(abs, values))
+            differences[name] = max(
+                abs(one - other) / scale for one, other in zip(values, found[name], strict=True)
+            )
+    return differences
+
+
+def make_cells(short: bool) -> list[dict[str, Any]]:
+    base = {"reduction": "sum_over_batch_size", "weighted": False, "own_step": False, "rows": 29}
+    sizes = (2,) if short else (1, 2, 3)
+    names = list(MEANS)[:: 4 if short else 1]
+    cells = [base | {"losses": [name], "size": size} for name in names for size in sizes]
+    pairs = [["MeanSquaredError", "SparseCategoricalCrossentropy"]]
+    cells += [base | {"losses": pair, "size": size} for pair in pairs for size in (*sizes, 3)]
+    cells += [
+        base | {"losses": ["MeanSquaredError"], "size": size, "reduction": "sum", "rows": rows}
+        for size in (*sizes, 3)
+        for rows in (25, 29)
+    ]
+    cells += [base | {"losses": ["Huber"], "size": size, "weighted": True} for size in (*sizes, 3)]
+    if os.environ["KERAS_BACKEND"] == "torch":
+        own = {"losses": ["MeanSquaredError"], "own_step": True}
+        cells += [base | own | {"size": size, "rows": rows} for size in sizes for rows in (25, 29)]
+    return cells
+
+
+def run_refused(gangs: Any) -> dict[str, str]:
+    """Returns the errors of fits that two processes must refuse."""
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    def masked() -> Any:
+        given = keras.Input((4,), name="x")
+        table = keras.layers.Embedding(5, 3, mask_zero=True)(given)
+        return keras.Model(given, keras.layers.Dense(1)(table))
+
+    class AddedSum(keras.layers.Layer):
+        def call(self, given: Any) -> Any:
+            self.add_loss(keras.ops.sum(given**2))
+            return given
+
+    def added() -> Any:
+        given = keras.Input((4,), name="x")
+        return keras.Model(given, AddedSum()(keras.layers.Dense(3)(given)))
+
+    def plain(width: int = 3) -> Any:
+        given = keras.Input((4,), name="x")
+        return keras.Model(given, keras.layers.Dense(width, activation="softmax")(given))
+
+    def root(label: Any, output: Any) -> Any:
+        return keras.ops.sqrt(keras.ops.mean((label - output) ** 2))
+
+    sparse = keras.losses.SparseCategoricalCrossentropy(ignore_class=1)
+    cases = {
+        "ignore_class": (plain(), sparse, "class"),
+        "mask": (masked(), "mse", "number"),
+        "add_loss": (added(), "mse", "number"),
+        "root": (plain(), root, "number"),
+        "dice": (plain(), keras.losses.Dice(), "bit"),
+    }
+    errors: dict[str, str] = {}
+    for name, (model, loss, kind) in cases.items():
+        data = make_data(24, [kind])
+        if name == "mask":
+            data["x"] = np.random.default_rng(0).integers(0, 4, (24, 4)).astype("float32")
+            data["y0"] = np.random.default_rng(1).normal(size=(24, 4)).astype("float32")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.parquet"
+            columns = {n: pa.array(list(v)) if v.ndim > 1 else v for n, v in data.items()}
+            pq.write_table(pa.table(columns), path)
+            estimator = KerasEstimator(
+                model=model,
+                optimizer=keras.optimizers.SGD(0.01),
+                loss=loss,
+                feature_cols=["x"],
+                label_cols=["y0"],
+                label_shapes=[[-1, 4, 1]] if name == "mask" else None,
+                batch_size=4,
+                verbose=0,
+                backend=gangs(2),
+                store=f"{folder}/store",
+            )
+            try:
+                estimator.fit_on_parquet(path=str(path))
+                errors[name] = ""
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                errors[name] = f"{type(error).__name__}: {error}"
+    return errors
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    from tests.parity.gang import StandingGang
+
+    found: dict[int, StandingGang] = {}
+
+    def gang(size: int) -> StandingGang:
+        return found.setdefault(size, StandingGang(size))
+
+    cells = make_cells(sys.argv[1] == "short")
+    report = [(str(cell), run_cell(cell, gang)) for cell in cells]
+    refused = run_refused(gang)
+    for one in found.values():
+        one.close()
+    print(json.dumps({"cells": report, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Losses as sums and counts, and the trial of losses whose form is unknown."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tests.parity.gang import StandingGang
+from torch import nn
+from torch.nn import functional
+
+import farandole.torch as hvd
+from farandole.spark.torch import TorchEstimator
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    rows = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")
+    path = tmp_path_factory.mktemp("data") / "rows.parquet"
+    label = np.where(np.arange(ROWS) % 3 == 1, -1.0, np.abs(rows[:, 0]))
+    pq.write_table(pa.table({"x": list(rows), "y": label.astype("float32")}), path)
+    return str(path)
+
+
+def estimator(loss, processes, folder, **options):
+    network = nn.Linear(2, 1)
+    return TorchEstimator(
+        model=network,
+        optimizer=torch.optim.SGD(network.parameters(), lr=0.01),
+        loss=loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=4,
+        verbose=0,
+        backend=StandingGang(processes),
+        store=str(folder),
+        **options,
+    )
+
+
+def root_of_mean_squares(output, label):
+    return (output - label).square().mean().sqrt()
+
+
+def masked_mean(output, label):
+    kept = label >= 0
+    return ((output - label).square() * kept).sum() / kept.sum()
+
+
+def contrastive(output, label):
+    del label
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+
+def dice(output, label):
+    found = torch.sigmoid(output)
+    return 1 - 2 * (found * label).sum() / (found + label).sum()
+
+
+def fixed_batch(output, label):
+    return ((output - label).reshape(4, -1) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [root_of_mean_squares, masked_mean, contrastive, dice])
+@pytest.mark.parametrize("spread", [(2, 1), (1, 2)])
+def test_a_loss_that_is_no_mean_is_refused_with_several_processes_or_passes(
+    loss, spread, data, tmp_path
+):
+    processes, passes = spread
+    fit = estimator(loss, processes, tmp_path, backward_passes_per_step=passes).fit_on_parquet
+    with pytest.raises(ValueError, match=rf"loss {loss.__name__} of column 'y' is no mean") as told:
+        fit(path=data)
+    assert all(one in str(told.value) for one in ("loss_reduction", "per_batch", "label_count"))
+
+
+def test_a_sum_of_ones_own_is_refused_with_the_option_that_is_right(data, tmp_path):
+    def total(output, label):
+        return (output - label).square().sum()
+
+    with pytest.raises(ValueError, match=r'is a sum over rows.*loss_reduction="sum"'):
+        estimator(total, 2, tmp_path).fit_on_parquet(path=data)
+
+
+def test_a_loss_that_takes_no_other_number_of_rows_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match=r"takes no batch of 3 rows|does not take output"):
+        estimator(fixed_batch, 2, tmp_path).fit_on_parquet(path=data)
+
+
+def test_one_process_takes_any_loss_and_so_do_several_with_an_explicit_option(data, tmp_path):
+    for processes, options in ((1, {}), (2, {"loss_reduction": "per_batch"})):
+        fit = estimator(contrastive, processes, tmp_path, **options)
+        fit.fit_on_parquet(path=data)
+        fit.getBackend().close()
+
+
+def test_an_option_that_contradicts_a_loss_of_torch_is_refused(data, tmp_path):
+    loss = nn.MSELoss(reduction="sum")
+    with pytest.raises(ValueError, match="loss_reduction='mean' contradicts the loss MSELoss"):
+        estimator(loss, 1, tmp_path, loss_reduction="mean").fit_on_parquet(path=data)
+    with pytest.raises(ValueError, match="loss_reduction must be one of"):
+        estimator(loss, 1, tmp_path, loss_reduction="median")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.MSELoss(),
+        nn.MSELoss(reduction="sum"),
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 10.0, 0.1]), label_smoothing=0.1),
+        functools.partial(functional.nll_loss, weight=torch.tensor([1.0, 10.0, 0.1])),
+    ],
+)
+def test_a_sum_divided_by_its_count_is_the_mean(loss):
+    output = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    label = torch.tensor([0, 1, 2, -100, 1, 0])
+    if isinstance(loss, nn.MSELoss):
+        label = torch.zeros(6, 3)
+    total, count = hvd.loss_sum_and_count(loss, output, label)
+    mean = nn.MSELoss() if isinstance(loss, nn.MSELoss) else loss
+    assert float(total / count) == pytest.approx(float(mean(output, label)), rel=1e-6)
+
+
+def test_a_batch_of_ignored_labels_has_a_sum_and_a_count_of_zero_and_no_gradient():
+    output = torch.randn(2, 3, requires_grad=True)
+    label = torch.tensor([-100, -100])
+    total, count = hvd.loss_sum_and_count(nn.CrossEntropyLoss(), output, label)
+    total.backward()
+    assert (float(total), float(count)) == (0.0, 0.0)
+    assert not output.grad.any()
+
+
+def test_a_loss_that_is_not_torchs_has_no_count():
+    with pytest.raises(TypeError, match="contrastive is no loss of torch"):
+        hvd.loss_sum_and_count(contrastive, torch.ones(2, 2), torch.ones(2))
