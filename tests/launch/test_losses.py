@@ -159,17 +159,6 @@ def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
 
 
-def test_a_connection_that_ends_ends_the_job(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    (connection,) = find(bed, "head", "ssh", "h2", "farandole agent")
-    os.kill(connection.pid, signal.SIGKILL)
-    _, took, said = failed(running, 4 * PEER_TIMEOUT)
-    assert took < PEER_TIMEOUT, said
-    assert names(said, "h2"), said
-    bed.until_quiet(2 * PEER_TIMEOUT)
-
-
 def test_an_agent_that_is_killed_takes_its_workers_along(hosts):
     bed = hosts("h1", "h2")
     running = busy(bed, program=IDLE)
