@@ -171,7 +171,7 @@ class KerasEstimator(
         job, copy, outputs, fingerprint = self._create_job(prepared)
         shown.show_message(describe_mapping(job.shape, job.labels, outputs))
         with (
-            self._hold_run(job, fingerprint, shown),
+            self._hold_run(job, fingerprint, shown) as job,
             create_trackers(self, job, prepared, fingerprint) as tracker,
         ):
             trained = cast(

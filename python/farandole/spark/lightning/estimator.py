@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -149,9 +150,10 @@ class LightningEstimator(
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
         with (
-            self._hold_run(base, fingerprint, shown),
+            self._hold_run(base, fingerprint, shown) as base,
             create_trackers(self, base, prepared, fingerprint) as tracker,
         ):
+            job = replace(job, base=base)
             trained = cast(
                 "TorchTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
             )
