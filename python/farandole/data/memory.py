@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from farandole.common.logs import start_logging
 from farandole.common.resource_limits import available_memory_bytes, memory_limit_bytes
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
         dataset: What will be kept.
         columns: Which of its columns; `None`: all.
     """
+    # The reader warns if it cannot use the cache.
+    start_logging()
     kept = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
         DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
