@@ -157,17 +157,9 @@ def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing
         bed[host].write("enough", "")
     assert running.wait(30.0) == 0, running.said
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
-
-
-def test_a_connection_that_ends_ends_the_job(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    (connection,) = find(bed, "head", "ssh", "h2", "farandole agent")
-    os.kill(connection.pid, signal.SIGKILL)
-    _, took, said = failed(running, 4 * PEER_TIMEOUT)
-    assert took < PEER_TIMEOUT, said
-    assert names(said, "h2"), said
-    bed.until_quiet(2 * PEER_TIMEOUT)
+    # TCP repeats a keep-alive that ssh sent during the cut at growing intervals, and the end of the
+    # connection comes after it.
+    until_only_sshd(bed, "h1", "h2")
 
 
 def test_an_agent_that_is_killed_takes_its_workers_along(hosts):

@@ -110,8 +110,10 @@ def play(host, **changes):
     import farandole
 
     version = farandole.__version__
-    source = (Path(__file__).parents[2] / "crates" / "launcher" / "src" / "orders.rs").read_text()
-    protocol = int(re.search(r"const VERSION: u32 = (\d+);", source)[1])
+    source = (
+        Path(__file__).parents[2] / "crates" / "launcher" / "src" / "agent_protocol.rs"
+    ).read_text()
+    protocol = int(re.search(r"AGENT_PROTOCOL_VERSION: u32 = (\d+);", source)[1])
     hello = {"version": protocol, "farandole": version, "python": "3.11.7"}
     hello |= {"executable": sys.executable, "host": host.name}
     host.write("/run/played/__init__.py", "")

@@ -6,19 +6,15 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from tests.started import PAGE, SUM, blocks, environment, places, run, together, world
 
 from farandole._native import registrar
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def horovod(rank: int, size: int, **extra: str) -> dict[str, str]:
@@ -417,17 +413,21 @@ def test_foreign_communicators_give_out_ranks_and_take_no_part_in_collectives() 
     assert [one.place for one in ended] == [[rank, 4] for rank in range(4)]
 
 
-def test_the_users_folder_is_his_alone(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_use_is_passed_over(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    own = tmp_path / f"farandole-{os.geteuid()}"
-    own.mkdir(mode=0o777)
-    own.chmod(0o777)
-    folders = {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""}
-    (ended,) = together([horovod(0, 2) | folders])
-    assert f"{own} can be used by others: its mode is 777" in ended.err, ended.err
+    own, session, home = tmp_path / f"farandole-{os.geteuid()}", tmp_path / "s", tmp_path / "home"
+    for folder in (own, session, home):
+        folder.mkdir(mode=0o777)
+        folder.chmod(0o777)
+    folders = {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(session), "HOME": str(home)}
+    ranks = [horovod(rank, 2) | folders for rank in range(2)]
+    assert [one.place for one in together(ranks)] == world(2)
+    used = home / ".farandole"
+    # A machine with sessions has a folder of this user in /run/user, which comes first.
+    assert used.is_dir() or Path(f"/run/user/{os.geteuid()}").is_dir()
+    assert list(own.iterdir()) == list(session.iterdir()) == []
     own.rmdir()
-    assert [
-        one.place for one in together([horovod(rank, 2) | folders for rank in range(2)])
-    ] == world(2)
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    assert list(own.iterdir()) == []
+    session.chmod(0o700)
+    assert [one.place for one in together(ranks)] == world(2)
+    assert not own.exists()
+    assert list(session.iterdir()) == []

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -104,3 +105,50 @@ def test_where_nothing_can_be_locked_nothing_is_left_behind(place, monkeypatch):
     with scratch.temporary_directory() as own:
         assert own.parent == place
     assert [path for path in place.rglob("*") if path != warm_workers.user_directory()] == []
+
+
+def take(folder, how):
+    """Does what another user can do in the directory of temporary files."""
+    if how == "directory":
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)
+    elif how == "link":
+        folder.symlink_to("/etc")
+    else:
+        folder.touch()
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("how", ["directory", "link", "file"])
+def test_a_directory_of_another_user_is_passed_over(place, monkeypatch, how):
+    session, home = place / "session", place / "home"
+    session.mkdir(mode=0o700)
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    monkeypatch.setenv("HOME", str(home))
+    name = f"farandole-{os.getuid()}"
+    take(place / name, how)
+    for expected in (session / name, home / ".farandole"):
+        assert scratch.user_directory() == expected
+        assert expected.stat().st_mode & 0o777 == 0o700
+        expected.rmdir()
+        take(expected, how)
+        # A directory of /run/user is a session's, too, and only some machines have one.
+        monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+        if Path(f"/run/user/{os.getuid()}").is_dir():
+            break
+    else:
+        with pytest.raises(PermissionError, match=re.escape(str(place / name))):
+            scratch.user_directory()
+    with scratch.temporary_directory() as own:
+        assert own.parent == place, "large files stay in the directory for temporary files"
+
+
+def test_warm_workers_start_where_another_user_has_taken_the_usual_directory(place, monkeypatch):
+    home = place / "home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    take(place / f"farandole-{os.getuid()}", "directory")
+    assert LocalBackend(1, verbose=0).run(lambda: 7) == [7]

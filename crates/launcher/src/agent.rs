@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use farandole_registrar::{
-    CancellationToken, ExitKind, ExitReport, GenerationVerdict, MAX_RESULT_BYTES, TaskClient,
-    Ticket, host,
+    CancellationToken, ExitKind, ExitReport, GenerationVerdict, MAX_RESULT_BYTES, RegistrarOrder,
+    TaskClient, Ticket, host,
 };
 use farandole_telemetry::{LogLine, RecordSink, WorkerRecord};
 use farandole_world::{Rank, TaskId, World};
@@ -36,6 +36,8 @@ const EXIT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 const LATE_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest time to report the end of a cancelled agent's worker: the verdict is known already.
 const CANCELLED_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
+/// The reason for the end of a worker whose launcher has ended.
+pub(crate) const LAUNCHER_GONE: &str = "the launcher is gone";
 /// Limits for configured times: shorter timers would fire at once, longer ones would overflow.
 const MIN_PEER_TIMEOUT: Duration = Duration::from_millis(100);
 const MAX_AGENT_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
@@ -137,6 +139,7 @@ enum AgentSignal {
     Exited,
     Stop(GenerationVerdict),
     Cancelled(StopSignal, String),
+    LauncherSilent,
 }
 
 enum AgentPhase {
@@ -213,6 +216,17 @@ impl Agent {
     /// Like [`Agent::cancel_worker`], with SIGKILL.
     pub fn kill_worker(&self, reason: &str) {
         self.request_end(StopSignal::Kill, reason);
+    }
+
+    /// Ends the worker unless the registrar still answers: the launcher, which runs the registrar,
+    /// sends nothing more on its own connection.
+    pub fn check_launcher(&self) {
+        if matches!(*self.phase.lock(), AgentPhase::Running) {
+            // An agent that has ended receives no signals.
+            drop(self.signals.send(AgentSignal::LauncherSilent));
+        } else {
+            self.cancel_worker(LAUNCHER_GONE);
+        }
     }
 
     fn request_end(&self, manner: StopSignal, reason: &str) {
@@ -324,9 +338,15 @@ impl AgentRun {
         client.tolerate_outage(task.outage);
         client.register_task(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
-        client.start_heartbeats(task.outage.max(2 * task.peer_timeout), move |verdict| {
+        client.start_heartbeats(task.outage.max(2 * task.peer_timeout), move |order| {
+            let signal = match order {
+                RegistrarOrder::Interrupt => {
+                    AgentSignal::Cancelled(StopSignal::Interrupt, "interrupted".to_owned())
+                }
+                RegistrarOrder::Stop(verdict) => AgentSignal::Stop(verdict),
+            };
             // An agent that has ended receives no signals.
-            drop(stop.send(AgentSignal::Stop(verdict)));
+            drop(stop.send(signal));
         });
         Ok(client)
     }
@@ -363,7 +383,7 @@ impl AgentRun {
                 return Err(error);
             }
         };
-        let mut ended_by = match self.received_signals.recv() {
+        let mut ended_by = match self.receive_signal(client) {
             Ok(AgentSignal::Exited) => None,
             Ok(other) => {
                 let manner = match &other {
@@ -379,7 +399,9 @@ impl AgentRun {
         let remains = worker.collect_exit(|| {
             while let Ok(signal) = self.received_signals.try_recv() {
                 cancelled |= matches!(signal, AgentSignal::Cancelled(..));
-                if ended_by.is_none() && !matches!(signal, AgentSignal::Exited) {
+                if ended_by.is_none()
+                    && !matches!(signal, AgentSignal::Exited | AgentSignal::LauncherSilent)
+                {
                     ended_by = Some(signal);
                 }
             }
@@ -397,6 +419,42 @@ impl AgentRun {
             gathered.send_to_driver(client, LATE_REPORT_TIMEOUT);
         }
         Ok(outcome)
+    }
+
+    /// Returns the next signal that concerns the worker.
+    fn receive_signal(
+        &self,
+        client: &TaskClient,
+    ) -> std::result::Result<AgentSignal, mpsc::RecvError> {
+        loop {
+            match self.received_signals.recv()? {
+                AgentSignal::LauncherSilent => self.spawn_registrar_check(client),
+                signal => return Ok(signal),
+            }
+        }
+    }
+
+    /// Cancels this agent unless the registrar answers. The answer may take `peer_timeout`, so the
+    /// agent does not wait for it.
+    fn spawn_registrar_check(&self, client: &TaskClient) {
+        let (client, signals) = (client.clone(), self.signals.clone());
+        let deadline = Instant::now() + self.task.peer_timeout;
+        let task = self.task.task;
+        let check = move || {
+            if client.is_registrar_answering(deadline).unwrap_or(false) {
+                tracing::warn!(%task, "the launcher's connection to this host has ended, and the \
+                                       registrar answers: the worker continues");
+            } else {
+                let reason = LAUNCHER_GONE.to_owned();
+                // An agent that has ended receives no signals.
+                drop(signals.send(AgentSignal::Cancelled(StopSignal::Terminate, reason)));
+            }
+        };
+        let thread = thread::Builder::new().name(format!("farandole-check-{task}"));
+        if let Err(error) = thread.spawn(check) {
+            let reason = format!("{LAUNCHER_GONE}, and no thread can be started: {error}");
+            drop(self.signals.send(AgentSignal::Cancelled(StopSignal::Terminate, reason)));
+        }
     }
 
     fn worker_start_options(

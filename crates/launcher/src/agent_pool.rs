@@ -164,6 +164,13 @@ impl<'a> AgentPool<'a> {
         self.hosts.iter_mut().find(|host| host.open_tasks.contains(&task))
     }
 
+    /// Stops waiting for a connection's report about the end of a task.
+    pub(crate) fn release_task(&mut self, task: u32) {
+        for host in &mut self.hosts {
+            host.open_tasks.remove(&task);
+        }
+    }
+
     /// Closes the connections for which `given_up` returns true. Returns their host names, and the
     /// tasks whose ends will not be reported.
     pub(crate) fn close_connections(

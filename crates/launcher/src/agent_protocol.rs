@@ -19,8 +19,9 @@
 //! | agent to launcher | `T` | [`TaskEndMessage`], JSON |
 //! | agent to launcher | `R` | the result of the task just ended, if it has one |
 //!
-//! If the stream ends, the other side is gone. An agent then ends its workers, unless its order
-//! says that the launcher may be restarted.
+//! If the stream ends, the connection or the other side is gone. An agent then ends its workers,
+//! unless the registrar, which is in the launcher's process, still answers, or its order says that
+//! the launcher may be restarted. A launcher that closes the stream on purpose sends `E` first.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};

@@ -24,9 +24,9 @@ const AGENT_WAIT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Serves one launcher: sends its identity, reads an order from `input`, runs its workers, and
 /// writes each outcome to `output`. Ends the workers when `input` asks for it. When `input` ends,
-/// ends the workers, too, unless the launcher may be restarted: then the workers end when the
-/// registrar asks for it, or after the registrar has been gone for too long. Returns when all
-/// workers have ended.
+/// ends the workers, too, unless the registrar still answers or the launcher may be restarted: then
+/// the workers end when the registrar asks for it, or after the registrar has been gone for too
+/// long. Returns when all workers have ended.
 ///
 /// # Errors
 /// `System` when the launcher's messages cannot be parsed.
@@ -124,7 +124,7 @@ fn start_agents(order: &AgentOrder, payload: Option<Vec<u8>>) -> Result<Arc<Vec<
 }
 
 /// Carries out the launcher's frames. The end of the stream ends the workers, too, unless the
-/// launcher may be restarted.
+/// registrar still answers or the launcher may be restarted.
 fn apply_launcher_frames(input: &mut impl Read, agents: &[(TaskId, Agent)], lasting: bool) {
     let all = |act: &dyn Fn(&Agent)| agents.iter().for_each(|(_, agent)| act(agent));
     loop {
@@ -138,7 +138,7 @@ fn apply_launcher_frames(input: &mut impl Read, agents: &[(TaskId, Agent)], last
             Ok(Some((AgentFrameKind::Kill, _))) => all(&|agent| agent.kill_worker("interrupted")),
             Ok(Some(_)) => {}
             Ok(None) | Err(_) if lasting => return,
-            Ok(None) | Err(_) => return all(&|agent| agent.cancel_worker("the launcher is gone")),
+            Ok(None) | Err(_) => return all(&Agent::check_launcher),
         }
     }
 }

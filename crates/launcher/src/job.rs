@@ -9,12 +9,12 @@
 //!       '-- RemoteAgent --ssh--> serve_host --> Agent ... --'
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
-use farandole_registrar::{JobEvent, Registrar, RegistrarOptions};
+use farandole_registrar::{JobEvent, MAX_RESULT_BYTES, Registrar, RegistrarOptions};
 use farandole_telemetry::RecordSink;
 use farandole_world::World;
 
@@ -23,6 +23,7 @@ use crate::agent_pool::{AgentPool, AgentPoolEvent, RemoteHost, StopLevel};
 use crate::error::{Error, Result};
 use crate::hosts::{HostPlacement, HostSlots};
 use crate::local_hosts::split_local_tasks;
+use crate::registrar_reports::RegistrarReports;
 use crate::report::JobReport;
 use crate::worker_program::WorkerProgram;
 
@@ -33,6 +34,9 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 const HOST_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait for the last messages of a host whose agent fell silent.
 const SILENT_HOST_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest silence of a connection after the registrar has reported the end of a worker there. Then
+/// the connection's own report is not waited for.
+const EXIT_CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time in which hosts must end their workers after the end of the job.
 const JOB_END_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -112,13 +116,23 @@ impl StaticJob {
     }
 }
 
+/// A connection to a host that ended before the workers there.
+struct LostConnection {
+    error: Error,
+    tasks: BTreeSet<u32>,
+}
+
 /// A running job.
 struct JobRun<'a> {
+    program: &'a WorkerProgram,
     registrar: &'a Registrar,
     sink: &'a Arc<dyn RecordSink>,
     observe_world: &'a WorldObserver<'a>,
     agent_pool: AgentPool<'a>,
     outcomes: BTreeMap<u32, WorkerOutcome>,
+    reports: RegistrarReports,
+    /// Connections that ended while the agents of their hosts stayed connected to the registrar.
+    lost_connections: Vec<LostConnection>,
     /// Errors of hosts and agents.
     errors: Vec<Error>,
     /// Errors of hosts whose last messages were given up.
@@ -145,11 +159,14 @@ impl<'a> JobRun<'a> {
             crew.start_local_agent(task, OutputTarget::Sink(Arc::clone(sink)))?;
         }
         Ok(Self {
+            program: &job.program,
             registrar,
             sink,
             observe_world: assigned,
             agent_pool: crew,
             outcomes: BTreeMap::new(),
+            reports: RegistrarReports::default(),
+            lost_connections: Vec::new(),
             errors: Vec::new(),
             silent_host_errors: Vec::new(),
             started_at: Instant::now(),
@@ -160,9 +177,10 @@ impl<'a> JobRun<'a> {
     }
 
     fn run_until_done(&mut self, wish: &dyn Fn() -> StopLevel) -> Result<JobReport> {
-        while !self.agent_pool.have_all_tasks_ended() {
+        while !(self.agent_pool.have_all_tasks_ended() && self.lost_connections.is_empty()) {
             self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
             self.handle_agent_events();
+            self.accept_reported_exits();
             self.apply_stop_level(wish());
             self.abandon_silent_hosts();
         }
@@ -195,13 +213,24 @@ impl<'a> JobRun<'a> {
         for event in drained.records {
             match event {
                 JobEvent::Record(record) => self.sink.accept_record(record),
-                JobEvent::Assigned { world } => (self.observe_world)(&world),
+                JobEvent::Registered { task } => self.reports.record_registration(task.0),
+                JobEvent::Assigned { world } => {
+                    self.reports.record_size(world.size());
+                    (self.observe_world)(&world);
+                }
+                JobEvent::Exited { task, rank, exit } => {
+                    self.reports.record_exit(task.0, rank, exit);
+                }
+                JobEvent::Result { task, data, .. } => self.reports.record_result(task.0, data),
                 JobEvent::Lost { task, .. } => {
+                    self.reports.record_loss(task.0);
+                    self.abandon_lost_connection(task.0);
                     if let Some(host) = self.agent_pool.host_of_task(task.0) {
                         host.silent_since.get_or_insert_with(Instant::now);
                     }
                 }
-                JobEvent::Aborted { .. } => {
+                JobEvent::Aborted { verdict, .. } => {
+                    self.reports.record_mapping_verdict(verdict);
                     self.over_at.get_or_insert_with(Instant::now);
                 }
                 _ => {}
@@ -217,6 +246,16 @@ impl<'a> JobRun<'a> {
                 }
                 // The registrar informs the other agents; the job still waits for their ends.
                 AgentPoolEvent::WorkerEnded { outcome: Err(error), .. } => self.record_error(error),
+                AgentPoolEvent::HostLost { tasks, error, .. }
+                    if tasks.iter().all(|task| self.reports.covers_task(*task)) =>
+                {
+                    tracing::warn!(
+                        %error,
+                        "the connection to a host has ended, and the registrar still hears its \
+                         agents: the job continues"
+                    );
+                    self.lost_connections.push(LostConnection { error, tasks });
+                }
                 AgentPoolEvent::HostLost { error, .. }
                     if self.over_at.is_some() || self.stop_level > StopLevel::Continue =>
                 {
@@ -230,6 +269,66 @@ impl<'a> JobRun<'a> {
                     self.record_error(error);
                 }
             }
+        }
+    }
+
+    /// Takes ends of workers from the registrar that their connections do not report: those that
+    /// have ended, and those that are silent.
+    fn accept_reported_exits(&mut self) {
+        let now = Instant::now();
+        let mut accepted = Vec::new();
+        for host in &self.agent_pool.hosts {
+            let silent_since = host.agent.last_received_at();
+            accepted.extend(host.open_tasks.iter().copied().filter(|task| {
+                self.reports.exit_time(*task).is_some_and(|exit_time| {
+                    now >= exit_time.max(silent_since) + EXIT_CONFIRMATION_TIMEOUT
+                })
+            }));
+        }
+        for lost in &self.lost_connections {
+            accepted.extend(lost.tasks.iter().copied().filter(|task| {
+                self.reports.is_settled(*task)
+                    || self
+                        .reports
+                        .exit_time(*task)
+                        .is_some_and(|exit_time| now >= exit_time + EXIT_CONFIRMATION_TIMEOUT)
+            }));
+        }
+        for task in accepted {
+            self.accept_reported_exit(task);
+        }
+        self.lost_connections.retain(|lost| !lost.tasks.is_empty());
+    }
+
+    fn accept_reported_exit(&mut self, task: u32) {
+        let interrupted = self.stop_level > StopLevel::Continue;
+        let Some(outcome) = self.reports.take_outcome(task, interrupted) else { return };
+        tracing::info!(task, "the end of a worker was reported by the registrar alone");
+        if self.program.collect_result && outcome.is_success() && outcome.result.is_none() {
+            let host = self
+                .agent_pool
+                .host_of_task(task)
+                .map_or_else(|| format!("task {task}"), |host| host.agent.host_name().to_owned());
+            let reason = format!(
+                "the result of task {task} has more than {} MiB and can come only through the \
+                 connection to its host, which is silent or has ended: return less, or write it \
+                 to a file",
+                MAX_RESULT_BYTES >> 20
+            );
+            self.record_error(Error::Host { host, reason });
+        }
+        self.outcomes.insert(task, outcome);
+        self.agent_pool.release_task(task);
+        for lost in &mut self.lost_connections {
+            lost.tasks.remove(&task);
+        }
+    }
+
+    /// Reports the end of a connection as an error once the registrar has lost the agent, too.
+    fn abandon_lost_connection(&mut self, task: u32) {
+        if let Some(at) = self.lost_connections.iter().position(|lost| lost.tasks.contains(&task)) {
+            let lost = self.lost_connections.swap_remove(at);
+            self.record_error(lost.error);
         }
     }
 
@@ -266,6 +365,10 @@ impl<'a> JobRun<'a> {
         }
         let given_up =
             |host: &RemoteHost| late || (over && passed(host.silent_since, SILENT_HOST_TIMEOUT));
+        if late {
+            let lost = std::mem::take(&mut self.lost_connections);
+            self.silent_host_errors.extend(lost.into_iter().map(|lost| lost.error));
+        }
         for (host, tasks) in self.agent_pool.close_connections(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");
             self.silent_host_errors
@@ -278,6 +381,8 @@ impl<'a> JobRun<'a> {
             return;
         }
         self.stop_level = wish;
+        // A connection may be silent, so the registrar's interrupt goes to the same agents.
+        drop(self.registrar.interrupt_workers());
         self.agent_pool.apply_stop_level(wish);
         if wish > StopLevel::Interrupt {
             self.abort_job("interrupted");

@@ -57,6 +57,7 @@ mod job;
 mod lines;
 mod local_hosts;
 mod master_address;
+mod registrar_reports;
 mod remote;
 mod report;
 mod shell;

@@ -8,7 +8,7 @@ use std::io::{self, BufRead as _, BufReader, Read, Write as _};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farandole_registrar::{Ticket, signal_name};
 use farandole_world::TaskId;
@@ -100,13 +100,27 @@ pub enum AgentNotice {
 /// A connection to another host. Dropping it ends the workers there.
 pub struct RemoteAgent {
     host: String,
-    /// Whether the workers continue when this connection ends.
-    workers_outlive_launcher: bool,
     group: Pid,
     /// Locked while signalling and while reaping, so that no signal goes to another process that
     /// got the same number.
     child: Arc<Mutex<Option<Child>>>,
+    /// Locked while writing: a payload may take long, or for ever if the connection is silent.
     orders: Arc<Mutex<Option<ChildStdin>>>,
+    last_received_at: Arc<Mutex<Instant>>,
+}
+
+/// A stream that records the time of the last received bytes.
+struct TimedReader<R> {
+    stream: R,
+    last_received_at: Arc<Mutex<Instant>>,
+}
+
+impl<R: Read> Read for TimedReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let length = self.stream.read(buffer)?;
+        *self.last_received_at.lock() = Instant::now();
+        Ok(length)
+    }
 }
 
 impl RemoteAgent {
@@ -143,11 +157,13 @@ impl RemoteAgent {
         };
         let remote = Self {
             host: tasks.host.clone(),
-            workers_outlive_launcher: !tasks.outage.is_zero(),
             group,
             child: Arc::new(Mutex::new(Some(child))),
             orders: Arc::new(Mutex::new(Some(stdin))),
+            last_received_at: Arc::new(Mutex::new(Instant::now())),
         };
+        let stdout =
+            TimedReader { stream: stdout, last_received_at: Arc::clone(&remote.last_received_at) };
         let (words, tail) = mpsc::channel();
         let named =
             |name: &str| thread::Builder::new().name(format!("farandole-{name}-{}", tasks.host));
@@ -168,6 +184,11 @@ impl RemoteAgent {
         &self.host
     }
 
+    /// Returns the time at which the last bytes came from there, or the time of the start.
+    pub(crate) fn last_received_at(&self) -> Instant {
+        *self.last_received_at.lock()
+    }
+
     /// Interrupts the workers there with SIGINT.
     pub fn interrupt_workers(&self) {
         self.send_frame(AgentFrameKind::Interrupt);
@@ -186,19 +207,22 @@ impl RemoteAgent {
     /// Closes the connection, by a signal if necessary: the agent at its other end then ends the
     /// workers.
     pub fn close_connection(&self) {
-        if self.workers_outlive_launcher {
-            self.terminate_workers();
+        // The closed pipe alone does not end the workers while the registrar answers.
+        self.terminate_workers();
+        // A connecting program that does not pass the closed pipe on is ended by the signal. So is
+        // one to which the order is still being written: then the pipe cannot be closed here.
+        if let Some(mut orders) = self.orders.try_lock() {
+            drop(orders.take());
         }
-        // The agent notices the closed pipe. A connecting program that does not pass it on is ended
-        // by the signal.
-        drop(self.orders.lock().take());
         if self.child.lock().is_some() {
             kill_group(self.group, Signal::TERM);
         }
     }
 
     fn send_frame(&self, kind: AgentFrameKind) {
-        if let Some(pipe) = self.orders.lock().as_mut() {
+        // While the order is still being written, no worker runs there.
+        let Some(mut orders) = self.orders.try_lock() else { return };
+        if let Some(pipe) = orders.as_mut() {
             // An agent that has ended has also ended its workers.
             drop(write_frame(pipe, kind, b""));
         }

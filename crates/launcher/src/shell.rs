@@ -16,6 +16,13 @@ const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time for which ssh waits for a connection.
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Time between two keep-alive messages of ssh. Routers forget an idle connection after four minutes
+/// or more, and output does not use the connection.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
+/// Number of unanswered keep-alive messages after which ssh gives a connection up. The registrar
+/// detects lost hosts much earlier.
+const MAX_UNANSWERED_KEEP_ALIVES: u32 = 10;
+
 /// The words of a command that connects to another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteShell {
@@ -52,9 +59,15 @@ impl RemoteShell {
         connect: Duration,
     ) -> Self {
         let connect = connect.clamp(Duration::from_secs(1), MAX_CONNECT_TIMEOUT).as_secs();
-        let options = ["-T", "-o", "BatchMode=yes", "-o"];
-        words.extend(options.map(str::to_owned));
-        words.push(format!("ConnectTimeout={connect}"));
+        words.push("-T".to_owned());
+        for option in [
+            "BatchMode=yes".to_owned(),
+            format!("ConnectTimeout={connect}"),
+            format!("ServerAliveInterval={}", KEEP_ALIVE_INTERVAL.as_secs()),
+            format!("ServerAliveCountMax={MAX_UNANSWERED_KEEP_ALIVES}"),
+        ] {
+            words.extend(["-o".to_owned(), option]);
+        }
         if let Some(port) = port {
             words.extend(["-p".to_owned(), port.to_string()]);
         }
@@ -190,7 +203,8 @@ mod tests {
         let words = shell.build_argv("n1", "true");
         assert_eq!(
             words.join(" "),
-            "ssh -F my config -T -o BatchMode=yes -o ConnectTimeout=10 -p 2222 -i /key n1 true"
+            "ssh -F my config -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=30 \
+             -o ServerAliveCountMax=10 -p 2222 -i /key n1 true"
         );
     }
 

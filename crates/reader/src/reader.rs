@@ -110,7 +110,7 @@ impl Reader {
             .collect::<Result<_>>()?;
         let cache = match &options.cache {
             Some(directory) => {
-                Some(Arc::new(BlockCache::open_or_create(directory, &dataset, &selected)?))
+                BlockCache::open_or_create(directory, &dataset, &selected)?.map(Arc::new)
             }
             None => None,
         };

@@ -58,7 +58,9 @@ mod ticket;
 mod tls;
 mod wire;
 
-pub use client::{CancellationToken, FormationOutcome, HostChange, RelayedLinks, TaskClient};
+pub use client::{
+    CancellationToken, FormationOutcome, HostChange, RegistrarOrder, RelayedLinks, TaskClient,
+};
 pub use error::{Error, Result};
 pub use event::JobEvent;
 pub use farandole_membership::{ExitKind, ExitReport, GenerationVerdict, signal_name};

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farandole_config::PortRange;
 use farandole_registrar::{
-    Error, ExitKind, ExitReport, FormationOutcome, JobEvent, Registrar, RegistrarOptions,
-    TaskClient, Ticket, host,
+    Error, ExitKind, ExitReport, FormationOutcome, GenerationVerdict, JobEvent, Registrar,
+    RegistrarOptions, RegistrarOrder, TaskClient, Ticket, host,
 };
 use farandole_telemetry::{OutputStream, WorkerRecord};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
@@ -497,9 +497,7 @@ fn a_failure_stops_all_tasks_with_one_verdict() {
     let (sender, ends) = mpsc::channel();
     for agent in &agents {
         let sender = sender.clone();
-        agent.start_heartbeats(Duration::from_secs(10), move |verdict| {
-            sender.send(verdict).unwrap()
-        });
+        agent.start_heartbeats(Duration::from_secs(10), move |order| sender.send(order).unwrap());
     }
     let peer = ExitReport { peer_error: true, ..failed(ExitKind::Code(1)) };
     let blamed = thread::scope(|scope| {
@@ -512,7 +510,9 @@ fn a_failure_stops_all_tasks_with_one_verdict() {
         assert_eq!(verdict.cause, Some(TaskId(2)));
         assert!(verdict.reason.ends_with("was ended by SIGKILL"), "{}", verdict.reason);
     }
-    let stop = ends.recv_timeout(Duration::from_secs(10)).unwrap();
+    let RegistrarOrder::Stop(stop) = ends.recv_timeout(Duration::from_secs(10)).unwrap() else {
+        panic!("a stop was expected");
+    };
     assert_eq!(stop.cause, Some(TaskId(2)));
     let events = until(&registrar, |event| matches!(event, JobEvent::Aborted { .. }));
     assert!(matches!(events.last(), Some(JobEvent::Aborted { rank: Some(Rank(2)), .. })));
@@ -546,15 +546,23 @@ fn an_agent_that_vanishes_is_lost_within_two_seconds() {
 }
 
 #[test]
-fn an_abort_reaches_agents_and_a_close_frees_the_port() {
+fn an_interrupt_and_then_an_abort_reach_agents_and_a_close_frees_the_port() {
     let registrar = registrar(1);
     let agent = agents(&registrar, 1).remove(0);
     let (sender, ends) = mpsc::channel();
-    agent.start_heartbeats(Duration::from_secs(10), move |verdict| sender.send(verdict).unwrap());
+    agent.start_heartbeats(Duration::from_secs(10), move |order| sender.send(order).unwrap());
+    let next_order = || ends.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert!(agent.is_registrar_answering(soon()).unwrap());
+    registrar.interrupt_workers().unwrap();
+    assert_eq!(next_order(), RegistrarOrder::Interrupt);
+    assert!(agent.is_registrar_answering(soon()).unwrap(), "an interrupt does not end the job");
     registrar.abort_job("enough").unwrap();
-    assert_eq!(ends.recv_timeout(Duration::from_secs(10)).unwrap().reason, "enough");
+    let enough = GenerationVerdict { reason: "enough".to_owned(), cause: None, retry: false };
+    assert_eq!(next_order(), RegistrarOrder::Stop(enough));
+    assert!(agent.is_registrar_answering(soon()).unwrap(), "it answers that the job is over");
     let closing = Instant::now();
     registrar.close();
+    assert!(!agent.is_registrar_answering(soon()).unwrap());
     assert!(closing.elapsed() < Duration::from_secs(3), "{:?}", closing.elapsed());
     let ticket = registrar.ticket().clone();
     let error = match TaskClient::connect(

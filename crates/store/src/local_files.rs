@@ -198,7 +198,7 @@ pub(crate) fn write_file(path: &Path, data: &[u8]) -> Result<()> {
     written
         .and_then(|()| std::fs::rename(&staged, path))
         .inspect_err(|_| drop(std::fs::remove_file(&staged)))?;
-    sync_directory(directory)
+    sync_name(path)
 }
 
 /// Creates a file beside `path`, with the name of an unfinished upload.
@@ -226,7 +226,7 @@ fn create_directories(directory: &Path) -> Result<()> {
     if let Some(above) = directory.parent() {
         create_directories(above)?;
         std::fs::create_dir_all(directory)?;
-        return sync_directory(above);
+        return sync_name(directory);
     }
     Ok(())
 }
@@ -237,13 +237,23 @@ fn create_directories(directory: &Path) -> Result<()> {
 /// The system's.
 pub(crate) fn sync_file(path: &Path) -> Result<()> {
     File::open(path)?.sync_all()?;
-    path.parent().map_or(Ok(()), sync_directory)
+    sync_name(path)
 }
 
-/// Syncs the names in a directory, so that they survive a power failure, if the file system
+/// Syncs the name of a file or directory, so that it survives a power failure, if the file system
 /// supports it.
-fn sync_directory(directory: &Path) -> Result<()> {
-    match File::open(directory)?.sync_all() {
+fn sync_name(path: &Path) -> Result<()> {
+    let Some(directory) = path.parent() else { return Ok(()) };
+    let synced = match File::open(directory) {
+        Ok(directory) => directory.sync_all(),
+        // A directory in which this user may create names without reading them, such as one of mode
+        // 0733, cannot be opened. Then the whole file system is synced.
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+            File::open(path).and_then(|file| Ok(rustix::fs::syncfs(file)?))
+        }
+        Err(error) => Err(error),
+    };
+    match synced {
         Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
             Ok(())
         }

@@ -18,12 +18,6 @@ use crate::{
     RendezvousPoint, Result, into_frame_halves,
 };
 
-/// Sets whether this process sends records unencrypted, to measure the cost of encryption. Both
-/// ends of the link must be in this process.
-pub fn set_send_in_clear(clear: bool) {
-    crate::record::RECORDS_IN_CLEAR.store(clear, std::sync::atomic::Ordering::Relaxed);
-}
-
 /// Function that creates a pair of connected links with a given capacity.
 pub type LinkPairFactory<'a> = &'a mut dyn FnMut(usize) -> (Link, Link);
 

@@ -78,19 +78,48 @@ def remove_abandoned_directories(folder: Path) -> None:
 def user_directory() -> Path:
     """Returns a directory that only this user can look into.
 
+    Another user may have created a directory of the same name in the directory for temporary
+    files, so other places are tried, too.
+
     Raises:
-        OSError: There is something else in its place.
+        PermissionError: None of the places can be used; the message names each.
     """
-    folder = Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if (
-        not stat.S_ISDIR(found.st_mode)
-        or found.st_uid != os.getuid()
-        or stat.S_IMODE(found.st_mode) & 0o077
-    ):
-        raise PermissionError(f"{folder} is not this user's own directory")
-    return folder
+    return _first_private_directory([_temporary_place(), *_other_places()])
+
+
+def _first_private_directory(places: list[Path]) -> Path:
+    reasons = []
+    for folder in places:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.lstat()
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        if (
+            stat.S_ISDIR(found.st_mode)
+            and found.st_uid == os.getuid()
+            and not stat.S_IMODE(found.st_mode) & 0o077
+        ):
+            return folder
+        reasons.append(f"{folder} is not this user's own directory")
+    raise PermissionError("; ".join(reasons))
+
+
+def _temporary_place() -> Path:
+    return Path(tempfile.gettempdir()) / f"farandole-{os.getuid()}"
+
+
+def _other_places() -> list[Path]:
+    """Returns places in which other users can create nothing. They may be small or slow, so they
+    are for sockets and other small files.
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
+    folders = [Path(folder) for folder in (session, f"/run/user/{os.getuid()}") if folder]
+    places = [folder / f"farandole-{os.getuid()}" for folder in folders]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        places.append(Path.home() / ".farandole")
+    return [place for place in places if place.is_absolute()]
 
 
 def _create_locked_directory() -> tuple[Path, int] | None:
@@ -98,7 +127,7 @@ def _create_locked_directory() -> tuple[Path, int] | None:
     for one or no locks.
     """
     try:
-        folder = user_directory()
+        folder = _first_private_directory([_temporary_place()])
         remove_abandoned_directories(folder)
         for _ in range(_MAX_CREATE_ATTEMPTS):
             path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=folder))

@@ -21,7 +21,7 @@ from farandole.data.arrays import (
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.learning import read_encoding
-from farandole.data.memory import cache_directory
+from farandole.data.memory import cache_directory, default_byte_budget
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
 from farandole.data.skipped_columns import add_advice, is_unreadable_column, warn_of_skipped_columns
 from farandole.data.transform import BatchTransform
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from farandole.data.ragged import Ragged
-
-DEFAULT_BYTE_BUDGET = 512 << 20
-"""Bytes that one loader holds, by default."""
 
 WEIGHTS_KEY = "_weights"
 """Key of the rows' weights in a batch, with `tail="pad"`."""
@@ -67,7 +64,7 @@ class ParquetLoader(BaseDataLoader):
         fill: Mapping[str, float] | None = None,
         allow_nan: bool = False,
         framework: Literal["numpy", "torch"] = "numpy",
-        byte_budget: int = DEFAULT_BYTE_BUDGET,
+        byte_budget: int | None = None,
         threads: int | None = None,
         inmemory_cache_all: bool = False,
         transformation_fn: Callable[[Any], Any] | None = None,
@@ -102,7 +99,9 @@ class ParquetLoader(BaseDataLoader):
             allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at
-                once. It never changes the order. Results of a `transformation_fn` are not counted.
+                once; default: 512 MiB, or a quarter of the memory that the host and the cgroups of
+                this process allow, if that is less, and at least 128 MiB. It never changes the
+                order. Results of a `transformation_fn` are not counted.
             threads: Decoding threads; default: 2. Storage over the network is fetched by threads of
                 its own.
             inmemory_cache_all: Keeps decoded data in shared memory, for all loaders of this host
@@ -138,7 +137,8 @@ class ParquetLoader(BaseDataLoader):
         self.framework = framework
         self._columns = None if columns is None else list(columns)
         self._cast, self._fill = dict(cast or {}), dict(fill or {})
-        self._allow_nan, self._budget = allow_nan, _whole_number("byte_budget", byte_budget)
+        self._allow_nan = allow_nan
+        self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
         self._threads = None if threads is None else _whole_number("threads", threads, 1)
         self._cached = inmemory_cache_all
         self._transform = (
@@ -232,7 +232,7 @@ class ParquetLoader(BaseDataLoader):
             size=size,
             seed=self.seed,
             shuffle=self.shuffle,
-            byte_budget=self._budget,
+            byte_budget=default_byte_budget() if self._budget is None else self._budget,
             threads=self._threads,
             tail=_READER_TAILS[self.tail],  # pyright: ignore[reportArgumentType]
             cast=self._cast or None,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Storage for decoded data, for `inmemory_cache_all`."""
+"""Memory for decoded data: budgets of readers, and storage for `inmemory_cache_all`."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -11,6 +12,9 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from farandole.common.logs import start_logging
+from farandole.common.resource_limits import available_memory_bytes, memory_limit_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +26,13 @@ _log = logging.getLogger(__name__)
 _SHARED_MEMORY_PATH = Path("/dev/shm")  # noqa: S108 - shared memory has no other name
 _FREE_SPACE_FACTOR = 1.1
 """Times the data that has to be free: others use the memory, too."""
+_MAX_BYTE_BUDGET = 512 << 20
+_MIN_BYTE_BUDGET = 128 << 20
+_MEMORY_SHARE = 4
+"""The limit of memory divided by a reader's default budget: other readers, ranks and the model use
+memory, too.
+"""
+_MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
 DECODED_ELEMENT_BYTES = {
     "bool": 1,
@@ -35,28 +46,59 @@ DECODED_ELEMENT_BYTES = {
 }
 
 
-def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str:
-    """Returns a directory in shared memory if that is large enough, else the directory for
-    temporary files, whose pages stay in memory, too.
+def default_byte_budget() -> int:
+    """Returns the bytes of data that a reader may hold by default."""
+    share = memory_limit_bytes() // _MEMORY_SHARE
+    return min(_MAX_BYTE_BUDGET, max(_MIN_BYTE_BUDGET, share))
+
+
+def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | None:
+    """Returns a directory in shared memory if that is large enough, and if the cgroups of this
+    process allow so much memory. Otherwise returns the directory for temporary files, whose pages
+    stay in memory as long as there is room. Returns `None` if that is in memory, too.
 
     Args:
         dataset: What will be kept.
         columns: Which of its columns; `None`: all.
     """
+    # The reader warns if it cannot use the cache.
+    start_logging()
     kept = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
         DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
     )
     if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
-        free = shutil.disk_usage(_SHARED_MEMORY_PATH).free
+        free = min(shutil.disk_usage(_SHARED_MEMORY_PATH).free, available_memory_bytes())
         if free >= needed * _FREE_SPACE_FACTOR:
             return str(_SHARED_MEMORY_PATH)
         _log.warning(
-            "inmemory_cache_all: %.1f GiB of %s are free, %.1f GiB are needed: decoded data goes "
-            "to %s",
+            "inmemory_cache_all: %.1f GiB of %s are free within the limits of this process's "
+            "cgroups, %.1f GiB are needed",
             free / 2**30,
             _SHARED_MEMORY_PATH,
             needed / 2**30,
-            tempfile.gettempdir(),
         )
-    return tempfile.gettempdir()
+    folder = tempfile.gettempdir()
+    if _file_system_kind(folder) not in _MEMORY_FILE_SYSTEMS:
+        _log.warning("inmemory_cache_all: decoded data goes to %s", folder)
+        return folder
+    free = min(shutil.disk_usage(folder).free, available_memory_bytes())
+    if free >= needed * _FREE_SPACE_FACTOR:
+        return folder
+    _log.warning(
+        "inmemory_cache_all: decoded data is not kept, because %s is in memory, too: each epoch "
+        "decodes it again. Set TMPDIR to a directory on a disk to keep it there",
+        folder,
+    )
+    return None
+
+
+def _file_system_kind(folder: str) -> str:
+    """Returns the type of the file system of a directory; an empty text if it is unknown."""
+    device = Path(folder).stat().st_dev
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+                return after.split()[0]
+    return ""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common.check import integer_at_least
+from farandole.common.resource_limits import usable_cores
 from farandole.runner import outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
@@ -273,7 +274,7 @@ class LocalBackend(Backend):
 
 
 def _core_count() -> int:
-    return max(1, len(os.sched_getaffinity(0)))
+    return usable_cores()
 
 
 _CORE_SLOTS = SlotQueue(_core_count, "cores")

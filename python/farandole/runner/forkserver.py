@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from farandole.common.resource_limits import usable_cores
 from farandole.runner import worker
 from farandole.runner.warm_workers import process_start_ticks
 
@@ -430,7 +431,7 @@ def _reset_state() -> None:
         numpy.random.seed()
     if torch is not None:
         asked = os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS") or ""
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         torch.set_num_threads(min(int(asked), cores) if asked.isdigit() and int(asked) else cores)
         torch.default_generator.seed()
 

@@ -58,7 +58,15 @@ class DurableFiles:
 
     def sync_path(self, path: Path) -> None:
         """Returns when a file's content, or a directory's entries, are on the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except PermissionError:
+            if not path.is_dir():
+                raise
+            # In a directory of mode 0733, this user may create names and cannot open it. Then all
+            # file systems are synced.
+            os.sync()
+            return
         try:
             os.fsync(descriptor)
         except OSError as error:

@@ -34,6 +34,18 @@ _HELD_FILES: set[LeaseFile] = set()
 _log = logging.getLogger("farandole")
 
 
+def _reset_after_fork() -> None:
+    """Frees the lock in a forked child: the thread that held it does not exist there. Lease files
+    belong to the parent.
+    """
+    global _HELD_LOCK  # noqa: PLW0603 - a lock that another thread held cannot be released
+    _HELD_LOCK = threading.Lock()
+    _HELD_FILES.clear()
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 class LeaseFile:
     """A mark of this process, from now until it is released.
 
@@ -64,11 +76,14 @@ class LeaseFile:
         Raises:
             OSError: the store does not answer.
         """
+        if not self._is_own_process():
+            return
         with self._file_lock:
             if not self._is_held_here():
                 return
+            is_renewed = NativeStore(self.url).renew_mark(self._file_name)
             self._next_renewal = time.monotonic() + self._renewal_period
-            if not NativeStore(self.url).renew_mark(self._file_name):
+            if not is_renewed:
                 with _HELD_LOCK:
                     _HELD_FILES.discard(self)
                 _log.warning(
@@ -85,11 +100,15 @@ class LeaseFile:
         Raises:
             OSError: the store does not answer.
         """
+        if not self._is_own_process():
+            return False
         with self._file_lock:
             return self._is_held_here() and NativeStore(self.url).renew_mark(self._file_name)
 
     def stop_renewing(self) -> None:
         """Renews the mark no longer, and does not delete it either."""
+        if not self._is_own_process():
+            return
         with self._file_lock:
             self._stop_holding()
 
@@ -113,6 +132,8 @@ class LeaseFile:
             patience: Seconds to wait for a store that does not answer; default: the time of the
                 store's retries.
         """
+        if not self._is_own_process():
+            return
         waits = self._file_lock.acquire(timeout=-1 if patience is None else patience)
         try:
             if self._stop_holding():
@@ -120,6 +141,12 @@ class LeaseFile:
         finally:
             if waits:
                 self._file_lock.release()
+
+    def _is_own_process(self) -> bool:
+        """Returns whether this process created the lease file. In a forked child, `_file_lock` may
+        be locked forever by a thread that exists only in the parent.
+        """
+        return self._pid == os.getpid()
 
     def _is_held_here(self) -> bool:
         """Returns whether this process itself holds the mark, and not a parent of it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from farandole._native import store as native
 from farandole.stores import checkpoint_signatures, durable
+from farandole.stores.run_lease import RunInUseError
 
 if TYPE_CHECKING:
     from farandole.stores.options import StorageOptions
@@ -31,6 +32,8 @@ class RemoteStore:
     logs_subdir: str
     storage_options: StorageOptions
     seal_key: bytes | None = field(default=None, repr=False)
+    lease_name: str | None = None
+    """File in the run's directory by which the fit's driver holds the run, if it does."""
 
     def read(self, name: str) -> bytes | None:
         """Returns a file of the run, or `None` where there is none.
@@ -50,9 +53,14 @@ class RemoteStore:
         Args:
             name: path below the run's directory.
             data: the whole content.
+
+        Raises:
+            RunInUseError: the fit has lost the run to another process.
         """
         if self.run_path is not None:
-            native.Store(self.run_path).write(name, data)
+            run = native.Store(self.run_path)
+            self._check_lease(run)
+            run.write(name, data)
 
     def write_checkpoint(self, name: str, data: bytes) -> None:
         """Writes a file as `write` does, so that it outlives a loss of power; of the run's
@@ -61,9 +69,13 @@ class RemoteStore:
         Args:
             name: path below the run's directory.
             data: the whole content.
+
+        Raises:
+            RunInUseError: the fit has lost the run to another process.
         """
         if self.run_path is not None:
             run = native.Store(self.run_path)
+            self._check_lease(run)
             checkpoint_signatures.record_checkpoint(run, name, data, self.seal_key)
             durable.write_durably(run, name, data, keeps=name == self.checkpoint_filename)
 
@@ -91,6 +103,18 @@ class RemoteStore:
         return durable.read_last_intact(
             run, self.checkpoint_filename, partial(self._find_mismatch, run)
         )
+
+    def _check_lease(self, run: native.Store) -> None:
+        """Raises an error if the driver's lease is gone. A driver that was stopped or cut off for
+        long loses the run to another fit, and its workers, which may still run, must not overwrite
+        that fit's files.
+        """
+        if self.lease_name is not None and not run.exists(self.lease_name):
+            raise RunInUseError(
+                f"the driver of this fit does not hold {self.run_path} any more: its lease "
+                f"{self.lease_name} is gone, because the driver was stopped or cut off for long, "
+                "or has ended. Another fit may train the run now: nothing is written"
+            )
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
         return checkpoint_signatures.find_mismatch(run, name, data, self.seal_key)

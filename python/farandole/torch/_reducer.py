@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 
 from farandole._native import door, engine
 from farandole.common import basics
+from farandole.common.resource_limits import usable_cores
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, ViewBucket
@@ -92,9 +92,7 @@ class GradientReducer:
         """Forgets operations of another world, where they never end, and looks at this world."""
         self.reset_counts()
         on_host = all(parameter.is_cpu for parameter in self._slots)
-        self._overlaps_backward = not on_host or _has_spare_core(
-            engine.world(), len(os.sched_getaffinity(0))
-        )
+        self._overlaps_backward = not on_host or _has_spare_core(engine.world(), usable_cores())
 
     def finish_step(self, param_groups: list[dict[str, Any]]) -> None:
         """Starts the reductions that no hook has started, and waits for all.

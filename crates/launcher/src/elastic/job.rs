@@ -436,6 +436,9 @@ impl ElasticJobRun<'_> {
         // End the journal first: if this process is killed while the workers end, the job is not
         // continued.
         self.registrar.end_journal();
+        // A connection may be silent, so the registrar's interrupt goes to the same agents. Fails
+        // only in a forked process; this process started the registrar.
+        drop(self.registrar.interrupt_workers());
         self.agent_pool.apply_stop_level(wish);
         // Agents of an earlier launcher are connected only to the registrar.
         if wish > StopLevel::Interrupt || !self.adopted_tasks.is_empty() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Heartbeats of an agent, and the registrar's order to stop.
+//! Heartbeats of an agent, and the registrar's orders.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,7 +13,8 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{AuthenticatedChannel, CancellationToken, dial};
+use super::{AuthenticatedChannel, CancellationToken, TaskClient, dial};
+use crate::error::{Error, Result};
 use crate::generated as wire;
 use crate::ticket::Fingerprint;
 use crate::wire::PROTOCOL_VERSION;
@@ -30,7 +31,17 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Shortest timeout of an attempt to connect.
 const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(2);
 
-type OnEnd = Box<dyn FnOnce(GenerationVerdict) + Send>;
+/// An order of the registrar.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RegistrarOrder {
+    /// The user interrupted the job: the worker gets SIGINT.
+    Interrupt,
+    /// The worker must end: by the registrar's verdict, or because the registrar is gone. This is
+    /// the last order.
+    Stop(GenerationVerdict),
+}
+
+type OnOrder = Box<dyn FnMut(RegistrarOrder) + Send>;
 
 /// The arguments of an agent's registration, after it has registered.
 pub(super) type PendingRegistration = Arc<Mutex<Option<wire::RegisterRequest>>>;
@@ -50,12 +61,12 @@ pub(super) struct RegistrarMonitor {
 }
 
 impl RegistrarMonitor {
-    /// Sends heartbeats while the client lives. Calls `on_end` at most once: when the registrar
-    /// orders it, when the registrar has been gone for `patience`, or when its process has been
-    /// stopped for `STOPPED_PROCESS_FACTOR` times as long.
-    pub(super) async fn run_heartbeats(self, on_end: OnEnd) {
+    /// Sends heartbeats while the client lives. Calls `on_order` with each order of the registrar,
+    /// and with `Stop` when the registrar has been gone for `patience`, or when its process has
+    /// been stopped for `STOPPED_PROCESS_FACTOR` times as long.
+    pub(super) async fn run_heartbeats(self, on_order: OnOrder) {
         let Self { caller, address, fingerprint, session, offer, patience, lost } = self;
-        let mut on_end = Some(on_end);
+        let mut orders = OrderReceiver { on_order, stopped: false };
         let mut heard = Instant::now();
         // Whether, since `heard`, the port was closed at some time: the registrar's process has
         // ended.
@@ -64,7 +75,7 @@ impl RegistrarMonitor {
             // An attempt to connect may take seconds, and must not extend `patience`.
             let began = Instant::now();
             let by = (heard + patience).max(began + MIN_ATTEMPT_TIMEOUT);
-            let reason = match run_heartbeat_session(&caller, session, by, &mut on_end).await {
+            let reason = match run_heartbeat_session(&caller, session, by, &mut orders).await {
                 Ok(lasted) => {
                     (heard, ended) = (lasted, false);
                     "it closed the connection".to_owned()
@@ -84,12 +95,9 @@ impl RegistrarMonitor {
                 || (silent >= patience && !may_be_alive(&address, fingerprint, ended).await)
             {
                 lost.cancel_calls();
-                if let Some(on_end) = on_end.take() {
-                    let reason =
-                        format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
-                    // The driver may have restarted when the tasks ask again.
-                    on_end(GenerationVerdict { reason, cause: None, retry: true });
-                }
+                let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
+                // The driver may have restarted when the tasks ask again.
+                orders.stop(GenerationVerdict { reason, cause: None, retry: true });
                 return;
             }
             tokio::time::sleep(RECONNECT_INTERVAL).await;
@@ -97,6 +105,54 @@ impl RegistrarMonitor {
             // If the registration times out, it is repeated after the next attempt.
             drop(tokio::time::timeout_at(by.into(), repeat_registration(&caller, &offer)).await);
         }
+    }
+}
+
+/// Passes the registrar's orders on: `Stop` only once.
+struct OrderReceiver {
+    on_order: OnOrder,
+    stopped: bool,
+}
+
+impl OrderReceiver {
+    fn stop(&mut self, verdict: GenerationVerdict) {
+        if !std::mem::replace(&mut self.stopped, true) {
+            (self.on_order)(RegistrarOrder::Stop(verdict));
+        }
+    }
+}
+
+impl TaskClient {
+    /// Returns whether the registrar answers before `deadline`. Returns false early if no process
+    /// listens at its address.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn is_registrar_answering(&self, deadline: Instant) -> Result<bool> {
+        self.check_own_process()?;
+        let call = || {
+            let message = wire::GetRequest { key: String::new(), timeout_ms: 0 };
+            let request = self.inner.caller.build_request(message);
+            let mut stub = self.inner.caller.grpc_stub();
+            async move { stub.get(request).await }
+        };
+        let refused = async {
+            while !is_connection_refused(&self.inner.address).await {
+                tokio::time::sleep(RECONNECT_INTERVAL).await;
+            }
+        };
+        let answered = async {
+            tokio::select! {
+                answer = self.retry_while_disconnected("a get", call) => match answer {
+                    // A refusal is an answer, too.
+                    Ok(_) | Err(Error::Refused { .. } | Error::Aborted { .. }) => true,
+                    Err(_) => false,
+                },
+                () = refused => false,
+            }
+        };
+        let late = || Error::Timeout { what: "an answer".to_owned(), elapsed: Duration::ZERO };
+        Ok(self.block_on("a get", deadline, answered, late).unwrap_or(false))
     }
 }
 
@@ -138,7 +194,7 @@ async fn run_heartbeat_session(
     caller: &AuthenticatedChannel,
     session: u64,
     by: Instant,
-    on_end: &mut Option<OnEnd>,
+    orders: &mut OrderReceiver,
 ) -> Result<Instant, Status> {
     let (sender, receiver) = mpsc::channel(1);
     let one = wire::Beat { protocol_version: PROTOCOL_VERSION, session };
@@ -161,8 +217,11 @@ async fn run_heartbeat_session(
             }
             directive = directives.message() => match directive {
                 Ok(Some(directive)) => {
-                    if let (Some(stop), Some(on_end)) = (directive.stop, on_end.take()) {
-                        on_end(stop.into());
+                    if directive.interrupt {
+                        (orders.on_order)(RegistrarOrder::Interrupt);
+                    }
+                    if let Some(verdict) = directive.stop {
+                        orders.stop(verdict.into());
                     }
                 }
                 Ok(None) | Err(_) => return Ok(Instant::now()),
@@ -181,7 +240,6 @@ mod tests {
     use farandole_world::TaskId;
 
     use super::*;
-    use crate::client::TaskClient;
     use crate::server::{Registrar, RegistrarOptions};
 
     const OUTAGE: Duration = Duration::from_millis(1500);
@@ -254,13 +312,14 @@ mod tests {
         let client = TaskClient::connect(&ticket, TaskId(0), None, deadline).unwrap();
         client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
         let (told, ended) = std::sync::mpsc::channel();
-        client.start_heartbeats(OUTAGE, move |verdict| drop(told.send(verdict)));
+        client.start_heartbeats(OUTAGE, move |order| drop(told.send(order)));
         // Wait for the first heartbeat.
         thread::sleep(RECONNECT_INTERVAL);
         let began = Instant::now();
         let listens = stranger(way.cut());
         let lasted = match ended.recv_timeout(LONG) {
-            Ok(verdict) => {
+            Ok(order) => {
+                let RegistrarOrder::Stop(verdict) = order else { panic!("{order:?}") };
                 assert!(verdict.reason.starts_with("lost the registrar"), "{}", verdict.reason);
                 began.elapsed()
             }

@@ -38,6 +38,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 pub use self::elastic::HostChange;
 pub use self::formation::FormationOutcome;
+pub use self::heartbeat::RegistrarOrder;
 use self::outbox::RecordOutbox;
 pub use self::relay::RelayedLinks;
 use crate::convert;
@@ -495,16 +496,16 @@ impl TaskClient {
         Ok(if reply.pending { Poll::Pending } else { Poll::Ready(reply.verdict.map(Into::into)) })
     }
 
-    /// Starts the heartbeats of this agent. Calls `on_end` once, from another thread, when the
-    /// worker must end: by the registrar's verdict, or because the registrar has been gone for
-    /// `patience`. If the registrar's process is stopped while its kernel accepts connections, the
+    /// Starts the heartbeats of this agent. Calls `on_order` from another thread with each order of
+    /// the registrar. The last one is `Stop`: by the registrar's verdict, or because the registrar
+    /// has been gone for `patience`. If the registrar's process is stopped while its kernel accepts connections, the
     /// wait is eight times as long. Another process that listens at the registrar's address does
     /// not count as the registrar. Once the registrar is given up, current and later calls fail
     /// with `Lost`.
     pub fn start_heartbeats(
         &self,
         patience: Duration,
-        on_end: impl FnOnce(GenerationVerdict) + Send + 'static,
+        on_order: impl FnMut(RegistrarOrder) + Send + 'static,
     ) {
         let ClientInner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
         let watch = heartbeat::RegistrarMonitor {
@@ -516,7 +517,7 @@ impl TaskClient {
             patience,
             lost: lost.clone(),
         };
-        let task = self.inner.handle.spawn(watch.run_heartbeats(Box::new(on_end)));
+        let task = self.inner.handle.spawn(watch.run_heartbeats(Box::new(on_order)));
         self.inner.tasks.lock().push(task);
     }
 

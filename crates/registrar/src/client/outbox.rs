@@ -22,9 +22,12 @@ const MAX_BATCH_BYTES: usize = 256 << 10;
 /// Longest time that a line waits for space before it is dropped. Output must not block a worker
 /// for ever.
 const LINE_BLOCK_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of consecutive failed streams after which flushes stop waiting for a confirmation, unless
-/// the driver may come back.
+/// Number of consecutive failed streams after which flushes stop waiting for a confirmation, if the
+/// streams have also failed for the tolerated outage.
 const MAX_FAILED_STREAMS: u32 = 5;
+/// Shortest tolerated outage. Attempts may fail at once, for example while the network of a host
+/// comes back, so their number alone proves nothing.
+const MIN_TOLERATED_OUTAGE: Duration = Duration::from_secs(10);
 /// Time for which a stream stays open before the driver confirms its records.
 const CONFIRMATION_INTERVAL: Duration = Duration::from_secs(1);
 /// Approximate limit of bytes that are kept until they are confirmed.
@@ -53,7 +56,7 @@ pub(super) struct RecordOutbox {
     wake: Notify,
     flushed: watch::Sender<u64>,
     source: u64,
-    /// Longest time in which a lost driver must return, in milliseconds.
+    /// Longest time for which the driver may be unreachable, in milliseconds.
     outage: AtomicU64,
 }
 
@@ -65,7 +68,7 @@ impl RecordOutbox {
             wake: Notify::new(),
             flushed: watch::Sender::new(0),
             source: rand::random(),
-            outage: AtomicU64::new(0),
+            outage: AtomicU64::new(super::duration_millis(MIN_TOLERATED_OUTAGE)),
         }
     }
 

@@ -129,11 +129,15 @@ pub struct Beat {
     #[prost(fixed64, tag = "2")]
     pub session: u64,
 }
-/// Sent once, when the caller's generation is over before its worker has ended.
+/// An order for the caller; each kind is sent at most once.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Directive {
+    /// The caller's generation is over before its worker has ended.
     #[prost(message, optional, tag = "1")]
     pub stop: ::core::option::Option<Verdict>,
+    /// The user interrupted the job: the worker gets SIGINT.
+    #[prost(bool, tag = "2")]
+    pub interrupt: bool,
 }
 /// The reason why a generation ended.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

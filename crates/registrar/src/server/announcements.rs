@@ -41,6 +41,8 @@ pub(super) struct WorldAnnouncements {
     pub(super) ends: HashMap<TaskId, Arc<GenerationVerdict>>,
     pub(super) dismissed: HashMap<TaskId, Arc<str>>,
     pub(super) change: Option<AnnouncedHostChange>,
+    /// Whether the user interrupted the job: agents send SIGINT to their workers.
+    pub(super) interrupted: bool,
     pub(super) closed: bool,
 }
 

@@ -329,6 +329,11 @@ impl RegistrarCore {
         self.observe_input(MembershipInput::Abort { reason });
     }
 
+    /// Makes every agent send SIGINT to its worker.
+    pub(super) fn interrupt_workers(&self) {
+        self.board.send_modify(|board| board.interrupted = true);
+    }
+
     /// Adds an event for the driver.
     pub(super) fn push_event(&self, event: JobEvent) {
         self.events.push(event);

@@ -447,6 +447,16 @@ impl Registrar {
         self.core.current_world()
     }
 
+    /// Makes every agent interrupt its worker with SIGINT. Later calls change nothing.
+    ///
+    /// # Errors
+    /// `Forked`.
+    pub fn interrupt_workers(&self) -> Result<()> {
+        self.check_own_process()?;
+        self.core.interrupt_workers();
+        Ok(())
+    }
+
     /// Makes every agent end its worker. Later calls change nothing.
     ///
     /// # Errors

@@ -405,7 +405,7 @@ fn world_pieces(board: &WorldAnnouncements) -> AssignmentReplyPieces {
     }))
 }
 
-/// Receives an agent's heartbeats until its connection ends, and sends it the order to stop.
+/// Receives an agent's heartbeats until its connection ends, and sends it its orders.
 async fn serve_heartbeats(
     core: &RegistrarCore,
     caller: CallOrigin,
@@ -414,8 +414,9 @@ async fn serve_heartbeats(
 ) {
     let mut board = core.subscribe_announcements();
     let mut closing = core.subscribe_announcements();
+    let mut interrupts = core.subscribe_announcements();
     let mut session = None;
-    let mut told = false;
+    let (mut told, mut interrupted) = (false, false);
     loop {
         tokio::select! {
             biased;
@@ -435,7 +436,14 @@ async fn serve_heartbeats(
             },
             verdict = wait_for_worker_end(&mut board, caller), if !told => {
                 told = true;
-                let directive = wire::Directive { stop: Some(verdict.into()) };
+                let directive = wire::Directive { stop: Some(verdict.into()), interrupt: false };
+                if directives.send(Ok(directive)).await.is_err() {
+                    break;
+                }
+            }
+            () = wait_until_interrupted(&mut interrupts), if !interrupted => {
+                interrupted = true;
+                let directive = wire::Directive { stop: None, interrupt: true };
                 if directives.send(Ok(directive)).await.is_err() {
                     break;
                 }
@@ -453,6 +461,11 @@ async fn serve_heartbeats(
 /// Waits for the registrar to close.
 async fn wait_until_closed(board: &mut watch::Receiver<WorldAnnouncements>) {
     drop(board.wait_for(|board| board.closed).await);
+}
+
+/// Waits until the user interrupts the job.
+async fn wait_until_interrupted(board: &mut watch::Receiver<WorldAnnouncements>) {
+    drop(board.wait_for(|board| board.interrupted).await);
 }
 
 /// Waits for the verdict on a generation.

@@ -15,7 +15,7 @@ use farandole_registrar::{
 use farandole_world::{JobId, Rank, TaskId};
 use parking_lot::Mutex;
 
-use super::rank_zero_rendezvous::{RankZeroRendezvous, TicketFolders, join_host_port};
+use super::rank_zero_rendezvous::{HOME_FOLDER, RankZeroRendezvous, TicketFolders, join_host_port};
 use super::{DetectedRank, LaunchDetection, detect_launch, job_identity, ticket_file};
 use crate::registrar_rendezvous::{
     INTERRUPT_POLL_INTERVAL, Interrupted, process_identity as of_process,
@@ -112,13 +112,14 @@ pub(crate) fn connect_detected_rank(
     )
     .map_err(astray)?;
     match &way {
-        RankZeroRendezvous::File { folder, private: true, .. } => {
-            ticket_file::ensure_private_folder(folder).map_err(astray)?
+        RankZeroRendezvous::File { folders, private: true, .. } if started.rank == 0 => {
+            ticket_file::first_private_folder(folders).map(drop).map_err(astray)?
         }
-        RankZeroRendezvous::File { folder, private: false, .. } => {
-            ticket_file::check_existing_folder(folder).map_err(astray)?
+        RankZeroRendezvous::File { folders, private: false, .. } => {
+            let check = |folder: &PathBuf| ticket_file::check_existing_folder(folder);
+            folders.iter().try_for_each(check).map_err(astray)?
         }
-        RankZeroRendezvous::Address { .. } => {}
+        RankZeroRendezvous::File { .. } | RankZeroRendezvous::Address { .. } => {}
     }
     let search = RankZeroSearch {
         config,
@@ -203,11 +204,15 @@ pub fn report_leaving() {
 /// Returns the folders in which this user's ranks exchange tickets.
 fn ticket_folders() -> TicketFolders {
     let own = rustix::process::geteuid().as_raw();
-    let of_session = environment_variable("XDG_RUNTIME_DIR")
-        .map(PathBuf::from)
-        .filter(|folder| folder.is_dir() && ticket_file::ensure_private_folder(folder).is_ok());
-    let local = of_session.unwrap_or_else(|| std::env::temp_dir().join(format!("farandole-{own}")));
-    TicketFolders { local, home: environment_variable("HOME").map(PathBuf::from) }
+    let home = environment_variable("HOME").map(PathBuf::from).filter(|home| home.is_absolute());
+    // The session's folders are not created here.
+    let session = environment_variable("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let sessions = session.into_iter().chain([PathBuf::from(format!("/run/user/{own}"))]);
+    let mut local: Vec<PathBuf> = sessions.filter(|folder| folder.is_dir()).collect();
+    local.push(std::env::temp_dir().join(format!("farandole-{own}")));
+    local.extend(home.as_ref().map(|home| home.join(HOME_FOLDER)));
+    local.dedup();
+    TicketFolders { local, home }
 }
 
 impl RankZeroSearch<'_> {
@@ -229,12 +234,17 @@ impl RankZeroSearch<'_> {
         }
         let registrar = Registrar::start_with_ranked_tasks(options, secret)?;
         let written = match self.rendezvous {
-            RankZeroRendezvous::File { folder, name, .. } => {
+            RankZeroRendezvous::File { folders, private, name } => {
                 let text = registrar.ticket().encode_text();
-                Some(
-                    ticket_file::write_ticket(folder, name, &text)
-                        .map_err(|reason| self.no_rendezvous_error(reason))?,
-                )
+                let written = if *private {
+                    ticket_file::write_private_ticket(folders, name, &text)
+                } else {
+                    folders.first().map_or_else(
+                        || Err("there is no folder for it".to_owned()),
+                        |folder| ticket_file::write_ticket(folder, name, &text),
+                    )
+                };
+                Some(written.map_err(|reason| self.no_rendezvous_error(reason))?)
             }
             RankZeroRendezvous::Address { .. } => None,
         };
@@ -323,8 +333,10 @@ impl RankZeroSearch<'_> {
     /// # Errors
     /// The reason why the file cannot be trusted.
     fn rank_zero_ticket(&self) -> Result<Option<Ticket>, String> {
-        let (folder, name) = match self.rendezvous {
-            RankZeroRendezvous::File { folder, name, .. } => (folder, name),
+        let text = match self.rendezvous {
+            RankZeroRendezvous::File { folders, private, name } => {
+                ticket_file::read_newest_ticket(folders, *private, name)?
+            }
             RankZeroRendezvous::Address { secret, host, port } => {
                 return secret
                     .make_ticket(vec![join_host_port(host, *port)])
@@ -332,7 +344,7 @@ impl RankZeroSearch<'_> {
                     .map_err(|error| error.to_string());
             }
         };
-        let Some(text) = ticket_file::read_ticket(folder, name)? else { return Ok(None) };
+        let Some(text) = text else { return Ok(None) };
         let ticket: Ticket = text.parse().map_err(|error: RegistrarError| error.to_string())?;
         if ticket.job_id() != self.job {
             return Err(format!("it is of job {}", ticket.job_id()));

@@ -4,7 +4,7 @@
 //! The ways in which the ranks of a job find rank 0.
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use farandole_registrar::JobSecret;
 use farandole_world::JobId;
@@ -14,6 +14,8 @@ use super::DetectedRank;
 /// Ports of rank 0 if a secret is given, but no port: below the ports that systems assign by
 /// themselves.
 const FIRST_PORT: u16 = 20_000;
+/// Folder for tickets in the user's home.
+pub(super) const HOME_FOLDER: &str = ".farandole";
 const PORT_COUNT: u16 = 8_000;
 
 /// The way in which the other ranks get rank 0's address and token.
@@ -21,9 +23,10 @@ const PORT_COUNT: u16 = 8_000;
 pub(crate) enum RankZeroRendezvous {
     /// A file that rank 0 writes into a folder.
     File {
-        /// The folder.
-        folder: PathBuf,
-        /// Whether the folder is private to the user; it is created if it does not exist.
+        /// The folders. Rank 0 writes into the first one that it can use, and the other ranks look
+        /// into all.
+        folders: Vec<PathBuf>,
+        /// Whether the folders are private to the user; they are created if they do not exist.
         private: bool,
         /// The file's name.
         name: String,
@@ -42,8 +45,9 @@ pub(crate) enum RankZeroRendezvous {
 /// Folders in which ranks may exchange tickets.
 #[derive(Clone, Debug)]
 pub(crate) struct TicketFolders {
-    /// The user's own folder on this host: the session's, or one in the folder for temporary files.
-    pub(crate) local: PathBuf,
+    /// Folders of this host that may be the user's own, by preference. Another user may have
+    /// created one of the same name in a shared folder, so there are several.
+    pub(crate) local: Vec<PathBuf>,
     /// The user's home, which hosts often share.
     pub(crate) home: Option<PathBuf>,
 }
@@ -74,7 +78,7 @@ impl RankZeroRendezvous {
         let name = format!("{job}.ticket");
         let path = rendezvous.strip_prefix("file://").unwrap_or(rendezvous);
         if path.starts_with('/') {
-            return Ok(Self::File { folder: PathBuf::from(path), private: false, name });
+            return Ok(Self::File { folders: vec![PathBuf::from(path)], private: false, name });
         }
         if let Some(secret) = given {
             return Self::at_address(started, secret, rendezvous);
@@ -89,12 +93,12 @@ impl RankZeroRendezvous {
             });
         }
         if started.one_host {
-            return Ok(Self::File { folder: folders.local.clone(), private: true, name });
+            return Ok(Self::File { folders: folders.local.clone(), private: true, name });
         }
         let Some(home) = &folders.home else {
             return Err("there is no HOME to meet in".to_owned());
         };
-        Ok(Self::File { folder: home.join(".farandole"), private: true, name })
+        Ok(Self::File { folders: vec![home.join(HOME_FOLDER)], private: true, name })
     }
 
     fn at_address(
@@ -130,8 +134,10 @@ impl RankZeroRendezvous {
 impl fmt::Display for RankZeroRendezvous {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::File { folder, name, .. } => {
-                write!(f, "the file {}", Path::new(folder).join(name).display())
+            Self::File { folders, name, .. } => {
+                let files: Vec<String> =
+                    folders.iter().map(|folder| folder.join(name).display().to_string()).collect();
+                write!(f, "the file {}", files.join(" or "))
             }
             Self::Address { host, port, .. } => {
                 write!(f, "the address {}", join_host_port(host, *port))
@@ -187,7 +193,8 @@ mod tests {
     }
 
     fn way(started: &DetectedRank, secret: &str, rendezvous: &str) -> Result<String, String> {
-        let folders = TicketFolders { local: "/run/user/7".into(), home: Some("/home/u".into()) };
+        let folders =
+            TicketFolders { local: vec!["/run/user/7".into()], home: Some("/home/u".into()) };
         RankZeroRendezvous::select_rendezvous(
             started,
             &JobId("j".to_owned()),
@@ -256,7 +263,7 @@ mod tests {
     fn only_what_stays_on_this_host_listens_on_loopback() {
         let stays = |one_host, secret, rendezvous| {
             let folders =
-                TicketFolders { local: "/run/user/7".into(), home: Some("/home/u".into()) };
+                TicketFolders { local: vec!["/run/user/7".into()], home: Some("/home/u".into()) };
             let started = started(one_host, Some("a"));
             RankZeroRendezvous::select_rendezvous(
                 &started,

@@ -7,6 +7,7 @@ use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use rustix::fs::OFlags;
 
@@ -41,6 +42,73 @@ pub(super) fn ensure_private_folder(folder: &Path) -> Result<(), String> {
         return Err(format!("{} is no directory", folder.display()));
     }
     check_owner_only(&found).map_err(|reason| format!("{} {reason}", folder.display()))
+}
+
+/// Returns the first folder that is private to this user, and creates it if necessary. Another user
+/// may have created some of the folders.
+///
+/// # Errors
+/// None can be used.
+pub(super) fn first_private_folder(folders: &[PathBuf]) -> Result<&Path, String> {
+    let mut reasons = Vec::new();
+    for folder in folders {
+        match ensure_private_folder(folder) {
+            Ok(()) => return Ok(folder),
+            Err(reason) => reasons.push(reason),
+        }
+    }
+    Err(reasons.join("; "))
+}
+
+/// Writes a ticket into the first private folder that takes it.
+///
+/// # Errors
+/// None can be used.
+pub(super) fn write_private_ticket(
+    folders: &[PathBuf],
+    name: &str,
+    text: &str,
+) -> Result<TicketFile, String> {
+    let mut reasons = Vec::new();
+    for folder in folders {
+        match ensure_private_folder(folder).and_then(|()| write_ticket(folder, name, text)) {
+            Ok(written) => return Ok(written),
+            Err(reason) => reasons.push(reason),
+        }
+    }
+    Err(reasons.join("; "))
+}
+
+/// Returns the content of the ticket file that was written last; `None` if no folder has one. With
+/// `private`, folders of other users are skipped.
+///
+/// # Errors
+/// No file can be read, and some file cannot be trusted.
+pub(super) fn read_newest_ticket(
+    folders: &[PathBuf],
+    private: bool,
+    name: &str,
+) -> Result<Option<String>, String> {
+    let (mut newest, mut refused) = (None, None);
+    for folder in folders {
+        if private && !is_private_folder(folder) {
+            continue;
+        }
+        match read_ticket_with_time(folder, name) {
+            Ok(Some(found)) => newest = newest.max(Some(found)),
+            Ok(None) => {}
+            Err(reason) => refused = Some(reason),
+        }
+    }
+    match (newest, refused) {
+        (None, Some(reason)) => Err(reason),
+        (newest, _) => Ok(newest.map(|(_, text)| text)),
+    }
+}
+
+fn is_private_folder(folder: &Path) -> bool {
+    fs::symlink_metadata(folder)
+        .is_ok_and(|found| found.is_dir() && check_owner_only(&found).is_ok())
 }
 
 /// Checks that the folder that the user named exists.
@@ -85,11 +153,15 @@ fn file_identity(found: &Metadata) -> (u64, u64) {
     (found.dev(), found.ino())
 }
 
-/// Returns the content of the file; `None` if it does not exist yet.
+/// Returns the time of the last write of the file, and its content; `None` if it does not exist
+/// yet.
 ///
 /// # Errors
 /// The file cannot be read, or another user could have written or read it.
-pub(super) fn read_ticket(folder: &Path, name: &str) -> Result<Option<String>, String> {
+fn read_ticket_with_time(
+    folder: &Path,
+    name: &str,
+) -> Result<Option<(SystemTime, String)>, String> {
     // Listing makes network file systems look again: they cache that a file does not exist.
     drop(fs::read_dir(folder).map(Iterator::count));
     let path = folder.join(name);
@@ -106,9 +178,10 @@ pub(super) fn read_ticket(folder: &Path, name: &str) -> Result<Option<String>, S
         other => other.map_err(failed)?,
     };
     check_ticket_file(&file)?;
+    let written = file.metadata().and_then(|found| found.modified()).map_err(failed)?;
     let mut text = String::new();
     (&mut file).take(MAX_TICKET_BYTES).read_to_string(&mut text).map_err(failed)?;
-    Ok(Some(text))
+    Ok(Some((written, text)))
 }
 
 fn check_ticket_file(file: &File) -> Result<(), String> {
@@ -165,6 +238,45 @@ mod tests {
         drop(fs::remove_dir_all(&folder));
         ensure_private_folder(&folder).unwrap();
         folder
+    }
+
+    fn read_ticket(folder: &Path, name: &str) -> Result<Option<String>, String> {
+        read_newest_ticket(&[folder.to_owned()], true, name)
+    }
+
+    #[test]
+    fn a_folder_that_another_user_could_use_is_passed_over_by_all_ranks() {
+        let base = folder("candidates");
+        let folders = [base.join("taken"), base.join("no/parent"), base.join("own")];
+        let home = base.join("home");
+        let all: Vec<PathBuf> = folders.iter().cloned().chain([home.clone()]).collect();
+        fs::create_dir(&folders[0]).unwrap();
+        mode(&folders[0], 0o755);
+        assert_eq!(first_private_folder(&all).unwrap(), folders[2]);
+        let written = write_private_ticket(&all, "t", "first").unwrap();
+        assert_eq!(fs::read(folders[2].join("t")).unwrap(), b"first");
+        assert_eq!(read_newest_ticket(&all, true, "t"), Ok(Some("first".to_owned())));
+        // A file in another user's folder counts for no rank.
+        fs::write(folders[0].join("t"), "theirs").unwrap();
+        mode(&folders[0].join("t"), 0o600);
+        assert_eq!(read_newest_ticket(&all, true, "t"), Ok(Some("first".to_owned())));
+        // The other user takes the folder away before the next start of rank 0.
+        drop(written);
+        fs::remove_dir(&folders[2]).unwrap();
+        fs::write(&folders[2], b"").unwrap();
+        let written = write_private_ticket(&all, "t", "second").unwrap();
+        assert!(home.join("t").exists());
+        fs::remove_file(&folders[2]).unwrap();
+        ensure_private_folder(&folders[2]).unwrap();
+        assert_eq!(read_newest_ticket(&all, true, "t"), Ok(Some("second".to_owned())));
+        // A ticket that an earlier start left does not hide the newer one.
+        let later = write_ticket(&folders[2], "t", "third").unwrap();
+        assert_eq!(read_newest_ticket(&all, true, "t"), Ok(Some("third".to_owned())));
+        drop((written, later));
+        assert_eq!(read_newest_ticket(&all, true, "t"), Ok(None));
+        let error = first_private_folder(&all[..2]).unwrap_err();
+        assert!(error.contains("taken can be used by others") && error.contains("cannot make"));
+        fs::remove_dir_all(&base).unwrap();
     }
 
     fn mode(path: &Path, mode: u32) {

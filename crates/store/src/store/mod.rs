@@ -22,6 +22,10 @@ use crate::location::{StorageService, StoreLocation};
 use crate::mark_names;
 use crate::upload::StoreUpload;
 
+mod replacement;
+
+pub(crate) use replacement::FileReplacement;
+
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry {

@@ -22,22 +22,6 @@ mod suite;
 pub(crate) use suite::CipherSuite;
 use suite::RecordCipher;
 
-/// Whether records of this process are sent unencrypted, to measure the cost of encryption. Exists
-/// only in the test harness.
-#[cfg(feature = "_test-harness")]
-pub(crate) static RECORDS_IN_CLEAR: std::sync::atomic::AtomicBool =
-    std::sync::atomic::AtomicBool::new(false);
-
-#[cfg(feature = "_test-harness")]
-fn sends_in_clear() -> bool {
-    RECORDS_IN_CLEAR.load(std::sync::atomic::Ordering::Relaxed)
-}
-
-#[cfg(not(feature = "_test-harness"))]
-const fn sends_in_clear() -> bool {
-    false
-}
-
 /// Size of a header; the same as a tag, because the kernel copies bytes behind a header of 4 bytes
 /// at half the speed.
 pub(crate) const RECORD_HEADER_BYTES: usize = 16;
@@ -136,9 +120,6 @@ impl RecordSeal {
         let header = RecordHeader::new(kind, payload.len())
             .filter(|header| header.announced_record().is_some())?;
         let next = self.record.checked_add(1)?;
-        if sends_in_clear() {
-            return Some((header, [0; RECORD_TAG_BYTES]));
-        }
         let tag = self.cipher.encrypt_payload(self.record, &header.0, payload)?;
         self.record = next;
         Some((header, tag))
@@ -154,9 +135,6 @@ impl RecordSeal {
         tag: [u8; RECORD_TAG_BYTES],
     ) -> Result<(), TamperedRecord> {
         let tampered = TamperedRecord { record: self.record };
-        if sends_in_clear() {
-            return Ok(());
-        }
         let next = self.record.checked_add(1).ok_or(tampered)?;
         self.cipher.decrypt_payload(self.record, &header.0, payload, &tag).ok_or(tampered)?;
         self.record = next;

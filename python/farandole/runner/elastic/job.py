@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole.common.resource_limits import usable_cores
 from farandole.runner import event_handler, outcome, timelines
 from farandole.runner.agent import worker_environment
 from farandole.runner.backend import LocalBackend
@@ -170,7 +171,7 @@ class ElasticBackend(LocalBackend):
         size = self._num_proc
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
-            changes.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
+            changes.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
         under_way = training.current_run()
         changes |= under_way.worker_variables() | timelines.worker_variables()
         options = self._elastic.as_settings() | {

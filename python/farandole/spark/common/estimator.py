@@ -476,9 +476,9 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     @contextlib.contextmanager
     def _hold_run(
         self, job: Any, fingerprint: Fingerprint, shown: ProgressDisplay
-    ) -> Iterator[None]:
+    ) -> Iterator[Any]:
         """Holds the lease of a run, checks the run's fingerprint, and reports the epoch at which
-        the run continues.
+        the run continues. Gives the job whose workers stop writing if the lease is lost.
 
         Args:
             job: the run.
@@ -490,7 +490,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             RunDiffersError: the run was started with something else.
         """
         force, epochs = self.getResume() == "force", self.getEpochs()
-        with hold_run_lease(job.store.run_path, job.run_id):
+        with hold_run_lease(job.store.run_path, job.run_id) as lease:
+            job = replace(job, store=replace(job.store, lease_name=lease))
             begin_run(
                 job.store, job.run_id, fingerprint, epochs, force=force, tell=shown.show_message
             )
@@ -500,7 +501,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                     f"run {job.run_id} continues from its checkpoint {checkpoint}, up to epoch "
                     f"{epochs}"
                 )
-            yield
+            yield job
 
     def _create_backend(self) -> Backend:
         if self.getBackend() is not None:

@@ -181,7 +181,7 @@ class KerasEstimator(
             )
         shown.show_message(describe_mapping(job.shape, job.labels, outputs))
         with (
-            self._hold_run(job, fingerprint, shown),
+            self._hold_run(job, fingerprint, shown) as job,
             create_trackers(self, job, prepared, fingerprint) as tracker,
         ):
             trained = cast(

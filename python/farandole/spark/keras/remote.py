@@ -16,6 +16,7 @@ import numpy as np
 import farandole.numpy as arrays
 from farandole.common import basics
 from farandole.common.notices import is_elastic
+from farandole.common.resource_limits import usable_cores
 from farandole.spark import task
 
 if TYPE_CHECKING:
@@ -131,4 +132,4 @@ def _choose_gpu(count: int) -> int | None:
 
 
 def _cores_per_process() -> int:
-    return max(1, len(os.sched_getaffinity(0)) // basics.local_size())
+    return max(1, usable_cores() // basics.local_size())

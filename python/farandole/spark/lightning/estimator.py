@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
@@ -158,9 +159,10 @@ class LightningEstimator(
             names=self._column_roles().stored_columns,
         )
         with (
-            self._hold_run(base, fingerprint, shown),
+            self._hold_run(base, fingerprint, shown) as base,
             create_trackers(self, base, prepared, fingerprint) as tracker,
         ):
+            job = replace(job, base=base)
             trained = cast(
                 "TorchTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
             )

@@ -167,7 +167,7 @@ class TorchEstimator(
         )
         shown.show_message(describe_mapping(job.inputs, job.labels, outputs, losses))
         with (
-            self._hold_run(job, fingerprint, shown),
+            self._hold_run(job, fingerprint, shown) as job,
             create_trackers(self, job, prepared, fingerprint) as tracker,
         ):
             trained = cast(

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import ipaddress
 import json
 import resource
 import secrets
@@ -39,20 +40,45 @@ MAX_WAITING_REQUESTS = 1024
 """Requests that wait at the same time, at most; a process that may open few files has fewer."""
 MAX_MESSAGE_BYTES = 1 << 16
 """Bytes of one message."""
+_FAR_ADDRESSES = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that are reserved for documentation: the route to them is the route to other hosts."""
+_LOOPBACK_ADDRESSES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 _NONCE_BYTES = 32
 _HMAC_BYTES = 32
 
 
 def local_host_addresses() -> list[str]:
-    """Addresses by which others may reach this host, the likeliest first, its own loopback last."""
+    """Addresses by which others may reach this host, the likeliest first, its own loopback last.
+
+    The host's name may stand for a loopback address only (127.0.1.1 on Debian), or for none. Such
+    addresses, and those of a single cable (link-local), lead other hosts astray.
+    """
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        # Sends nothing; asks for the way there.
-        probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
+    for family, far in _FAR_ADDRESSES.items():
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing; asks for the way there.
+            probe.connect((far, 9))
+            found.append(str(probe.getsockname()[0]))
     with contextlib.suppress(OSError):
-        found += socket.gethostbyname_ex(socket.gethostname())[2]
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        found += [str(info[4][0]) for info in infos]
+    reachable = [text for text in found if _is_reachable_address(text)]
+    loopback = [_LOOPBACK_ADDRESSES[family] for family in _FAR_ADDRESSES if _has_loopback(family)]
+    return list(dict.fromkeys([*reachable, *loopback]))
+
+
+def _is_reachable_address(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+
+
+def _has_loopback(family: socket.AddressFamily) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((_LOOPBACK_ADDRESSES[family], 0))
+    except OSError:
+        return False
+    return True
 
 
 def _open_listener() -> tuple[socket.socket, str | None]:
@@ -60,13 +86,19 @@ def _open_listener() -> tuple[socket.socket, str | None]:
     from farandole._native import hosts  # noqa: PLC0415 - clients do without
 
     address, first, last = hosts.listen_address_and_ports()
-    family = socket.AF_INET6 if address is not None and ":" in address else socket.AF_INET
+    # Without an address, one socket takes connections of both protocols.
+    both = address is None and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in (address or "") else socket.AF_INET
     failure: OSError | None = None
     for port in range(first, last + 1):
         try:
-            return socket.create_server((address or "", port), family=family, backlog=64), address
+            listener = socket.create_server(
+                (address or "", port), family=family, backlog=64, dualstack_ipv6=both
+            )
         except OSError as error:
             failure = error
+        else:
+            return listener, address
     raise OSError(
         f"no port from {first} to {last} of FARANDOLE_PORT_RANGE can be listened on: {failure}"
     )
@@ -119,7 +151,7 @@ class DataServiceRegistryServer:
         # Wakes the thread that accepts connections.
         with contextlib.suppress(OSError):
             socket.create_connection(
-                (self._address or "127.0.0.1", self._listener.getsockname()[1]),
+                (self._address or local_host_addresses()[-1], self._listener.getsockname()[1]),
                 REQUEST_TIMEOUT_SECONDS,
             ).close()
         self._thread.join(REQUEST_TIMEOUT_SECONDS)
@@ -293,10 +325,11 @@ class DataServiceRegistryClient:
             {"call": "await_shutdown"}, float("inf") if timeout is None else timeout
         )
 
-    def local_address(self) -> str:
-        """This host's address on the way to the server."""
+    def local_host(self) -> str:
+        """This host's address on the way to the server, as it stands before a port."""
         with self._open_connection() as line:
-            return line.getsockname()[0]
+            address = str(line.getsockname()[0])
+        return f"[{address}]" if ":" in address else address
 
     def _wait_for_event(self, request: dict[str, Any], timeout: float | None) -> dict[str, Any]:
         timeout = self._timeout if timeout is None else timeout

@@ -231,7 +231,7 @@ def _start_dispatcher(client: DataServiceRegistryClient, number: int) -> Any:
     )
     protocol, address = server.target.split("://", 1)
     client.register_dispatcher(
-        number, f"{protocol}://{client.local_address()}:{address.rsplit(':', 1)[1]}"
+        number, f"{protocol}://{client.local_host()}:{address.rsplit(':', 1)[1]}"
     )
     return server
 
@@ -364,7 +364,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     worker = service.WorkerServer(
         service.WorkerConfig(
             dispatcher_address=address.split("://", 1)[1],
-            worker_address=f"{client.local_address()}:%port%",
+            worker_address=f"{client.local_host()}:%port%",
             heartbeat_interval_ms=1000,
         )
     )

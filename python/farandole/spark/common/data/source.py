@@ -23,7 +23,7 @@ import numpy as np
 
 from farandole._native.reader import Dataset, Reader
 from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, object_array
-from farandole.data.memory import cache_directory
+from farandole.data.memory import cache_directory, default_byte_budget
 from farandole.data.ragged import lengths_column
 from farandole.stores.local_paths import explain_unreadable_data
 
@@ -144,6 +144,7 @@ class BatchSource:
                 size=size,
                 seed=seed,
                 shuffle=shuffle,
+                byte_budget=default_byte_budget(),
                 threads=threads,
                 tail="pad",
                 cast={

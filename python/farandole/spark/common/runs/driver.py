@@ -163,8 +163,9 @@ def _warn_of_trained_epochs(remote: RemoteStore, run_id: str, epochs: int) -> No
 
 
 @contextlib.contextmanager
-def hold_run_lease(run_path: str | None, run_id: str) -> Iterator[None]:
-    """Holds a run's directory for this process alone, by a lease in it.
+def hold_run_lease(run_path: str | None, run_id: str) -> Iterator[str | None]:
+    """Holds a run's directory for this process alone, by a lease in it. Gives the name of the
+    lease; `None` where runs are not saved.
 
     Args:
         run_path: URL of the directory; `None` where runs are not saved.
@@ -174,7 +175,7 @@ def hold_run_lease(run_path: str | None, run_id: str) -> Iterator[None]:
         RunInUseError: another fit holds it, of this process or another one.
     """
     if run_path is None:
-        yield
+        yield None
         return
     lease = Store(run_path).acquire_lease(_LEASE_DURATION_SECONDS)
     if lease is None:
@@ -185,7 +186,7 @@ def hold_run_lease(run_path: str | None, run_id: str) -> Iterator[None]:
         )
     mark = LeaseFile(run_path, lease, _LEASE_DURATION_SECONDS)
     try:
-        yield
+        yield lease
     finally:
         # Ignore a failure here: the outcome of the run matters, and the lease expires by itself.
         with contextlib.suppress(OSError):

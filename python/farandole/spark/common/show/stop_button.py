@@ -23,6 +23,7 @@ import html
 import json
 import logging
 import secrets
+import socket
 import socketserver
 import sys
 import threading
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 STOP_LABEL: Final = "Stop"
 END_AT_ONCE_LABEL: Final = "End at once"
 
+_MAX_STOP_CONNECTIONS: Final = 16
+"""Connections to one button's server at the same time."""
 _STOPPING_TEXT = "stopping: fit returns the model as it is then"
 _ENDING_TEXT = "ending with KeyboardInterrupt"
 _INTERRUPT_HINT = "interrupt the kernel to end fit at once"
@@ -101,9 +104,38 @@ class StopEndpoint:
 class _StopServer(socketserver.ThreadingTCPServer):
     """A server on loopback. Unlike Python's own server for HTTP, it makes no DNS query for its name
     and prints no tracebacks.
+
+    Every user of the host can connect. If all places are taken, the oldest connection is closed, so
+    connections that send nothing keep no click out.
     """
 
     daemon_threads = True
+    request_queue_size = _MAX_STOP_CONNECTIONS
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._connections: dict[socket.socket, None] = {}
+        self._connections_lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handles a connection in a thread, after closing the oldest one if there are too many."""
+        with self._connections_lock:
+            full = len(self._connections) >= _MAX_STOP_CONNECTIONS
+            oldest = next(iter(self._connections)) if full else None
+            if oldest is not None:
+                del self._connections[oldest]
+            self._connections[request] = None
+        if oldest is not None:
+            # Ends the thread that reads it.
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection, and frees its place."""
+        with self._connections_lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignores an error of a client, which has closed the connection."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.common.resource_limits import usable_cores
 from farandole.spark import task
 from farandole.spark.torch.training import compiler
 from farandole.spark.torch.training.source import DataModuleSource, TensorSource
@@ -38,7 +39,7 @@ def prepare_process(loop: TrainingLoopOptions, rank: int) -> None:
     if loop.mp_start_method is not None:
         multiprocessing.set_start_method(loop.mp_start_method, force=True)
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+        torch.set_num_threads(max(1, usable_cores() // hvd.local_size()))
     if loop.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
