@@ -40,8 +40,7 @@ class RemoteStore:
         """
         if self.run_path is None:
             return None
-        run = native.Store(self.run_path)
-        return run.read(name) if run.exists(name) else None
+        return durable.read_if_present(native.Store(self.run_path), name)
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file of the run so that no reader sees half of it; does nothing if runs are not
@@ -63,9 +62,9 @@ class RemoteStore:
             data: the whole content.
         """
         if self.run_path is not None:
-            run = native.Store(self.run_path)
-            checkpoint_signatures.record_checkpoint(run, name, data, self.seal_key)
-            durable.write_durably(run, name, data, keeps=name == self.checkpoint_filename)
+            self._write_recorded(
+                native.Store(self.run_path), name, data, keeps=name == self.checkpoint_filename
+            )
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not
@@ -83,14 +82,23 @@ class RemoteStore:
         """Returns the checkpoint that the run continues from, or `None` for a fresh run.
 
         Raises:
+            OSError: a checkpoint cannot be read. It may exist, so this is no fresh run.
             ValueError: there are checkpoints, and none of them can be used.
         """
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
+        name = self.checkpoint_filename
         return durable.read_last_intact(
-            run, self.checkpoint_filename, partial(self._find_mismatch, run)
+            run,
+            name,
+            partial(self._find_mismatch, run),
+            partial(self._write_recorded, run, name, keeps=False),
         )
+
+    def _write_recorded(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
+        with checkpoint_signatures.record_checkpoint_write(run, name, data, self.seal_key):
+            durable.write_durably(run, name, data, keeps=keeps)
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
         return checkpoint_signatures.find_mismatch(run, name, data, self.seal_key)

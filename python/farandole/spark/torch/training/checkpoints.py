@@ -95,7 +95,8 @@ class RunCheckpoints:
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint of run {self._job.run_id!r} belongs to another model or "
-                f"optimizer: choose another run_id, or delete {self._store.run_path}: {error}"
+                f"optimizer: choose another run_id, or move {self._store.run_path} elsewhere: "
+                f"{error}"
             ) from error
         return state
 
