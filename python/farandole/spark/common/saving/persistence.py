@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=MLReadable)
 
 _SEPARATELY_SAVED_PARAMS = ("backend", "store")
-"""Saved by `places`, which leaves out secrets."""
+"""Parameters that `store_backend` saves without secrets. A file sets them in no other way."""
 _log = logging.getLogger("farandole")
 
 
@@ -147,7 +147,8 @@ class ParamsReader(MLReader[T]):
             {
                 name: value
                 for name, value in metadata[which].items()
-                if loaded.hasParam(name) and name != ALLOW_PICKLE_PARAMETER
+                if loaded.hasParam(name)
+                and name not in (*_SEPARATELY_SAVED_PARAMS, ALLOW_PICKLE_PARAMETER)
             }
             for which in ("paramMap", "defaultParamMap")
         )
