@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from farandole.stores import checkpoint_signatures, durable
 
 if TYPE_CHECKING:
     from farandole.stores.options import StorageOptions
+
+_log = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,24 @@ class RemoteStore:
         """
         if self.run_path is not None:
             native.Store(self.run_path).write(name, data)
+
+    def write_log(self, name: str, data: bytes) -> bool:
+        """Writes a file that only shows what happened, such as a history. If the file cannot be
+        written, a warning says so, and the training continues.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+
+        Returns:
+            Whether the file was written; true if runs are not saved.
+        """
+        try:
+            self.write(name, data)
+        except OSError as error:
+            _log.warning("%s of the run cannot be written, the training continues: %s", name, error)
+            return False
+        return True
 
     def write_checkpoint(self, name: str, data: bytes) -> None:
         """Writes a file as `write` does, so that it outlives a loss of power; of the run's
