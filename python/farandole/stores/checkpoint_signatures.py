@@ -29,7 +29,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.stores import durable
+from farandole.stores import durable, small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,19 +200,19 @@ def _read_marker(run: native.Store) -> dict[str, list[Entry]]:
     """Returns the entries of the marker; none where there is no marker that can be read. A newer
     format is an error.
     """
-    text = durable.read_if_present(run, MARKER_FILENAME)
-    if text is None:
-        return {}
     try:
-        marker = json.loads(text)
-        version, entries_by_name = marker.get("version", MARKER_VERSION), marker["checkpoints"]
-        newer = isinstance(version, int) and version > MARKER_VERSION
-        known = {
-            name: [one for one in entries if isinstance(one, dict)]
-            for name, entries in entries_by_name.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        _log.warning("damaged: %s/%s: %s", run.url, MARKER_FILENAME, error)
+        marker = small_files.read_json(run, MARKER_FILENAME, small_files.MAX_TABLE_FILE_BYTES)
+        if marker is None:
+            return {}
+        with small_files.name_damage(f"{run.url}/{MARKER_FILENAME}"):
+            version, entries_by_name = marker.get("version", MARKER_VERSION), marker["checkpoints"]
+            newer = isinstance(version, int) and version > MARKER_VERSION
+            known = {
+                name: [one for one in entries if isinstance(one, dict)]
+                for name, entries in entries_by_name.items()
+            }
+    except small_files.DamagedFileError as error:
+        _log.warning("%s", error)
         return {}
     if newer:
         raise ValueError(

@@ -15,7 +15,8 @@ the new checkpoint is written. On HDFS the previous checkpoint is renamed, and t
 data nodes decide whether files survive a loss of power.
 
 Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is
-complete.
+complete. Their members are stored without compression, so an archive that unpacks to more than it
+has is refused before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -183,6 +184,23 @@ def read_if_present(store: native.Store, name: str) -> bytes | None:
         return None
 
 
+def is_file_present(store: native.Store, name: str) -> bool:
+    """Returns whether there is a file, without reading it.
+
+    Args:
+        store: the directory.
+        name: path of the file below it.
+
+    Raises:
+        OSError: the store cannot be asked. The file may exist.
+    """
+    try:
+        store.size(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def content_names(name: str) -> tuple[str, str]:
     """Returns the names of the files with the last and the previous content of a checkpoint.
 
@@ -296,6 +314,9 @@ def find_damage(data: bytes) -> str | None:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
+            unpacked = sum(one.file_size for one in file.infolist())
+            if unpacked > len(data):
+                return f"its {len(data)} bytes unpack to {unpacked}, but checkpoints are stored"
             broken = file.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
         return f"{len(data)} bytes that are no whole archive ({error})"

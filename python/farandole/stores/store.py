@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from farandole._native import store as native
 from farandole.common import scratch
 from farandole.common.check import byte_count
-from farandole.stores import checkpoint_signatures, run_names
+from farandole.stores import checkpoint_signatures, durable, run_names
 from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.options import StorageOptions
 from farandole.stores.remote_store import RemoteStore
@@ -357,8 +357,8 @@ class AbstractFilesystemStore(Store):
 
     def is_parquet_dataset(self, path: str) -> bool:
         """Like `Store.is_parquet_dataset`."""
-        directory = self._open(self.get_full_path(path))
-        return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
+        files = self._open(self.get_full_path(path)).list()
+        return any(name.endswith(".parquet") for name, _ in files)
 
     def get_parquet_dataset(self, path: str) -> Any:
         """Returns the Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
@@ -544,7 +544,7 @@ class FilesystemStore(AbstractFilesystemStore):
         """
         del callback, kwargs
         source = Path(native.localized_path(lpath))
-        if not source.exists():
+        if not durable.is_present(source):
             raise FileNotFoundError(f"nothing to copy at: {lpath}")
         if source.is_file():
             self.write_bytes(rpath, source.read_bytes())

@@ -111,8 +111,7 @@ class TaskSpill:
         """Returns the files of a folder of the job's directory, sorted; an empty list if there is
         no such folder.
         """
-        store = self._native_store()
-        return [name for name, _ in store.list(folder)] if store.exists(folder) else []
+        return [name for name, _ in self._native_store().list(folder)]
 
     def delete_directory(self) -> None:
         """Deletes the job's directory with all files, and its lease file."""

@@ -20,6 +20,7 @@ from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, check_load_allowed
+from farandole.stores.small_files import name_damage
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -152,9 +153,10 @@ class ParamsReader(MLReader[T]):
             }
             for which in ("paramMap", "defaultParamMap")
         )
-        DefaultParamsReader.getAndSetParams(
-            loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
-        )
+        with name_damage(f"{path}/metadata"):
+            DefaultParamsReader.getAndSetParams(
+                loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
+            )
         self.restore_parts(loaded, saved.read_parts(metadata), path)
         if loaded.hasParam(ALLOW_PICKLE_PARAMETER):  # the parts must not contain the consent either
             loaded.clear(loaded.getParam(ALLOW_PICKLE_PARAMETER))
