@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.single.test_checkpoint_safety import archive, text_of
+from tests.single.test_store_faults import may_mount, on_a_full_disk
 
 from farandole._native import store as native
 from farandole.spark.common import LocalStore, Store
@@ -255,3 +256,43 @@ def test_no_message_advises_to_delete_what_may_be_whole(tmp_path, monkeypatch, c
         with pytest.raises(ValueError, match="no usable checkpoint") as error:
             LocalStore(str(tmp_path)).to_remote("r").resume()
         assert "delete" not in f"{error.value} {caplog.text}"
+
+
+FULL_DISK = """
+import sys
+from pathlib import Path
+from tests.single.test_checkpoint_safety import archive, text_of
+from farandole.spark.common import LocalStore
+place = Path(sys.argv[1])
+run = LocalStore(str(place)).to_remote("r")
+for epoch in range(4):
+    run.write_checkpoint("checkpoint", archive(f"epoch {epoch} " + "x" * 100_000))
+filler = place / "filler"
+with filler.open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+failed = 0
+for epoch in range(4, 14):
+    try:
+        run.write_checkpoint("checkpoint", archive(f"epoch {epoch} " + "x" * 1_000_000))
+    except OSError:
+        failed += 1
+    print(text_of(run.resume())[:7])
+filler.unlink()
+run.write_checkpoint("checkpoint", archive("epoch 9 again"))
+print(failed, text_of(run.resume()))
+"""
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
+@pytest.mark.parametrize("secret", [None, "mine"])
+def test_a_run_continues_after_any_number_of_writes_to_a_full_disk(tmp_path, monkeypatch, secret):
+    monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
+    if secret is not None:
+        monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
+    done = on_a_full_disk(tmp_path, FULL_DISK)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["epoch 3"] * 10 + ["10 epoch 9 again"]

@@ -143,17 +143,17 @@ class ParamsReader(MLReader[T]):
         saved = SaveDirectory(path, self.sparkSession)
         metadata = saved.read_metadata(f"{self.kind.__module__}.{self.kind.__name__}")
         loaded: Any = self.kind()
-        loaded._resetUid(metadata["uid"])
-        known, defaults = (
-            {
-                name: value
-                for name, value in metadata[which].items()
-                if loaded.hasParam(name)
-                and name not in (*_SEPARATELY_SAVED_PARAMS, ALLOW_PICKLE_PARAMETER)
-            }
-            for which in ("paramMap", "defaultParamMap")
-        )
         with name_damage(f"{path}/metadata"):
+            loaded._resetUid(str(metadata["uid"]))
+            known, defaults = (
+                {
+                    name: value
+                    for name, value in metadata[which].items()
+                    if loaded.hasParam(name)
+                    and name not in (*_SEPARATELY_SAVED_PARAMS, ALLOW_PICKLE_PARAMETER)
+                }
+                for which in ("paramMap", "defaultParamMap")
+            )
             DefaultParamsReader.getAndSetParams(
                 loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
             )

@@ -479,8 +479,7 @@ def _is_save(metadata: Any) -> bool:
         return False
     save = metadata.get("save", {})
     return (
-        all(isinstance(metadata.get(name), str) for name in ("class", "uid"))
-        and all(isinstance(metadata.get(name), dict) for name in ("paramMap", "defaultParamMap"))
+        isinstance(metadata.get("class"), str)
         and isinstance(save, dict)
         and isinstance(save.get("data", ""), str)
         and all(type(save.get(name, 0)) is int for name in ("number", "format"))
