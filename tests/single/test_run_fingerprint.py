@@ -25,6 +25,7 @@ from farandole.spark.common.runs.driver import RunDiffersError
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
 from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.stores.small_files import DamagedFileError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -403,8 +404,10 @@ def test_fingerprints_read_back_and_damaged_ones_do_not():
         )
     )
     assert Fingerprint.from_json(mine.to_json()) == mine
-    assert Fingerprint.from_json(b"{") is None
-    assert Fingerprint.from_json(b'{"parts": [3]}') is None
+    odd = json.dumps(json.loads(mine.to_json()) | {"parts": [3]}).encode()
+    for damaged in (b"{", b'{"parts": [3]}', b"[" * 10**5, b"[]", odd):
+        with pytest.raises(DamagedFileError, match="damaged: here"):
+            Fingerprint.from_json(damaged, "here")
     less = Fingerprint(mine.parts[1:])
     assert [str(one) for one in mine.differences_to(less)] == ["loss was 'mse' and is None"]
     assert [str(one) for one in less.differences_to(mine)] == ["loss was None and is 'mse'"]

@@ -17,6 +17,7 @@ import pytest
 from tests.single.training import estimator, line, linear, write
 
 from farandole.common import elastic
+from farandole.common.commits import StoredCommits
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
 from farandole.spark.job.spill import TaskSpill
@@ -64,28 +65,56 @@ def test_files_of_a_killed_driver_are_deleted_when_the_next_one_starts(tmp_path)
     runs = tmp_path / "runs"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False, timeout=120)
     assert ended.returncode == -9
-    left = list(runs.glob("spill-*"))
+    left = list(runs.glob("_spill/*"))
     assert len(left) == 1
     mine = TaskSpill.create_in_store(str(tmp_path))
     stored = mine.write_object(b"mine")
-    assert [path.name for path in runs.glob("spill-*")] == [mine.url.rpartition("/")[2]]
+    assert [path.name for path in runs.glob("_spill/*")] == [mine.url.rpartition("/")[2]]
     other = TaskSpill.create_in_store(str(tmp_path))
     assert mine.read_object(stored) == b"mine", "a driver that lives keeps its own"
     for spill in (mine, other):
         spill.delete_directory()
-    assert not list(runs.glob("spill-*"))
+    assert not list(runs.glob("_spill/*"))
 
 
 def test_leavings_without_a_mark_go_after_a_week(tmp_path):
-    for name, age in (("spill-old", 8 * 86400), ("spill-new", 3600)):
+    for name, age in (("_spill/old", 8 * 86400), ("_spill/new", 3600)):
         file = tmp_path / "runs" / name / "x"
         file.parent.mkdir(parents=True)
         file.write_bytes(b"x")
         os.utime(file, (time.time() - age,) * 2)
     spill = TaskSpill.create_in_store(str(tmp_path))
-    assert not (tmp_path / "runs/spill-old").exists()
-    assert (tmp_path / "runs/spill-new").exists()
+    assert not (tmp_path / "runs/_spill/old").exists()
+    assert (tmp_path / "runs/_spill/new").exists()
     spill.delete_directory()
+
+
+@pytest.mark.parametrize("name", ["spill-of-our-lab", "spill-old", "spill", "spill-/deep"])
+def test_a_run_of_any_allowed_name_is_not_taken_for_leavings_of_a_job(tmp_path, name):
+    run = LocalStore(str(tmp_path)).to_remote(name)
+    run.write("checkpoint", b"of years")
+    for file in (tmp_path / "runs").rglob("*"):
+        os.utime(file, (time.time() - 400 * 86400,) * 2)
+    spill = TaskSpill.create_in_store(str(tmp_path))
+    assert run.read("checkpoint") == b"of years"
+    spill.delete_directory()
+
+
+@pytest.mark.parametrize("name", ["_spill", "_spill/x", "_use", "a/_run.json", "a/logs", "a//b"])
+def test_reserved_names_are_refused_as_runs(tmp_path, name):
+    store = LocalStore(str(tmp_path))
+    with pytest.raises(ValueError, match=f"run_id must .*{name!r}"):
+        store.to_remote(name)
+    with pytest.raises(ValueError, match=f"run_id must .*{name!r}"):
+        estimator(tmp_path, linear(), run_id=name)
+    with pytest.raises(ValueError, match=f"run_id must .*{name!r}"):
+        StoredCommits(store, name, 1)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "_run.json", "logs", "..", "x#1"])
+def test_a_checkpoint_is_a_file_of_its_run(tmp_path, name):
+    with pytest.raises(ValueError, match="checkpoint_filename must be the name of a file"):
+        LocalStore(str(tmp_path), checkpoint_filename=name)
 
 
 def elsewhere(file, **changes):

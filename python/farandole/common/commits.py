@@ -186,12 +186,22 @@ def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     Args:
         data: What `pack` returned. Arrays of types that NumPy does not know come back as their
             bytes.
+
+    Raises:
+        DamagedFileError: The bytes are not what `pack` returned, or unpack to more than they are.
     """
     import numpy as np  # noqa: PLC0415 - as above
 
-    with np.load(io.BytesIO(data), allow_pickle=False) as found:
-        plain = json.loads(found["plain"].tobytes())
-        return [found[f"{number}"] for number in range(len(found.files) - 1)], plain
+    from farandole.stores import durable, small_files  # noqa: PLC0415 - few states have a store
+
+    place = "a commit"
+    with small_files.name_damage(place):
+        why = durable.find_damage(data)
+        if why is not None:
+            raise ValueError(why)
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            plain = small_files.parse_json(found["plain"].tobytes(), place)
+            return [found[f"{number}"] for number in range(len(found.files) - 1)], plain
 
 
 def is_json_value(value: Any) -> bool:

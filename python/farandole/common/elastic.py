@@ -256,7 +256,7 @@ class State:
         except Exception as error:
             raise ValueError(
                 f"the commit of run {stored.run_id!r} cannot be taken into this state: choose "
-                f"another run_id, or delete {stored.directory_url}: {error}"
+                f"another run_id, or move {stored.directory_url} elsewhere: {error}"
             ) from error
 
     def _wait_for_copies(self) -> None:

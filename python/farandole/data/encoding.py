@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.data.ragged import Ragged
+from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,21 +105,26 @@ class ColumnEncoding:
         return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
+    def from_json(cls, text: str | bytes, place: str = "an encoding") -> Self:
         """Inverts `to_json`.
 
         Args:
             text: Of the file.
+            place: Of the text, for messages.
+
+        Raises:
+            DamagedFileError: The text is not what `to_json` returned.
         """
-        told = json.loads(text)
-        ragged = {name: Ragged.from_value(one) for name, one in told.get("ragged", {}).items()}
-        return cls(
-            told["categories"],
-            told["fill"],
-            frozenset(told["labels"]),
-            told["learned"],
-            ragged=ragged,
-        )
+        told = small_files.parse_json(text, place)
+        with small_files.name_damage(place):
+            ragged = {name: Ragged.from_value(one) for name, one in told.get("ragged", {}).items()}
+            return cls(
+                told["categories"],
+                told["fill"],
+                frozenset(told["labels"]),
+                told["learned"],
+                ragged=ragged,
+            )
 
     @property
     def uncategorized_fill(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from farandole.data.encoding import (
     source_columns,
 )
 from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_element_dtype
+from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -450,10 +451,10 @@ def read_encoding(url: str) -> ColumnEncoding | None:
     Args:
         url: Directory of training or validation data.
     """
-    try:
-        return ColumnEncoding.from_json(NativeStore(url).read(_ENCODING_FILE))
-    except FileNotFoundError:
-        return None
+    text = small_files.read_small_file(
+        NativeStore(url), _ENCODING_FILE, small_files.MAX_TABLE_FILE_BYTES
+    )
+    return None if text is None else ColumnEncoding.from_json(text, f"{url}/{_ENCODING_FILE}")
 
 
 def _category_names(categories: Any) -> list[str]:

@@ -158,13 +158,15 @@ class ParquetLoader(BaseDataLoader):
             self._paths = full_path(os.fspath(path_or_dataset))
         elif not isinstance(path_or_dataset, Dataset):
             self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
-        if storage_options and self._paths is not None:
-            from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
+        if self._paths is not None:
+            from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
 
-            StorageOptions(
-                (self._paths,) if isinstance(self._paths, str) else tuple(self._paths),
-                storage_options,
-            )
+            urls = (self._paths,) if isinstance(self._paths, str) else tuple(self._paths)
+            if storage_options:
+                options.StorageOptions(urls, storage_options).apply()
+            else:
+                for url in urls:
+                    options.apply_store_options(url)
         self._open_dataset(
             path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
         )

@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
+from farandole.stores import small_files
+from farandole.stores.durable import is_file_present
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
@@ -84,7 +86,7 @@ class PreparedDirectory(LeaseFile):
             if not name.startswith(_FINISHED_PARTITION_PREFIX):
                 continue
             try:
-                told = json.loads(train.read(name))
+                told = small_files.read_json(train, name) or {}
                 partition, part = int(told["partition"]), json.dumps(told["part"]).encode()
                 last, source = bool(told["last"]), str(told["source"])
                 if not native.is_partition_whole(prefix, spec, part):
@@ -175,13 +177,15 @@ def acquire_directory(
     """
     for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
-        if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
+        if _unfinished_preparation_key(url) == key and not is_file_present(
+            NativeStore(url), MANIFEST_FILE
+        ):
             mark = NativeStore(url).acquire_lease()
             if mark is None:
                 continue
             place = PreparedDirectory(store, index, mark)
-            if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
-                MANIFEST_FILE
+            if _unfinished_preparation_key(url) == key and not is_file_present(
+                NativeStore(url), MANIFEST_FILE
             ):
                 return place, True
             place.delete_if_held()
@@ -239,15 +243,17 @@ def _is_complete(store: AbstractFilesystemStore, index: int, key: str, *, valida
 def _unfinished_preparation_key(url: str) -> str | None:
     """Returns the key of a preparation that has not ended."""
     try:
-        return str(json.loads(NativeStore(url).read(_PREPARATION_FILE))["key"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        found = small_files.read_json(NativeStore(url), _PREPARATION_FILE) or {}
+        return str(found["key"])
+    except (ValueError, LookupError, TypeError):  # absent, or half written
         return None
 
 
 def _last_use_time(directory: NativeStore) -> float:
     try:
-        return float(json.loads(directory.read(_LAST_USE_FILE))["time"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        found = small_files.read_json(directory, _LAST_USE_FILE) or {}
+        return float(found["time"])
+    except (ValueError, LookupError, TypeError):  # absent, or half written
         pass
     for name in (MANIFEST_FILE, _PREPARATION_FILE):
         with contextlib.suppress(FileNotFoundError):

@@ -16,6 +16,7 @@ from farandole._native.store import Store as NativeStore
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.sources import RowSource, open_source
+from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -166,10 +167,13 @@ def read_statistics(url: str) -> Statistics | None:
     Args:
         url: Of the training data.
     """
-    store = NativeStore(url)
-    return (
-        Statistics.of_json(store.read(_STATISTICS_FILE)) if store.exists(_STATISTICS_FILE) else None
+    values = small_files.read_json(
+        NativeStore(url), _STATISTICS_FILE, small_files.MAX_TABLE_FILE_BYTES
     )
+    if values is None:
+        return None
+    with small_files.name_damage(f"{url}/{_STATISTICS_FILE}"):
+        return Statistics.of_values(values)
 
 
 def load_or_compute_statistics(

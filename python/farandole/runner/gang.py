@@ -10,6 +10,7 @@ worker.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -43,6 +44,7 @@ _GRACE_AFTER_CANCEL = 10.0
 _WAIT_REPORT_INTERVAL = 15.0
 _AGENT_CHECK_INTERVAL = 1.0
 _MAX_TAIL_LINES = 50
+_log = logging.getLogger("farandole")
 
 
 class GangAgents(ABC):
@@ -123,7 +125,14 @@ class JobOutput:
         when = time.asctime() if self.timestamp else ""
         target.write(f"{when}[{'?' if rank is None else rank}]<{stream}>:{text}\n")
         if self.files is not None and rank is not None:
-            self.files.write_line(rank, stream, text)
+            try:
+                self.files.write_line(rank, stream, text)
+            except OSError as error:
+                # The lines are on the stream, too. The job continues without their files.
+                files, self.files = self.files, None
+                with contextlib.suppress(OSError):
+                    files.close()
+                _log.warning("the output of ranks is no longer written to files: %s", error)
         self.written.add(stream)
 
     def flush(self) -> None:
@@ -232,7 +241,8 @@ def run_gang(
     finally:
         registrar.close()
         if output.files is not None:
-            output.files.close()
+            with contextlib.suppress(OSError):  # every line was flushed, or a warning said so
+                output.files.close()
 
 
 class _GangRun(EventHandler):

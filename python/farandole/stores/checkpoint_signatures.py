@@ -2,40 +2,62 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The marker in a run's directory, which ties the checkpoints there to the jobs that wrote them.
 
-`_run.json` contains the name of the run, and size and SHA-256 of the last contents of every
-checkpoint. A checkpoint that it does not contain was not written by a job of this run, and is not
-used. The marker is written before the checkpoint, so it contains every checkpoint that can remain
-after a loss of power.
+`_run.json` contains the name of the run, and size and SHA-256 of the contents of every checkpoint
+that may be there. A checkpoint that it does not contain was not written by a job of this run, and
+is not used.
+
+The marker is written twice for a checkpoint. Before the checkpoint is written, its entry is added
+and no entry is removed, because a write may fail at any step: on a full disk, or if the process is
+stopped. After the checkpoint was written, its entry is marked as written, and the entries of
+contents that were replaced are removed. So the marker contains every content that lies there, after
+any number of failed writes and after a loss of power.
 
 Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store
 sets a secret in the variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal,
 an HMAC-SHA256 of the run and the content, and a checkpoint without a seal is refused. The workers
 of a fit get a key that is valid for their run only. Workers that commit elastic states ask the
-driver for the key of their run (`keys`).
+driver for the key of their run (`run_keys`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
-from farandole.stores import durable
+from farandole.stores import durable, small_files
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from farandole._native import store as native
+
+    Entry = dict[str, Any]
 
 SECRET_VARIABLE: Final = "FARANDOLE_STORE_SECRET"  # noqa: S105 - its name
 """Variable with the secret of the store's owner; only the driver needs it."""
 MARKER_FILENAME: Final = "_run.json"
 MARKER_VERSION: Final = 1
 """The version of the marker's format. A marker of a newer version is refused."""
-_MAX_OLDER_ENTRIES: Final = 2
-"""Number of older contents of a file name that are recorded beside the newest content: the
+_WRITTEN_KEY: Final = "written"
+"""Key of an entry whose write succeeded. An entry without it may be there or not."""
+_MAX_OLDER_WRITTEN_ENTRIES: Final = 2
+"""Number of older written contents of a file name that are recorded beside the newest content: the
 previous content, and a content that a loss of power restored.
 """
+_MAX_UNCONFIRMED_ENTRIES: Final = 64
+"""Number of entries of a file name whose writes failed. If there are more, the contents that are
+there are read, and the entries of contents that are not there are removed.
+"""
+_NEWEST_UNCONFIRMED_ENTRIES: Final = 8
+"""Number of such entries that stay in any case, because a store may still carry out a request that
+got no answer.
+"""
+_log = logging.getLogger("farandole")
 
 
 def has_signing_secret() -> bool:
@@ -57,8 +79,11 @@ def run_key(run_id: str) -> bytes | None:
     )
 
 
-def record_checkpoint(run: native.Store, name: str, data: bytes, key: bytes | None) -> None:
-    """Notes a checkpoint that will be written.
+@contextlib.contextmanager
+def record_checkpoint_write(
+    run: native.Store, name: str, data: bytes, key: bytes | None
+) -> Iterator[None]:
+    """Records a checkpoint while the caller writes it.
 
     Args:
         run: the run's directory.
@@ -67,18 +92,28 @@ def record_checkpoint(run: native.Store, name: str, data: bytes, key: bytes | No
         key: of the run; `None` without a secret.
 
     Raises:
+        OSError: The marker cannot be written. Then the caller must not write the checkpoint.
         ValueError: A newer version of Farandole wrote the marker.
     """
     known = _read_marker(run)
-    fresh = _marker_entry(data, key)
-    others = [one for one in known.get(name, []) if one.get("sha256") != fresh["sha256"]]
-    if not others and run.exists(name) and key is None:
-        others = [_marker_entry(run.read(name), None)]  # of a version that left no marker
-    known[name] = [fresh, *others[:_MAX_OLDER_ENTRIES]]
-    text = json.dumps(
-        {"version": MARKER_VERSION, "run": run.url.rpartition("/")[2], "checkpoints": known}
-    )
-    durable.write_durably(run, MARKER_FILENAME, text.encode())
+    entry = _marker_entry(data, key)
+    same = [one for one in known.get(name, []) if one.get("sha256") == entry["sha256"]]
+    others = [one for one in known.get(name, []) if one not in same]
+    if not others and key is None:
+        others = _entries_of_present(run, name, entry)  # of a version that left no marker
+    # The same content may have a seal, which a process without the key cannot make again.
+    entry = {**(same[0] if same else {}), **entry}
+    entry.pop(_WRITTEN_KEY, None)
+    known[name] = [entry, *_limit_unconfirmed(run, name, others)]
+    _write_marker(run, known)
+    yield
+    entry[_WRITTEN_KEY] = True
+    known[name] = _drop_replaced(known[name])
+    try:
+        _write_marker(run, known)
+    except OSError as error:
+        # The marker has all entries, and some that the next write removes.
+        _log.warning("%s/%s could not be shortened: %s", run.url, MARKER_FILENAME, error)
 
 
 def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) -> str | None:
@@ -108,40 +143,81 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
         return None
     return (
         f"no job of this run wrote it: {MARKER_FILENAME} does not know it. If you put it there, "
-        f"delete "
-        f"{MARKER_FILENAME}"
+        f"rename {MARKER_FILENAME}"
     )
 
 
-def _marker_entry(data: bytes, key: bytes | None) -> dict[str, Any]:
+def _drop_replaced(entries: list[Entry]) -> list[Entry]:
+    """Returns the entries of contents that may still be there, after the first one was written."""
+    kept, written = [], 0
+    for entry in entries:
+        kept.append(entry)
+        written += bool(entry.get(_WRITTEN_KEY))
+        if written > _MAX_OLDER_WRITTEN_ENTRIES:
+            break
+    return kept
+
+
+def _limit_unconfirmed(run: native.Store, name: str, entries: list[Entry]) -> list[Entry]:
+    """Removes entries of contents that are not there, if very many writes have failed."""
+    unconfirmed = [one for one in entries if not one.get(_WRITTEN_KEY)]
+    if len(unconfirmed) <= _MAX_UNCONFIRMED_ENTRIES:
+        return entries
+    newest = unconfirmed[:_NEWEST_UNCONFIRMED_ENTRIES]
+    there = {one["sha256"] for one in _entries_of_present(run, name)}
+    return [
+        one
+        for one in entries
+        if one.get(_WRITTEN_KEY) or one in newest or one.get("sha256") in there
+    ]
+
+
+def _entries_of_present(run: native.Store, name: str, besides: Entry | None = None) -> list[Entry]:
+    """Returns entries without seals of the contents that a name and its previous file have now,
+    except one.
+    """
+    contents = (durable.read_if_present(run, one) for one in durable.content_names(name))
+    entries = [_marker_entry(data, None) for data in contents if data is not None]
+    return [one for one in entries if besides is None or one["sha256"] != besides["sha256"]]
+
+
+def _marker_entry(data: bytes, key: bytes | None) -> Entry:
     digest = hashlib.sha256(data).hexdigest()
-    entry: dict[str, Any] = {"bytes": len(data), "sha256": digest}
+    entry: Entry = {"bytes": len(data), "sha256": digest}
     if key is not None:
         entry["seal"] = hmac.new(key, digest.encode(), "sha256").hexdigest()
     return entry
 
 
-def _read_marker(run: native.Store) -> dict[str, list[dict[str, Any]]]:
+def _write_marker(run: native.Store, known: dict[str, list[Entry]]) -> None:
+    text = json.dumps(
+        {"version": MARKER_VERSION, "run": run.url.rpartition("/")[2], "checkpoints": known}
+    )
+    durable.write_durably(run, MARKER_FILENAME, text.encode())
+
+
+def _read_marker(run: native.Store) -> dict[str, list[Entry]]:
     """Returns the entries of the marker; none where there is no marker that can be read. A newer
     format is an error.
     """
-    if not run.exists(MARKER_FILENAME):
-        return {}
     try:
-        marker = json.loads(run.read(MARKER_FILENAME))
-        version, told = marker.get("version", MARKER_VERSION), marker["checkpoints"]
-        newer = isinstance(version, int) and version > MARKER_VERSION
-        known = {
-            name: [one for one in entries if isinstance(one, dict)]
-            for name, entries in told.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError):
+        marker = small_files.read_json(run, MARKER_FILENAME, small_files.MAX_TABLE_FILE_BYTES)
+        if marker is None:
+            return {}
+        with small_files.name_damage(f"{run.url}/{MARKER_FILENAME}"):
+            version, entries_by_name = marker.get("version", MARKER_VERSION), marker["checkpoints"]
+            newer = isinstance(version, int) and version > MARKER_VERSION
+            known = {
+                name: [one for one in entries if isinstance(one, dict)]
+                for name, entries in entries_by_name.items()
+            }
+    except small_files.DamagedFileError as error:
+        _log.warning("%s", error)
         return {}
     if newer:
         raise ValueError(
             f"{run.url}/{MARKER_FILENAME} has format {version}, and this version of Farandole "
-            f"knows up to "
-            f"format {MARKER_VERSION}: "
+            f"knows up to format {MARKER_VERSION}: "
             "continue the run with the version that began it, or a newer one"
         )
     return known

@@ -15,7 +15,8 @@ the new checkpoint is written. On HDFS the previous checkpoint is renamed, and t
 data nodes decide whether files survive a loss of power.
 
 Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is
-complete.
+complete. Their members are stored without compression, so an archive that unpacks to more than it
+has is refused before anything is unpacked.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 PREVIOUS_SUFFIX = ".previous"
 _UNSUPPORTED_SYNC_ERRNOS = (errno.EINVAL, errno.ENOTSUP)
+_UNSUPPORTED_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _temporary_numbers = itertools.count(1)
 _log = logging.getLogger("farandole")
 
@@ -115,16 +117,17 @@ def write_durably(
     if store.local_path is not None:
         _write_locally(Path(store.local_path), name, data, keeps=keeps, disk=disk)
         return
-    if keeps and store.exists(name):
-        store.write(name + PREVIOUS_SUFFIX, store.read(name))
+    before = read_if_present(store, name) if keeps else None
+    if before is not None:
+        store.write(name + PREVIOUS_SUFFIX, before)
     store.write(name, data)
 
 
 def _write_locally(
     directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
 ) -> None:
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    for one in reversed(missing):
+    missing = itertools.takewhile(lambda one: not is_present(one), (directory, *directory.parents))
+    for one in reversed(list(missing)):
         disk.make_directory(one)
         disk.sync_path(one.parent)
     # Names of unfinished files end so everywhere in a store.
@@ -135,20 +138,84 @@ def _write_locally(
     try:
         disk.write_new_file(fresh, data)
         disk.sync_path(fresh)
-        if keeps and path.exists():
+        if keeps and is_present(path):
             try:
                 disk.link_file(path, second)
-            # a file system without links: for a moment there is the one before alone
-            except OSError:
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED_LINK_ERRNOS:
+                    raise
+                # Without links, only the previous checkpoint is there for a moment.
                 disk.rename_file(path, directory / (name + PREVIOUS_SUFFIX))
             else:
                 disk.rename_file(second, directory / (name + PREVIOUS_SUFFIX))
         disk.rename_file(fresh, path)
         disk.sync_path(directory)
     except BaseException:
-        disk.remove_file(fresh)
-        disk.remove_file(second)
+        for unfinished in (fresh, second):
+            # The caller needs the first error, and a later write does not use these names.
+            with contextlib.suppress(OSError):
+                disk.remove_file(unfinished)
         raise
+
+
+def is_present(path: Path) -> bool:
+    """Returns whether there is something at a path; a link counts if its target is there.
+
+    Unlike `Path.exists`, an error other than "no such file" is not taken for absence.
+
+    Args:
+        path: on a local file system.
+
+    Raises:
+        OSError: the path cannot be examined, for example because a mount does not answer.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def read_if_present(store: native.Store, name: str) -> bytes | None:
+    """Returns the content of a file; `None` if there is no such file.
+
+    Args:
+        store: the directory.
+        name: path of the file below it.
+
+    Raises:
+        OSError: the file cannot be read. It may exist.
+    """
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        return None
+
+
+def is_file_present(store: native.Store, name: str) -> bool:
+    """Returns whether there is a file, without reading it.
+
+    Args:
+        store: the directory.
+        name: path of the file below it.
+
+    Raises:
+        OSError: the store cannot be asked. The file may exist.
+    """
+    try:
+        store.size(name)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def content_names(name: str) -> tuple[str, str]:
+    """Returns the names of the files with the last and the previous content of a checkpoint.
+
+    Args:
+        name: of the checkpoint.
+    """
+    return name, name + PREVIOUS_SUFFIX
 
 
 def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
@@ -176,9 +243,12 @@ def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> b
         name: name of the file.
         fault: takes the name and the content, and returns a further reason to refuse the file.
     """
-    data = store.read(name) if store.exists(name) else None
-    if data is None:
-        return None
+    data = read_if_present(store, name)
+    return None if data is None else _check_intact(store, name, data, fault)
+
+
+def _check_intact(store: native.Store, name: str, data: bytes, fault: Fault | None) -> bytes | None:
+    """Like `read_intact`, of a file that was read."""
     why = find_damage(data)
     if why is not None:
         _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
@@ -190,7 +260,12 @@ def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> b
     return data
 
 
-def read_last_intact(store: native.Store, name: str, fault: Fault | None = None) -> bytes | None:
+def read_last_intact(
+    store: native.Store,
+    name: str,
+    fault: Fault | None = None,
+    restore: Callable[[bytes], None] | None = None,
+) -> bytes | None:
     """Returns the checkpoint to continue from: the last checkpoint, or the previous checkpoint if
     the last is damaged or missing.
 
@@ -201,35 +276,41 @@ def read_last_intact(store: native.Store, name: str, fault: Fault | None = None)
         store: directory of the run.
         name: name of the checkpoint.
         fault: as in `read_intact`.
+        restore: writes the previous checkpoint as the last one; default: `write_durably`.
 
     Returns:
         The bytes of the checkpoint; `None` if there is no checkpoint, for a fresh run.
 
     Raises:
+        OSError: a checkpoint cannot be read. It may exist, so this is no fresh run.
         ValueError: there are checkpoints, and none of them can be used.
     """
-    found = read_intact(store, name, fault)
+    data = read_if_present(store, name)
+    found = None if data is None else _check_intact(store, name, data, fault)
     if found is not None:
         return found
-    there = store.exists(name)
-    found = read_intact(store, name + PREVIOUS_SUFFIX, fault)
+    last_is_there = data is not None
+    data = read_if_present(store, name + PREVIOUS_SUFFIX)
+    found = None if data is None else _check_intact(store, name + PREVIOUS_SUFFIX, data, fault)
     if found is None:
-        if there or store.exists(name + PREVIOUS_SUFFIX):
-            raise ValueError(
-                "the run has no usable checkpoint (see the warnings): choose another run_id, or "
-                f"delete {store.url} to start the run from the beginning"
-            )
-        return None
-    state = "cannot be used" if there else "is missing"
+        if not last_is_there and data is None:
+            return None
+        raise ValueError(
+            "the run has no usable checkpoint (see the warnings): choose another run_id, or move "
+            f"{store.url} elsewhere to start the run from the beginning"
+        )
     _log.warning(
         "%s/%s %s: the run continues from the one before, %s%s",
         store.url,
         name,
-        state,
+        "cannot be used" if last_is_there else "is missing",
         name,
         PREVIOUS_SUFFIX,
     )
-    write_durably(store, name, found)
+    if restore is None:
+        write_durably(store, name, found)
+    else:
+        restore(found)
     return found
 
 
@@ -241,6 +322,9 @@ def find_damage(data: bytes) -> str | None:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
+            unpacked = sum(one.file_size for one in file.infolist())
+            if unpacked > len(data):
+                return f"its {len(data)} bytes unpack to {unpacked}, but checkpoints are stored"
             broken = file.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
         return f"{len(data)} bytes that are no whole archive ({error})"

@@ -101,9 +101,10 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
         """Writes a file so that no reader sees half of it."""
         store, name = self._store_and_name(path)
-        if mode == "create" and store.exists(name):
+        if mode != "create":
+            store.write(name, value)
+        elif not store.create_if_absent(name, value):
             raise FileExistsError(path)
-        store.write(name, value)
 
     def rm_file(self, path: str) -> None:
         """Deletes a file."""

@@ -7,33 +7,77 @@ processes.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import re
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import store as native
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-HADOOP_USER_OPTION = "hadoop.user.name"
+HADOOP_USER_OPTION: Final = "hadoop.user.name"
 """Option with the name of the user in HDFS."""
+_ROOT_PATTERN: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://([^/]*)(/*)([^/]?)")
+"""Pattern of the scheme, the bucket and the first character of the path of a URL."""
+_LOCAL_SCHEMES: Final = ("file", "dbfs")
+_DEFAULT_HOST_SCHEMES: Final = ("hdfs", "viewfs")
+"""Schemes whose URLs need no host, because the Hadoop configuration names a default."""
+_CHECK_NAME: Final = "_farandole_option_check"
+"""Path below a place that is used only to check options."""
+_CHECK_LOCK: Final = threading.Lock()
 
 
 class StorageOptions:
-    """Options of the places a store uses; unpickling one puts them in force in the process that
-    does.
+    """Options of the places a store uses.
+
+    To make such an object changes nothing in the process. `apply` puts the options in force, and a
+    store calls it when the store is used. Unpickling applies the options, too, because they are
+    sent to the processes that use them.
 
     Args:
         places: URLs below which the options hold.
         options: as the user gave them; nested ones, as fsspec's `client_kwargs`, are flattened.
+
+    Raises:
+        ValueError: a place has no bucket, so its options would hold for all buckets.
     """
 
     def __init__(self, places: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
+        for place in places:
+            _check_place(place)
         self._places = places
         self._options = _flatten_options(options or {})
-        self.apply()
+        if self._options:
+            _OPTIONS_OF_STORES[id(self)] = self
+
+    def check(self) -> None:
+        """Checks that the backends of all places know the options, without access to a file.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        for place in self._places:
+            unused = f"{place.rstrip('/')}/{_CHECK_NAME}"
+            with _CHECK_LOCK:
+                native.configure_options(unused, self._options)
+                try:
+                    native.Store(unused)
+                finally:
+                    native.configure_options(unused, {})
+
+    def holds_for(self, url: str) -> bool:
+        """Returns whether a URL is one of the places, or below one.
+
+        Args:
+            url: to open.
+        """
+        places = (place.rstrip("/") for place in self._places)
+        return any(url == place or url.startswith(f"{place}/") for place in places)
 
     def apply(self) -> None:
-        """Puts them in force in this process."""
+        """Puts them in force in this process, for all URLs at and below the places."""
         user = self._options.get(HADOOP_USER_OPTION)
         if user is not None:
             os.environ.setdefault("HADOOP_USER_NAME", user)
@@ -61,6 +105,36 @@ class StorageOptions:
     def __repr__(self) -> str:
         """Shows no value."""
         return f"StorageOptions({', '.join(sorted(self._options))})"
+
+
+_OPTIONS_OF_STORES: Final[weakref.WeakValueDictionary[int, StorageOptions]] = (
+    weakref.WeakValueDictionary()
+)
+"""The options of the stores of this process, by their identity."""
+
+
+def apply_store_options(url: str) -> None:
+    """Puts the options of a store of this process in force, if the URL is in the store.
+
+    Args:
+        url: that a caller without options opens.
+    """
+    for options in list(_OPTIONS_OF_STORES.values()):
+        if options.holds_for(url):
+            options.apply()
+
+
+def _check_place(place: str) -> None:
+    """Refuses a place that is not below one bucket, container or host.
+
+    Raises:
+        ValueError: naming the place.
+    """
+    root = _ROOT_PATTERN.match(place)
+    if root is None or root[2] or root[1].lower() in _LOCAL_SCHEMES:
+        return
+    if root[1].lower() not in _DEFAULT_HOST_SCHEMES or not root[4]:
+        raise ValueError(f"a bucket or container is missing: {place!r}")
 
 
 def _flatten_options(options: Mapping[str, Any]) -> dict[str, str]:

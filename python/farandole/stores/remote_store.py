@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from farandole.stores.run_lease import RunInUseError
 
 if TYPE_CHECKING:
     from farandole.stores.options import StorageOptions
+
+_log = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,7 @@ class RemoteStore:
         """
         if self.run_path is None:
             return None
-        run = native.Store(self.run_path)
-        return run.read(name) if run.exists(name) else None
+        return durable.read_if_present(native.Store(self.run_path), name)
 
     def write(self, name: str, data: bytes) -> None:
         """Writes a file of the run so that no reader sees half of it; does nothing if runs are not
@@ -62,6 +64,24 @@ class RemoteStore:
             self._check_lease(run)
             run.write(name, data)
 
+    def write_log(self, name: str, data: bytes) -> bool:
+        """Writes a file that only shows what happened, such as a history. If the file cannot be
+        written, a warning says so, and the training continues.
+
+        Args:
+            name: path below the run's directory.
+            data: the whole content.
+
+        Returns:
+            Whether the file was written; true if runs are not saved.
+        """
+        try:
+            self.write(name, data)
+        except OSError as error:
+            _log.warning("%s of the run cannot be written, the training continues: %s", name, error)
+            return False
+        return True
+
     def write_checkpoint(self, name: str, data: bytes) -> None:
         """Writes a file as `write` does, so that it outlives a loss of power; of the run's
         checkpoint two are kept.
@@ -76,8 +96,7 @@ class RemoteStore:
         if self.run_path is not None:
             run = native.Store(self.run_path)
             self._check_lease(run)
-            checkpoint_signatures.record_checkpoint(run, name, data, self.seal_key)
-            durable.write_durably(run, name, data, keeps=name == self.checkpoint_filename)
+            self._write_recorded(run, name, data, keeps=name == self.checkpoint_filename)
 
     def read_checkpoint(self, name: str) -> bytes | None:
         """Returns a checkpoint of the run, or `None`; a damaged one is named in a warning and not
@@ -95,13 +114,18 @@ class RemoteStore:
         """Returns the checkpoint that the run continues from, or `None` for a fresh run.
 
         Raises:
+            OSError: a checkpoint cannot be read. It may exist, so this is no fresh run.
             ValueError: there are checkpoints, and none of them can be used.
         """
         if self.run_path is None:
             return None
         run = native.Store(self.run_path)
+        name = self.checkpoint_filename
         return durable.read_last_intact(
-            run, self.checkpoint_filename, partial(self._find_mismatch, run)
+            run,
+            name,
+            partial(self._find_mismatch, run),
+            partial(self._write_recorded, run, name, keeps=False),
         )
 
     def _check_lease(self, run: native.Store) -> None:
@@ -115,6 +139,10 @@ class RemoteStore:
                 f"{self.lease_name} is gone, because the driver was stopped or cut off for long, "
                 "or has ended. Another fit may train the run now: nothing is written"
             )
+
+    def _write_recorded(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
+        with checkpoint_signatures.record_checkpoint_write(run, name, data, self.seal_key):
+            durable.write_durably(run, name, data, keeps=keeps)
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
         return checkpoint_signatures.find_mismatch(run, name, data, self.seal_key)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import logging
 import os
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from farandole._native.store import Store as NativeStore
-from farandole.stores import lease_files
+from farandole.stores import lease_files, small_files
 from farandole.stores.lease_files import LeaseFile
 
 LEASE_DURATION: Final = 180.0
@@ -219,9 +218,10 @@ def _read_leases(store: NativeStore) -> dict[str, dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError):
         for name, _, _, is_directory in store.list_directory():
             if name.startswith(_LEASE_PREFIX) and not is_directory:
-                with contextlib.suppress(ValueError, FileNotFoundError):
-                    lease = json.loads(store.read(name))
-                    found[name] = lease if isinstance(lease, dict) else {}
+                with contextlib.suppress(small_files.DamagedFileError):
+                    lease = small_files.read_json(store, name)
+                    if lease is not None:
+                        found[name] = lease if isinstance(lease, dict) else {}
     return found
 
 

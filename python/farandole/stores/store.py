@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from farandole._native import store as native
 from farandole.common import scratch
 from farandole.common.check import byte_count
-from farandole.stores import checkpoint_signatures
+from farandole.stores import checkpoint_signatures, durable, run_names
 from farandole.stores.filesystem import StoreFileSystem
 from farandole.stores.options import StorageOptions
 from farandole.stores.remote_store import RemoteStore
@@ -201,21 +201,23 @@ class AbstractFilesystemStore(Store):
                     "a URL may not carry a password or a signature: pass storage_options"
                 )
             self.check_path(path)
-        self.prefix_path = self.get_full_path(prefix_path)
+        self._prefix_path = self.get_full_path(prefix_path)
         self._options = StorageOptions(
             tuple(self.get_full_path(path) for path in given), storage_options
         )
         checkpoint_filename = checkpoint_filename or self.CHECKPOINT
+        if checkpoint_filename is not None:
+            run_names.check_checkpoint_filename(checkpoint_filename)
         self._save_runs = save_runs
-        self._layout = native.StoreLayout(
-            self.prefix_path,
+        self._store_layout = native.StoreLayout(
+            self._prefix_path,
             train_path=None if train_path is None else self.get_full_path(train_path),
             val_path=None if val_path is None else self.get_full_path(val_path),
             test_path=None if test_path is None else self.get_full_path(test_path),
             runs_path=None if runs_path is None else self.get_full_path(runs_path),
             checkpoint_filename=checkpoint_filename,
         )
-        native.Store(self.prefix_path)  # an option that the backend does not know is refused here
+        self._options.check()
         self._arguments = {
             "prefix_path": prefix_path,
             "train_path": train_path,
@@ -226,6 +228,27 @@ class AbstractFilesystemStore(Store):
             "storage_options": storage_options,
             "checkpoint_filename": checkpoint_filename,
         }
+
+    @property
+    def prefix_path(self) -> str:
+        """The URL of the store. Its storage options are put in force, so that the URL can be
+        opened.
+        """
+        self._options.apply()
+        return self._prefix_path
+
+    @property
+    def _layout(self) -> native.StoreLayout:
+        """The paths of the store. Its storage options are put in force, because the caller opens a
+        path.
+        """
+        self._options.apply()
+        return self._store_layout
+
+    def _open(self, url: str) -> native.Store:
+        """Opens a path or URL with the storage options in force."""
+        self._options.apply()
+        return native.Store(url)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the constructor's arguments."""
@@ -253,6 +276,7 @@ class AbstractFilesystemStore(Store):
     @property
     def storage_options(self) -> StorageOptions:
         """The options that are sent to other processes which open this store's paths by URL."""
+        self._options.apply()
         return self._options
 
     @property
@@ -260,7 +284,7 @@ class AbstractFilesystemStore(Store):
         """An fsspec file system over this store; paths are URLs, or local paths where the store
         is local.
         """
-        return StoreFileSystem(storage=self._options)
+        return StoreFileSystem(storage=self.storage_options)
 
     def gc(
         self, older_than: timedelta | float | None = None, *, max_size: int | None = None
@@ -298,7 +322,7 @@ class AbstractFilesystemStore(Store):
 
     def __repr__(self) -> str:
         """Shows the prefix."""
-        return f"{type(self).__name__}({self.prefix_path!r})"
+        return f"{type(self).__name__}({self._prefix_path!r})"
 
     def check_path(self, path: str) -> None:
         """Raises an error for a path that this store cannot serve.
@@ -329,21 +353,19 @@ class AbstractFilesystemStore(Store):
         Raises:
             OSError: nothing can be written there; the message names the path.
         """
-        native.Store(self.prefix_path).check_writable()
+        self._open(self.prefix_path).check_writable()
 
     def is_parquet_dataset(self, path: str) -> bool:
         """Like `Store.is_parquet_dataset`."""
-        directory = native.Store(self.get_full_path(path))
-        return directory.exists() and any(name.endswith(".parquet") for name, _ in directory.list())
+        files = self._open(self.get_full_path(path)).list()
+        return any(name.endswith(".parquet") for name, _ in files)
 
     def get_parquet_dataset(self, path: str) -> Any:
         """Returns the Parquet files at `path` as a `pyarrow.dataset.Dataset`."""
         import pyarrow.dataset as arrow  # noqa: PLC0415 - stores are used where pyarrow is not
 
         url = self.get_full_path(path)
-        files = [
-            f"{url}/{name}" for name, _ in native.Store(url).list() if name.endswith(".parquet")
-        ]
+        files = [f"{url}/{name}" for name, _ in self._open(url).list() if name.endswith(".parquet")]
         return arrow.dataset(files, filesystem=self.fs, format="parquet")
 
     def get_data_metadata_path(self, path: str) -> str:
@@ -371,7 +393,12 @@ class AbstractFilesystemStore(Store):
         return self._layout.runs_path
 
     def get_run_path(self, run_id: str) -> str:
-        """Like `Store.get_run_path`."""
+        """Like `Store.get_run_path`.
+
+        Raises:
+            ValueError: the name is reserved, or does not name a directory below the runs.
+        """
+        run_names.check_run_id(run_id)
         return self._layout.run_path(run_id)
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
@@ -386,11 +413,11 @@ class AbstractFilesystemStore(Store):
             suffix: how the files' names end.
         """
         run = self.get_run_path(run_id)
-        return [f"{run}/{name}" for name, _ in native.Store(run).list() if name.endswith(suffix)]
+        return [f"{run}/{name}" for name, _ in self._open(run).list() if name.endswith(suffix)]
 
     def get_logs_path(self, run_id: str) -> str | None:
         """Like `Store.get_logs_path`."""
-        return self._layout.logs_path(run_id) if self._save_runs else None
+        return f"{self.get_run_path(run_id)}/{self.get_logs_subdir()}" if self._save_runs else None
 
     def get_checkpoint_filename(self) -> str:
         """Like `Store.get_checkpoint_filename`."""
@@ -402,12 +429,12 @@ class AbstractFilesystemStore(Store):
 
     def exists(self, path: str) -> bool:
         """Like `Store.exists`."""
-        return native.Store(self.get_full_path(path)).exists()
+        return self._open(self.get_full_path(path)).exists()
 
     def read(self, path: str) -> bytes:
         """Like `Store.read`."""
         directory, name = self._split_path(path)
-        return native.Store(directory).read(name)
+        return self._open(directory).read(name)
 
     def write_text(self, path: str, text: str) -> None:
         """Like `Store.write_text`."""
@@ -421,7 +448,7 @@ class AbstractFilesystemStore(Store):
             data: the whole content.
         """
         directory, name = self._split_path(path)
-        native.Store(directory).write(name, data)
+        self._open(directory).write(name, data)
 
     def get_local_output_dir_fn(
         self, run_id: str
@@ -450,7 +477,7 @@ class AbstractFilesystemStore(Store):
         run = self.get_run_path(run_id)
 
         def copy_directory(local_dir: str) -> None:
-            target = native.Store(run)
+            target = self._open(run)
             for path in sorted(Path(local_dir).rglob("*")):
                 if path.is_file():
                     target.write(path.relative_to(local_dir).as_posix(), path.read_bytes())
@@ -517,7 +544,7 @@ class FilesystemStore(AbstractFilesystemStore):
         """
         del callback, kwargs
         source = Path(native.localized_path(lpath))
-        if not source.exists():
+        if not durable.is_present(source):
             raise FileNotFoundError(f"nothing to copy at: {lpath}")
         if source.is_file():
             self.write_bytes(rpath, source.read_bytes())

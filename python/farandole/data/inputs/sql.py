@@ -11,6 +11,9 @@ here.
 from __future__ import annotations
 
 import hashlib
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,17 @@ QUERY_MEMORY_BYTES = 256 << 20
 DEFAULT_TABLE_NAME = "source"
 """The name of a source in a query if it has no other name."""
 _NONDETERMINISTIC_FUNCTIONS = ("random(", "now(", "current_", "uuid(", "today(")
+
+
+class _SpillDirectory:
+    """A directory for the spilled rows of a query, which is removed with its last user.
+
+    DataFusion's own directory could be entered by other users of the host.
+    """
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="farandole-query-")
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def query_source(
@@ -60,9 +74,10 @@ def query_source(
     except ImportError as error:
         raise ImportError("sql= needs DataFusion: pip install 'farandole[sql]'") from error
 
+    spill = _SpillDirectory()
     runtime = (
         datafusion.RuntimeEnvBuilder()
-        .with_disk_manager_os()
+        .with_disk_manager_specified(spill.path)
         .with_fair_spill_pool(QUERY_MEMORY_BYTES)
     )
     context = datafusion.SessionContext(datafusion.SessionConfig(), runtime)
@@ -87,7 +102,7 @@ def query_source(
     ).hexdigest()
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the query", lambda: _stream_query(frame, columns))]
+        return [SourceUnit("the query", lambda: _stream_query(frame, columns, spill))]
 
     # Without ORDER BY, a query may return its rows in a different order each time.
     return RowSource(schema, f"query {told}" if fixed else None, list_units, ordered=False)
@@ -121,11 +136,13 @@ def _register_table(
     return None
 
 
-def _stream_query(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
+def _stream_query(
+    frame: Any, columns: list[str], spill: _SpillDirectory
+) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:
         for batch in pa.RecordBatchReader.from_stream(frame):
             yield batch.select(columns)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"the query failed: {error}") from error
+        raise ValueError(f"the query failed, which spills to {spill.path}: {error}") from error

@@ -51,8 +51,9 @@ def frame_loader(
     """Returns a loader of the rows of a frame.
 
     The rows are written once, as plain Parquet, to a directory of their own. It is removed when the
-    loader is, or when this process ends. Processes that get the loader by pickle read the same
-    files: call `follow_world()` there.
+    loader is, or when this process ends. Only the user of this process may enter the directory, so
+    Spark's executors must run as the same user. Processes that get the loader by pickle read the
+    same files: call `follow_world()` there.
 
     Args:
         frame: A Spark DataFrame, which its executors write, or any source of
@@ -79,16 +80,20 @@ def frame_loader(
         raise TypeError(f"ragged must be a dict of Pad or Nested by column: {ragged!r}")
     wanted = dict(ragged or {})
     directory = _cache_directory(cache) / f"farandole-frame-{uuid.uuid4().hex}"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # The parent may be shared by users. Spark would create a directory that all of them can read.
+    directory.mkdir(mode=0o700)
+    place = directory / "rows"
     try:
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
-            rows, lists = _write_from_executors(chosen, directory, wanted)
+            rows, lists = _write_from_executors(chosen, place, wanted)
         else:
-            rows, lists = None, _write_rows(frame, columns, directory, wanted)
-        loader = _FrameLoader(directory, batch_size, columns, lists, **options)
+            rows, lists = None, _write_rows(frame, columns, place, wanted)
+        loader = _FrameLoader(place, batch_size, columns, lists, **options)
         if rows is not None:
-            _check_row_count(rows, loader.dataset.rows, directory)
+            _check_row_count(rows, loader.dataset.rows, place)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -261,7 +266,7 @@ def _write_rows(
 
     kinds = _element_dtypes(source.schema, wanted)
     kept, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
-    directory.mkdir(parents=True)
+    directory.mkdir()
     writer = None
     try:
         for unit in source.units(names):

@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from farandole._native import store as native
 from farandole.runner import timelines
@@ -28,6 +30,7 @@ from farandole.runner.rank_files import RankFiles
 from farandole.runner.show.history import flatten_entry
 from farandole.runner.show.run_environment import describe_code, describe_environment
 from farandole.runner.show.run_reporter import RunReporter
+from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -80,17 +83,19 @@ class RunJournal(RunReporter):
         self._changed = threading.Event()
         self._stopping = False
         self._has_warned = False
-        before = _read_record(remote)
         self._record: dict[str, Any] = {
             "format": 1,
             "heartbeat": HEARTBEAT_SECONDS,
             **facts,
-            "events": list(before.get("events") or [])[-_MAX_EVENTS:],
+            "events": [],
         }
-        self._epochs: dict[int, dict[str, Any]] = {
-            int(one["epoch"]): one for one in _read_epochs(remote)
-        }
-        self._steps = _read_steps(remote)
+        self._epochs: dict[int, dict[str, Any]] = {}
+        self._steps: list[dict[str, Any]] = []
+        self._has_earlier_entries = False
+        try:
+            self._load_earlier_entries()
+        except OSError as error:
+            self._log_failure("earlier entries of the run viewer", error, "read")
         self._stride = self._skipped = 1
         self._epoch_start: tuple[int, float] = (-1, 0.0)
         local = remote.run_path is not None and native.Store(remote.run_path).local_path is not None
@@ -223,12 +228,33 @@ class RunJournal(RunReporter):
             while not self._stopping and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def _log_failure(self, what: str, error: Exception) -> None:
+    def _log_failure(self, what: str, error: Exception, action: str = "written") -> None:
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
-        _LOG.log(level, "%s cannot be written: %s: %s", what, self._remote.run_path, error)
+        _LOG.log(level, "%s cannot be %s: %s: %s", what, action, self._remote.run_path, error)
+
+    def _load_earlier_entries(self) -> None:
+        """Adds the entries of earlier fits of the run. The files are not written before, because
+        they would lose these entries.
+
+        Raises:
+            OSError: The files cannot be read.
+        """
+        earlier = _EarlierEntries.read(self._remote)
+        with self._lock:
+            events = [*earlier.events, *self._record["events"]]
+            self._record["events"] = events[-_MAX_EVENTS:]
+            first_epoch = min(self._epochs, default=math.inf)
+            self._epochs = {
+                epoch: one for epoch, one in earlier.epochs.items() if epoch < first_epoch
+            } | self._epochs
+            first_place = self._steps[0]["epoch"] if self._steps else math.inf
+            self._steps = [one for one in earlier.steps if one["epoch"] < first_place] + self._steps
+            self._has_earlier_entries = True
 
     def _write_files(self) -> None:
+        if not self._has_earlier_entries:
+            self._load_earlier_entries()
         with self._lock:
             self._record["updated"] = int(time.time() * 1000)
             record = json.dumps(self._record | self._score_summary(), default=str).encode()
@@ -287,26 +313,53 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0
 
 
-def _read_record(remote: RemoteStore) -> dict[str, Any]:
-    """Returns the record of the fit before, if the run continues."""
+@dataclass
+class _EarlierEntries:
+    """The entries that earlier fits of a run have written."""
+
+    events: list[Any]
+    epochs: dict[int, dict[str, Any]]
+    steps: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, remote: RemoteStore) -> Self:
+        """Reads the files of a run. Damaged files and lines are left out, with a warning.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        if remote.run_path is None:
+            return cls([], {}, [])
+        run = native.Store(remote.run_path)
+        events: list[Any] = []
+        with _warn_of_damage(), small_files.name_damage(f"{run.url}/{RECORD_FILE}"):
+            record = small_files.read_json(run, RECORD_FILE) or {}
+            events = list(record.get("events") or [])
+        epochs: dict[int, dict[str, Any]] = {}
+        for place, entry in _read_log_lines(run, f"{remote.logs_subdir}/{HISTORY_FILE}"):
+            with _warn_of_damage(), small_files.name_damage(place):
+                epochs[int(entry["epoch"])] = flatten_entry(entry)
+        steps: list[dict[str, Any]] = []
+        for place, step in _read_log_lines(run, f"{remote.logs_subdir}/{STEPS_FILE}"):
+            with _warn_of_damage(), small_files.name_damage(place):
+                if _is_number(step.get("epoch")):
+                    steps.append(step)
+        return cls(events, epochs, steps)
+
+
+def _read_log_lines(run: native.Store, name: str) -> list[tuple[str, Any]]:
+    with _warn_of_damage():
+        lines, faults = small_files.read_json_lines(run, name)
+        if faults:
+            _LOG.warning("%s (%d damaged lines)", faults[0], len(faults))
+        return [(f"{run.url}/{name}", line) for line in lines]
+    return []
+
+
+@contextlib.contextmanager
+def _warn_of_damage() -> Iterator[None]:
+    """Logs that a file is damaged, and leaves it out."""
     try:
-        record = json.loads(remote.read(RECORD_FILE) or b"{}")
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _read_epochs(remote: RemoteStore) -> list[dict[str, Any]]:
-    return [flatten_entry(one) for one in _read_json_lines(remote, HISTORY_FILE)]
-
-
-def _read_steps(remote: RemoteStore) -> list[dict[str, Any]]:
-    return [one for one in _read_json_lines(remote, STEPS_FILE) if _is_number(one.get("epoch"))]
-
-
-def _read_json_lines(remote: RemoteStore, name: str) -> list[dict[str, Any]]:
-    try:
-        text = remote.read(f"{remote.logs_subdir}/{name}") or b""
-        return [json.loads(line) for line in text.splitlines() if line]
-    except (OSError, ValueError):
-        return []
+        yield
+    except small_files.DamagedFileError as error:
+        _LOG.warning("%s", error)

@@ -37,6 +37,7 @@ class _FunctionRunJournal(RunJournal):
     """Also writes the history, which estimators write by themselves."""
 
     def _write_files(self) -> None:
+        super()._write_files()
         with self._lock:
             lines = [
                 json.dumps(_history_entry(self._epochs[epoch])) + "\n"
@@ -46,7 +47,6 @@ class _FunctionRunJournal(RunJournal):
             self._remote.write(
                 f"{self._remote.logs_subdir}/{HISTORY_FILE}", "".join(lines).encode()
             )
-        super()._write_files()
 
 
 def _history_entry(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from farandole.common.check import byte_count, column_names, nonempty_text, positive_number
+from farandole.stores import run_names
 
 if TYPE_CHECKING:
     from farandole.stores.store import Store
@@ -101,8 +102,7 @@ def check_statistics(name: str, value: Any) -> dict[str, Any] | None:
 
 def check_run_id(name: str, value: Any) -> str:
     """Returns a string that is a path below the directory of runs."""
-    if any(part in ("", ".", "..") for part in nonempty_text(name, value).split("/")):
-        raise ValueError(f"{name} must name a directory below the store's runs: {value!r}")
+    run_names.check_run_id(nonempty_text(name, value), name)
     return value
 
 

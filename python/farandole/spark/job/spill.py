@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.common import pickling
+from farandole.stores.run_names import SPILL_DIRECTORY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 MAX_INLINE_PICKLE_BYTES: Final = 16 << 20
 """Largest number of bytes of a pickle that is sent without a store."""
-_SPILL_PREFIX: Final = "spill-"
 _USE_FILE_PREFIX: Final = "_use-"
 _UNLEASED_LIFETIME: Final = 7 * 24 * 3600.0
 _LEASE_DURATION: Final = 3600.0
@@ -64,7 +64,7 @@ class TaskSpill:
 
     @classmethod
     def create_in_store(cls, store: Store | str) -> TaskSpill:
-        """Returns a new directory among the runs of a store.
+        """Returns a new directory in the own directory of jobs among the runs of a store.
 
         Args:
             store: A store, or its URL.
@@ -73,8 +73,9 @@ class TaskSpill:
 
         made = Store.create(store) if isinstance(store, str) else store
         runs = made.to_remote("spill")
-        delete_abandoned_spills(runs.runs_path)
-        spill = cls(f"{runs.runs_path}/{_SPILL_PREFIX}{uuid.uuid4().hex}", runs.storage_options)
+        spills_url = f"{runs.runs_path}/{SPILL_DIRECTORY}"
+        delete_abandoned_spills(spills_url)
+        spill = cls(f"{spills_url}/{uuid.uuid4().hex}", runs.storage_options)
         _LEASE_FILE_BY_URL[spill.url] = _create_lease_file(spill.url)
         return spill
 
@@ -110,8 +111,7 @@ class TaskSpill:
         """Returns the files of a folder of the job's directory, sorted; an empty list if there is
         no such folder.
         """
-        store = self._native_store()
-        return [name for name, _ in store.list(folder)] if store.exists(folder) else []
+        return [name for name, _ in self._native_store().list(folder)]
 
     def delete_directory(self) -> None:
         """Deletes the job's directory with all files, and its lease file."""
@@ -138,31 +138,31 @@ class TaskSpill:
         return store.Store(self.url)
 
 
-def delete_abandoned_spills(runs_path: str) -> None:
+def delete_abandoned_spills(spills_url: str) -> None:
     """Deletes files of jobs with killed drivers. A running driver has a lease file in the directory
     of its job.
 
-    Earlier versions wrote no lease file. Directories without one are deleted when they are a week
-    old.
+    A driver that is killed before it has written its lease file leaves a directory without one,
+    which is deleted when it is a week old.
 
     Args:
-        runs_path: URL of the directory of all runs.
+        spills_url: URL of the directory that contains only the directories of jobs.
     """
     from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
 
-    runs = NativeStore(runs_path)
+    spills = NativeStore(spills_url)
     # If the store fails, the job that writes to the store reports the error.
     with contextlib.suppress(OSError):
-        for name, _, _, is_directory in runs.list_directory(""):
-            if is_directory and name.startswith(_SPILL_PREFIX) and _is_abandoned(runs, name):
-                runs.delete_all(name)
+        for name, _, _, is_directory in spills.list_directory(""):
+            if is_directory and _is_abandoned(spills, name):
+                spills.delete_all(name)
 
 
-def _is_abandoned(runs: Any, name: str) -> bool:
-    files = [path for path, _ in runs.list(name)]
+def _is_abandoned(spills: Any, name: str) -> bool:
+    files = [path for path, _ in spills.list(name)]
     if any(path.rpartition("/")[2].startswith(_USE_FILE_PREFIX) for path in files):
-        return runs.open_child(name).is_free()
-    ages = [time.time() - (runs.stat(path)[2] or time.time()) for path in files]
+        return spills.open_child(name).is_free()
+    ages = [time.time() - (spills.stat(path)[2] or time.time()) for path in files]
     return bool(ages) and min(ages) > _UNLEASED_LIFETIME
 
 

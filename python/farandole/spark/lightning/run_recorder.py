@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _REPORT_INTERVAL_SECONDS = 0.2
 _TENSOR_STATE_KEYS = ("model", "optimizer")
+_CHECKPOINT_SUFFIX = ".ckpt"
+"""Suffix of the files of Lightning's checkpoint callbacks."""
 
 
 class LightningRunRecorder:
@@ -276,23 +278,27 @@ class LightningRunRecorder:
             self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
         self.store.write_checkpoint(name, data)
         logs = self.store.logs_subdir
-        self.store.write(
+        self.store.write_log(
             f"{logs}/history.jsonl",
             "".join(json.dumps(one) + "\n" for one in self.history).encode(),
         )
-        self.store.write(
+        self.store.write_log(
             f"{logs}/events.out.tfevents.farandole", encode_scalar_events(self.history)
         )
         self.publish_files()
 
     def publish_files(self) -> None:
-        """Copies the files of loggers and checkpoint callbacks to the store."""
+        """Copies the files of loggers and checkpoint callbacks to the store. A log that cannot be
+        written is a warning, a checkpoint an error.
+        """
         if self.rank != 0 or not self.store.saving_runs:
             return
         run = self.scratch / "run"
         for file in sorted(run.rglob("*")):
             if file.is_file():
-                self.store.write(file.relative_to(run).as_posix(), file.read_bytes())
+                is_checkpoint = file.suffix == _CHECKPOINT_SUFFIX
+                write = self.store.write if is_checkpoint else self.store.write_log
+                write(file.relative_to(run).as_posix(), file.read_bytes())
 
     def result_weights(self, trainer: Any, module: Any) -> dict[str, torch.Tensor]:
         """Returns the resulting weights of the run: the best weights if they were requested, else

@@ -90,14 +90,15 @@ def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
         where: paths of the rows. Rows that were not prepared are not marked.
 
     Raises:
-        OSError: another process deletes the data, or prepares other data in the directory.
+        OSError: another process deletes the data, or prepares other data in the directory; or the
+            directory cannot be written for another reason than a missing permission.
     """
     with contextlib.ExitStack() as held:
         for paths in (where.train, where.val):
             if isinstance(paths, str) and is_prepared(paths):
                 try:
                     mark = NativeStore(paths).mark_in_use()
-                except OSError:  # the data is read-only
+                except PermissionError:  # the data is read-only
                     continue
                 if mark is None:
                     raise OSError(

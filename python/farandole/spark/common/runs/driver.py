@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 from farandole._native.store import Store
 from farandole.spark.common.runs.fingerprint import Fingerprint
-from farandole.stores import durable
+from farandole.stores import durable, small_files
 from farandole.stores.lease_files import LeaseFile
 from farandole.stores.run_lease import RunInUseError
+from farandole.stores.small_files import DamagedFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,14 +101,22 @@ def begin_run(
 
     Raises:
         RunDiffersError: the checkpoint has other data, another model or other parameters; the
-            message names each difference.
+            message names each difference. Or the record of them is damaged.
+        OSError: the store cannot be read.
     """
     if remote.run_path is None:
         return
     run, name = Store(remote.run_path), remote.checkpoint_filename
-    if run.exists(name) or run.exists(f"{name}{durable.PREVIOUS_SUFFIX}"):
-        text = remote.read(FINGERPRINT_FILE)
-        before = None if text is None else Fingerprint.from_json(text)
+    if any(durable.is_file_present(run, one) for one in durable.content_names(name)):
+        try:
+            before = _read_fingerprint(run)
+        except DamagedFileError as error:
+            if not force:
+                raise RunDiffersError(
+                    f"{error}. So it is unknown whether run {run_id!r} belongs to this fit. Choose "
+                    'another run_id, or set resume="force" to continue from the checkpoint anyway'
+                ) from error
+            before = None
         if before is None:
             tell(
                 f"run {run_id} has no record of its data and parameters; it continues with the "
@@ -117,6 +126,19 @@ def begin_run(
             check_fingerprint(before, fingerprint, run_id, force=force, tell=tell)
         _warn_of_trained_epochs(remote, run_id, epochs)
     remote.write(FINGERPRINT_FILE, fingerprint.to_json().encode())
+
+
+def _read_fingerprint(run: Store) -> Fingerprint | None:
+    """Returns the fingerprint in the directory of a run; `None` if there is none, or if another
+    version wrote it.
+
+    Raises:
+        DamagedFileError: the file is damaged.
+        OSError: the file cannot be read. It may exist.
+    """
+    text = small_files.read_small_file(run, FINGERPRINT_FILE)
+    place = f"{run.url}/{FINGERPRINT_FILE}"
+    return None if text is None else Fingerprint.from_json(text, place)
 
 
 def check_fingerprint(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.spark.common.runs.digests import short_text, value_digest
+from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -213,26 +214,28 @@ class Fingerprint:
         return json.dumps({"version": _DIGEST_VERSION, "parts": parts}, indent=1)
 
     @classmethod
-    def from_json(cls, text: bytes | str) -> Self | None:
-        """Returns the fingerprint of a file; `None` where it cannot be read, or is of another
-        version.
+    def from_json(cls, text: bytes | str, place: str = "a fingerprint") -> Self | None:
+        """Returns the fingerprint of a file; `None` if it is of another version.
 
         Args:
             text: what `to_json` returned.
+            place: of the text, for the message.
+
+        Raises:
+            DamagedFileError: the text is not what `to_json` returned.
         """
-        try:
-            whole = json.loads(text)
+        whole = small_files.parse_json(text, place)
+        with small_files.name_damage(place):
             if whole["version"] != _DIGEST_VERSION:
                 return None
-            parts = tuple(
-                FingerprintPart(
-                    str(one["name"]), str(one["digest"]), str(one["told"]), one.get("together")
+            return cls(
+                tuple(
+                    FingerprintPart(
+                        str(one["name"]), str(one["digest"]), str(one["told"]), one.get("together")
+                    )
+                    for one in whole["parts"]
                 )
-                for one in whole["parts"]
             )
-            return cls(parts)
-        except (ValueError, KeyError, TypeError):
-            return None
 
 
 def parameter_parts(

@@ -20,6 +20,7 @@ from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, check_load_allowed
+from farandole.stores.small_files import name_damage
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Params
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=MLReadable)
 
 _SEPARATELY_SAVED_PARAMS = ("backend", "store")
-"""Saved by `places`, which leaves out secrets."""
+"""Parameters that `store_backend` saves without secrets. A file sets them in no other way."""
 _log = logging.getLogger("farandole")
 
 
@@ -142,18 +143,20 @@ class ParamsReader(MLReader[T]):
         saved = SaveDirectory(path, self.sparkSession)
         metadata = saved.read_metadata(f"{self.kind.__module__}.{self.kind.__name__}")
         loaded: Any = self.kind()
-        loaded._resetUid(metadata["uid"])
-        known, defaults = (
-            {
-                name: value
-                for name, value in metadata[which].items()
-                if loaded.hasParam(name) and name != ALLOW_PICKLE_PARAMETER
-            }
-            for which in ("paramMap", "defaultParamMap")
-        )
-        DefaultParamsReader.getAndSetParams(
-            loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
-        )
+        with name_damage(f"{path}/metadata"):
+            loaded._resetUid(str(metadata["uid"]))
+            known, defaults = (
+                {
+                    name: value
+                    for name, value in metadata[which].items()
+                    if loaded.hasParam(name)
+                    and name not in (*_SEPARATELY_SAVED_PARAMS, ALLOW_PICKLE_PARAMETER)
+                }
+                for which in ("paramMap", "defaultParamMap")
+            )
+            DefaultParamsReader.getAndSetParams(
+                loaded, metadata | {"paramMap": known, "defaultParamMap": defaults}
+            )
         self.restore_parts(loaded, saved.read_parts(metadata), path)
         if loaded.hasParam(ALLOW_PICKLE_PARAMETER):  # the parts must not contain the consent either
             loaded.clear(loaded.getParam(ALLOW_PICKLE_PARAMETER))

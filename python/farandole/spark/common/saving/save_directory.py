@@ -46,6 +46,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from farandole._native import reader
 from farandole._native import store as native
 from farandole.stores import durable
+from farandole.stores.small_files import (
+    MAX_TABLE_FILE_BYTES,
+    DamagedFileError,
+    name_damage,
+    parse_json,
+    read_small_file,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -204,9 +211,13 @@ class SaveDirectory:
 
         Raises:
             FileNotFoundError: nothing was saved there.
+            DamagedFileError: the metadata is damaged.
             ValueError: a newer version of Farandole saved it.
         """
-        saves = _parse_saves(self._files.metadata_lines())
+        lines = self._files.metadata_lines()
+        saves = _parse_saves(lines)
+        if not saves and lines:
+            raise DamagedFileError(f"damaged: {self._path}/metadata: no line describes a save")
         if not saves:
             raise FileNotFoundError(f"nothing was saved at {self._path}")
         last = max(saves, key=lambda one: (one["class"] == kind, _save_number(one)))
@@ -262,7 +273,12 @@ class _StoreFiles:
 
     def metadata_lines(self) -> list[str]:
         names = [name for name, _ in self._store.list() if name.startswith("metadata/part-")]
-        return [line for name in names for line in self._store.read(name).decode().splitlines()]
+        texts = []
+        for name in names:
+            data = read_small_file(self._store, name, MAX_TABLE_FILE_BYTES) or b""
+            with name_damage(f"{self._store.url}/{name}"):
+                texts.append(data.decode())
+        return [line for text in texts for line in text.splitlines()]
 
     def read_rows(self, directory: str) -> Iterable[_Row]:
         return _read_parquet_rows(self._store, directory)
@@ -452,9 +468,22 @@ def _parse_saves(lines: Iterable[str]) -> list[dict[str, Any]]:
     """Returns the objects of Spark ML among the lines; half a line is none."""
     found = []
     for line in lines:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [one for one in found if isinstance(one, dict) and "class" in one]
+        with contextlib.suppress(DamagedFileError):
+            found.append(parse_json(line, "metadata"))
+    return [one for one in found if _is_save(one)]
+
+
+def _is_save(metadata: Any) -> bool:
+    """Returns whether JSON has the form of the metadata of a save."""
+    if not isinstance(metadata, dict):
+        return False
+    save = metadata.get("save", {})
+    return (
+        isinstance(metadata.get("class"), str)
+        and isinstance(save, dict)
+        and isinstance(save.get("data", ""), str)
+        and all(type(save.get(name, 0)) is int for name in ("number", "format"))
+    )
 
 
 def _save_number(metadata: dict[str, Any]) -> int:

@@ -6,12 +6,17 @@ numbers.
 These contain no secrets: no storage options, no user, no environment, no stream. To use the
 estimator elsewhere, set `store` and `backend` as for a new one. The user's own classes are not
 saved, which a warning says.
+
+A saved file may come from a stranger. It chooses a class in `CLASS_MODULES`, and values of the
+arguments in `_ARGUMENT_TYPES`, all of them plain. Any other argument is refused: options,
+environments and streams have effects beyond the loaded object.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import math
 from typing import Any, Final
 
 _STORE_MODULE: Final = "farandole.spark.common.store"
@@ -30,6 +35,38 @@ CLASS_MODULES: Final = {
 """The modules of the classes that are saved, by parameter. They are imported by name, since Ray
 may be absent.
 """
+_WHOLE_NUMBER: Final = (int, type(None))
+_NUMBER: Final = (int, float, type(None))
+_PATH: Final = (str, type(None))
+_FLAG: Final = (bool, type(None))
+_ARGUMENT_TYPES: Final[dict[str, dict[str, tuple[type, ...]]]] = {
+    "store": {
+        "prefix_path": (str,),
+        "train_path": _PATH,
+        "val_path": _PATH,
+        "test_path": _PATH,
+        "runs_path": _PATH,
+        "save_runs": (bool,),
+        "checkpoint_filename": _PATH,
+    },
+    "backend": {
+        "num_proc": _WHOLE_NUMBER,
+        "num_workers": _WHOLE_NUMBER,
+        "min_num_proc": _WHOLE_NUMBER,
+        "max_num_proc": _WHOLE_NUMBER,
+        "reset_limit": _WHOLE_NUMBER,
+        "verbose": (int, bool, type(None)),
+        "gpus_per_worker": _WHOLE_NUMBER,
+        "cpus_per_worker": _NUMBER,
+        "placement_group_timeout": _NUMBER,
+        "start_timeout": _NUMBER,
+        "elastic_timeout": _NUMBER,
+        "prefix_output_with_timestamp": _FLAG,
+        "use_gpu": _FLAG,
+        "warm": _FLAG,
+    },
+}
+"""The arguments that a saved file may set, and the types of their values."""
 _HAD_OPTIONS_KEY: Final = "had_options"
 _log = logging.getLogger("farandole")
 
@@ -73,7 +110,8 @@ def restore_store_and_backend(loaded: Any, saved: Any, path: str) -> None:
             continue
         try:
             kind = getattr(importlib.import_module(known[entry["class"]]), entry["class"])
-            loaded.setParams(**{name: kind(**entry["arguments"])})
+            arguments = _check_arguments(name, entry["arguments"])
+            loaded.setParams(**{name: kind(**arguments)})
         except (ValueError, TypeError, KeyError, OSError, ImportError) as error:
             _log.warning(
                 "the %s that was saved at %s cannot be created here, so set one: %s",
@@ -88,6 +126,28 @@ def restore_store_and_backend(loaded: Any, saved: Any, path: str) -> None:
                 "the credentials of the environment are used; set a store that has them",
                 path,
             )
+
+
+def _check_arguments(name: str, arguments: Any) -> dict[str, Any]:
+    """Returns the arguments of a saved file, if all of them are expected.
+
+    Args:
+        name: of the parameter.
+        arguments: as the file has them.
+
+    Raises:
+        TypeError: an argument is unknown, or has another type.
+    """
+    if not isinstance(arguments, dict):
+        raise TypeError(f"the arguments are no object: {type(arguments).__name__}")
+    expected = _ARGUMENT_TYPES[name]
+    for argument, value in arguments.items():
+        if argument not in expected:
+            raise TypeError(f"a saved {name} has no argument {argument!r}")
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if type(value) not in expected[argument] or not finite:
+            raise TypeError(f"{argument} of a saved {name} is {type(value).__name__}: {value!r}")
+    return arguments
 
 
 def _is_farandole_class(name: str, value: Any) -> bool:

@@ -290,21 +290,20 @@ class RunPublisher(keras.callbacks.Callback):
             store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
         store.write_checkpoint(store.checkpoint_filename, checkpoint)
         told = entries_from_keras(self.history, self.timing)
-        store.write(
+        store.write_log(
             f"{store.logs_subdir}/history.jsonl",
             "".join(json.dumps(one) + "\n" for one in told).encode(),
         )
         if self._tensorboard_directory is None:
-            store.write(
+            store.write_log(
                 f"{store.logs_subdir}/events.out.tfevents.farandole", encode_scalar_events(told)
             )
             return
         for path in sorted(self._tensorboard_directory.rglob("*")):
             if path.is_file() and self._has_checkpoint_file_changed(path):
-                store.write(
-                    f"{store.logs_subdir}/{path.relative_to(self._tensorboard_directory).as_posix()}",
-                    path.read_bytes(),
-                )
+                name = path.relative_to(self._tensorboard_directory).as_posix()
+                if not store.write_log(f"{store.logs_subdir}/{name}", path.read_bytes()):
+                    del self._written_versions[str(path)]  # the next epoch writes it
 
     def _has_checkpoint_file_changed(self, path: Path) -> bool:
         if not path.exists():

@@ -218,7 +218,7 @@ class KerasTrainer:
                     raise ValueError(
                         f"the checkpoint of run {self.job.run_id!r} belongs to another model or "
                         "optimizer: choose another "
-                        f"run_id, or delete {store.run_path}: {error}"
+                        f"run_id, or move {store.run_path} elsewhere: {error}"
                     ) from error
                 self.note = payload.read_note(found)
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")

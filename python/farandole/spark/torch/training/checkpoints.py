@@ -95,7 +95,8 @@ class RunCheckpoints:
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"the checkpoint of run {self._job.run_id!r} belongs to another model or "
-                f"optimizer: choose another run_id, or delete {self._store.run_path}: {error}"
+                f"optimizer: choose another run_id, or move {self._store.run_path} elsewhere: "
+                f"{error}"
             ) from error
         return state
 
@@ -126,10 +127,12 @@ class RunCheckpoints:
             self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
         self._store.write_checkpoint(name, packed)
         logs = self._store.logs_subdir
-        self._store.write(
+        self._store.write_log(
             f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode()
         )
-        self._store.write(f"{logs}/events.out.tfevents.farandole", encode_scalar_events(history))
+        self._store.write_log(
+            f"{logs}/events.out.tfevents.farandole", encode_scalar_events(history)
+        )
 
     def training_result(
         self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]
