@@ -119,7 +119,7 @@ impl LibrarySearchPath {
         let mut tried = Vec::new();
         for candidate in self.list_candidates(kind) {
             let opened = match &candidate {
-                LibraryCandidate::File(path) if !path.exists() => continue,
+                LibraryCandidate::File(path) if matches!(path.try_exists(), Ok(false)) => continue,
                 LibraryCandidate::File(path) => SharedLibrary::open_library(path),
                 LibraryCandidate::Loaded(name) => match SharedLibrary::find_loaded(name) {
                     Some(library) => Ok(library),

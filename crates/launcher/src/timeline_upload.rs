@@ -85,8 +85,12 @@ fn send_timeline_file(client: &TaskClient, path: &Path, deadline: Instant) -> Re
     let mut old = path.as_os_str().to_owned();
     old.push(OLD_FILE_SUFFIX);
     let mut parts = Vec::new();
-    for path in [Path::new(&old), path].into_iter().filter(|path| path.exists()) {
-        parts.push(File::open(path)?);
+    for path in [Path::new(&old), path] {
+        match File::open(path) {
+            Ok(file) => parts.push(file),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     let mut size = 0;
     for part in &parts {

@@ -180,7 +180,11 @@ impl RunOptions {
 
     /// Returns whether this process continues the job of an earlier one.
     pub(crate) fn continues_earlier_job(&self) -> bool {
-        let left = |path: PathBuf| path.metadata().is_ok_and(|file| file.len() > 0);
+        // If the journal cannot be looked at, the job may be continued, so its output is kept.
+        let left = |path: PathBuf| match path.metadata() {
+            Ok(file) => file.len() > 0,
+            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        };
         self.is_elastic() && self.journal_path().is_some_and(left)
     }
 

@@ -199,7 +199,8 @@ fn for_each_record_with_old(
     let mut old = path.as_os_str().to_owned();
     old.push(OLD_FILE_SUFFIX);
     let old = PathBuf::from(old);
-    if old.exists() && !for_each_record_of_file(&old, &mut take)? {
+    let has_old = old.try_exists().map_err(|error| timeline_error(&old, error.to_string()))?;
+    if has_old && !for_each_record_of_file(&old, &mut take)? {
         return Ok(());
     }
     for_each_record_of_file(path, &mut take).map(drop)
