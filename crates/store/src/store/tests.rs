@@ -102,13 +102,17 @@ type TreeOperation = (&'static str, fn(&Store));
 const TREE_OPERATIONS: [TreeOperation; 5] = [
     ("list", |store| drop(store.list("d"))),
     ("list with links", |store| drop(store.list_with_links("d").unwrap())),
-    ("delete all", |store| drop(store.delete_all("d").unwrap())),
-    ("delete all of a child", |store| drop(store.open_child("d").unwrap().delete_all("").unwrap())),
+    ("delete all", |store| {
+        store.delete_all("d").unwrap();
+    }),
+    ("delete all of a child", |store| {
+        store.open_child("d").unwrap().delete_all("").unwrap();
+    }),
     ("clear", |store| {
         let child = store.open_child("d").unwrap();
         let now = SystemTime::now();
         let lease = crate::acquire_lease(&child, now, None, None).unwrap().unwrap();
-        drop(crate::clear_directory(&child, &lease).unwrap());
+        crate::clear_directory(&child, &lease).unwrap();
     }),
 ];
 
