@@ -102,7 +102,7 @@ def test_a_run_whose_record_cannot_be_read_is_not_begun(run, monkeypatch, code, 
     [
         statistics.read_statistics,
         learning.read_encoding,
-        prepared_directories._unfinished_key,
+        prepared_directories._unfinished_preparation_key,
         lambda url: durable.is_file_present(prepared_directories.NativeStore(url), "x"),
         lambda url: small_files.read_json(prepared_directories.NativeStore(url), "x"),
         lambda url: small_files.read_json_lines(prepared_directories.NativeStore(url), "x"),

@@ -74,11 +74,11 @@ class StoredCommits:
                 this process its key.
         """
         self._lease.acquire_lease()
-        self._run_with_key()
+        self._run_store_with_seal_key()
 
-    def leave_lease(self) -> None:
+    def hand_over_lease(self) -> None:
         """Leaves the lease to the process of this job that is rank 0 now."""
-        self._lease.leave_lease()
+        self._lease.hand_over_lease()
 
     def release_lease(self) -> None:
         """Gives the lease back, after the last commit."""
@@ -119,7 +119,7 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
-                run = self._run_with_key()
+                run = self._run_store_with_seal_key()
                 self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
@@ -143,9 +143,9 @@ class StoredCommits:
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._run_with_key().resume()
+        return self._run_store_with_seal_key().resume()
 
-    def _run_with_key(self) -> RemoteStore:
+    def _run_store_with_seal_key(self) -> RemoteStore:
         """Returns the paths of the run, with the key that seals its commits.
 
         A driver that has the secret is asked for the key once.

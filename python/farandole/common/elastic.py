@@ -202,10 +202,10 @@ class State:
                 self._wait_for_copies()
             self._stored_commits.wait_for_write()
 
-    def _leave_lease(self) -> None:
+    def _hand_over_lease(self) -> None:
         """Leaves the run to the next rank 0 of this job."""
         if self._stored_commits is not None:
-            self._stored_commits.leave_lease()
+            self._stored_commits.hand_over_lease()
 
     def _release_lease(self) -> None:
         """Lets others write the run."""
@@ -243,7 +243,7 @@ class State:
         holds the lease of the run.
         """
         if self._rank() != 0:
-            stored.leave_lease()
+            stored.hand_over_lease()
             return
         stored.acquire_lease()
         if self._has_synced:
@@ -498,7 +498,7 @@ def _finish_stored_commits(state: State) -> Iterator[None]:
             raise
         state._finish_writing()  # noqa: SLF001 - its own module's
     except WorkerDismissed:
-        state._leave_lease()  # noqa: SLF001 - its own module's
+        state._hand_over_lease()  # noqa: SLF001 - its own module's
         raise
     finally:
         state._release_lease()  # noqa: SLF001 - its own module's

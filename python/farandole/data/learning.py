@@ -120,12 +120,12 @@ class EncodingSpec:
         """
         return (
             not self.categories
-            and not self._learned_words()
+            and not self._learned_fill_words()
             and self.split is None
             and not self.ragged
         )
 
-    def key_values(self) -> list[Any]:
+    def prepared_data_key_values(self) -> list[Any]:
         """Returns plain values for keys; an empty list if `fill` determines the encoding."""
         if not self.categories and self.split is None and not self.ragged:
             return []
@@ -140,11 +140,11 @@ class EncodingSpec:
             )
         ]
 
-    def complete_encoding(self) -> ColumnEncoding | None:
+    def encoding_without_learning(self) -> ColumnEncoding | None:
         """Returns the encoding, where there is nothing to learn."""
         if (
             self.split
-            or self._learned_words()
+            or self._learned_fill_words()
             or any(not isinstance(values, list) for values in self.categories.values())
         ):
             return None
@@ -154,7 +154,7 @@ class EncodingSpec:
             self.categories, self.fill, self.labels, self.learned, ragged=self.ragged
         )
 
-    def unfulfilled_part(self, encoding: ColumnEncoding) -> EncodingSpec:
+    def unmet_encoding_spec(self, encoding: ColumnEncoding) -> EncodingSpec:
         """Returns the part of the wish that an encoding does not fulfil.
 
         Args:
@@ -172,7 +172,7 @@ class EncodingSpec:
                 raise ValueError(
                     f"column {name!r} was prepared with other categories: {list(before)[:5]}"
                 )
-        words = self._learned_words()
+        words = self._learned_fill_words()
         for name, word in words.items():
             if encoding.learned.get(name, word) != word:
                 raise ValueError(
@@ -193,7 +193,7 @@ class EncodingSpec:
         # prepared data is split already, so the spec has no split
         return EncodingSpec(categories, fill, self.labels, ragged=ragged)
 
-    def _learned_words(self) -> dict[str, str]:
+    def _learned_fill_words(self) -> dict[str, str]:
         return {
             name: value
             for name, value in self.fill.items()
@@ -227,7 +227,7 @@ class EncodingSpec:
             normalize_categories(pa.nulls(0, schema.field(name).type), name)  # refuses other types
             if not isinstance(values, list):
                 plan.setdefault(name, []).append("categories")
-        for name, word in self._words_by_column(schema, roles).items():
+        for name, word in self._fill_words_by_column(schema, roles).items():
             plan.setdefault(name, []).append(word)
         strange = sorted(set(self.ragged) - set(roles.features))
         if strange:
@@ -242,11 +242,11 @@ class EncodingSpec:
                 plan.setdefault(name, []).append(f"longest {kind}")
         return plan
 
-    def _words_by_column(self, schema: pa.Schema, roles: ColumnRoles) -> dict[str, str]:
+    def _fill_words_by_column(self, schema: pa.Schema, roles: ColumnRoles) -> dict[str, str]:
         """Returns the words by column, `"*"` being all features of numbers that have no value of
         their own.
         """
-        words = self._learned_words()
+        words = self._learned_fill_words()
         everywhere = words.pop("*", None)
         for name, word in words.items():
             if name in schema.names:
@@ -297,7 +297,9 @@ class EncodingSpec:
         """
         categories = dict(self.categories)
         fill = {
-            name: value for name, value in self.fill.items() if name not in self._learned_words()
+            name: value
+            for name, value in self.fill.items()
+            if name not in self._learned_fill_words()
         }
         learned: dict[str, str] = {}
         ragged = dict(self.ragged)
@@ -404,7 +406,7 @@ def learn_encoding(
     """
     wish = wish.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
     plan = wish.plan_learning(source.schema, roles)
-    known = wish.complete_encoding()
+    known = wish.encoding_without_learning()
     if known is not None:
         return known
     if not source.is_rereadable:

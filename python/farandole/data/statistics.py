@@ -273,7 +273,7 @@ class _StatisticsCollector:
             # The largest number of its cell: the rows in the cell are then below the edge in any
             # other count, too.
             deciles = [
-                self.cells.cell_end_at(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
+                self.cells.quantile_cell_end(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
             ]
             edges = sorted({one for one in deciles if one is not None})
             cells, rows = self.cells.sorted_numbers()

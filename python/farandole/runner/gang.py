@@ -274,8 +274,8 @@ class _GangRun(EventHandler):
             self.watcher.poll_updates()
             now = time.monotonic()
             if now > self.seen.give_up_at:
-                raise self.observed_failure()
-            if self.all_succeeded() and not self.waits_for_rows(now):
+                raise self.first_observed_failure()
+            if self.all_succeeded() and not self.should_wait_for_result_rows(now):
                 break
             if not self.seen.assigned:
                 if now >= look_at:
@@ -300,7 +300,7 @@ class _GangRun(EventHandler):
         self.pump_events(0.0)
         return self.task_outcomes()
 
-    def waits_for_rows(self, now: float) -> bool:
+    def should_wait_for_result_rows(self, now: float) -> bool:
         """Returns whether to wait for rows after all workers have succeeded.
 
         If an executor was lost while a task of another executor was ending, Spark may never run
@@ -473,7 +473,7 @@ class _GangRun(EventHandler):
             del tail[:-_MAX_TAIL_LINES]
         super().handle_log(event)
 
-    def observed_failure(self) -> FarandoleJobError:
+    def first_observed_failure(self) -> FarandoleJobError:
         """Returns the first failure as the registrar reported it, in case its task returns no
         details.
         """
@@ -504,7 +504,7 @@ class _GangRun(EventHandler):
     def end_gang(self, reason: str) -> None:
         """Kills the workers, then the tasks that run the agents, and waits until both are gone."""
         self.registrar.abort(reason)
-        self.wait_until(_GRACE_AFTER_ABORT, self.workers_ended)
+        self.wait_until(_GRACE_AFTER_ABORT, self.have_workers_ended)
         self.wait_until(_GRACE_FOR_ROWS if self.seen.registered else 0.0, self.agents.all_ended)
         self.cancel_agents()
 
@@ -516,7 +516,7 @@ class _GangRun(EventHandler):
                 self.agents.cancel_agents()
             self.wait_until(0.5, self.agents.all_ended)
 
-    def workers_ended(self) -> bool:
+    def have_workers_ended(self) -> bool:
         return not self.seen.assigned or len(self.seen.ended) >= self.size
 
     def wait_until(self, limit: float, done: Callable[[], bool]) -> None:

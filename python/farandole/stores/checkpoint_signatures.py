@@ -60,7 +60,7 @@ got no answer.
 _log = logging.getLogger("farandole")
 
 
-def has_secret() -> bool:
+def has_signing_secret() -> bool:
     """Returns whether this process has the secret."""
     return bool(os.environ.get(SECRET_VARIABLE))
 

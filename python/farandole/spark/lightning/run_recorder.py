@@ -278,12 +278,12 @@ class _RecorderCallback:
     def on_train_batch_end(
         self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
     ) -> None:
-        self.watch.end_batch(trainer, outputs, _batch_rows(batch), index)
+        self.watch.end_batch(trainer, outputs, _batch_row_count(batch), index)
 
     def on_validation_batch_end(
         self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any
     ) -> None:
-        self.watch.val_rows += _batch_rows(batch)
+        self.watch.val_rows += _batch_row_count(batch)
 
     def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
         self.watch.end_epoch(trainer)
@@ -295,7 +295,7 @@ class _RecorderCallback:
         checkpoint["farandole_history"] = self.watch.history
 
 
-def _batch_rows(batch: Any) -> int:
+def _batch_row_count(batch: Any) -> int:
     values = (
         list(batch.values())
         if isinstance(batch, dict)

@@ -126,7 +126,7 @@ class _SaveFiles(Protocol):
         """Adds a file to the metadata, which appears as a whole."""
         ...
 
-    def delete_name(self, name: str) -> None:
+    def delete_entry(self, name: str) -> None:
         """Deletes a file, or a directory with all that is in it."""
         ...
 
@@ -186,7 +186,7 @@ class SaveDirectory:
         self._synchronize_directory()
         for name in old or []:
             try:
-                self._files.delete_name(name)
+                self._files.delete_entry(name)
             except Exception as error:  # noqa: BLE001 - of Spark, its file systems and stores
                 _log.warning(
                     "the new object is saved at %s; of the one before, %s could not be deleted, "
@@ -289,7 +289,7 @@ class _StoreFiles:
     def write_text(self, identity: str, text: str) -> None:
         self._store.write(f"metadata/part-00000-{identity}.txt", text.encode() + b"\n")
 
-    def delete_name(self, name: str) -> None:
+    def delete_entry(self, name: str) -> None:
         self._store.delete(name)
 
 
@@ -380,7 +380,7 @@ class _SparkFiles:
         frame = self._session.createDataFrame([(text,)], "value string").coalesce(1)
         frame.write.mode("append").text(f"{self._path}/metadata")
 
-    def delete_name(self, name: str) -> None:
+    def delete_entry(self, name: str) -> None:
         if self._hadoop is not None:
             files, path = self._hadoop
             files.delete(path(f"{self._path}/{name}"), True)

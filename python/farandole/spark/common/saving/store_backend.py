@@ -82,7 +82,7 @@ def describe_store_and_backend(values: dict[str, Any]) -> dict[str, Any]:
         value = values.get(name)
         if value is None:
             continue
-        if not _is_own_class(name, value):
+        if not _is_farandole_class(name, value):
             _log.warning(
                 "the %s is a %s, which is not saved: set one after loading",
                 name,
@@ -150,7 +150,7 @@ def _check_arguments(name: str, arguments: Any) -> dict[str, Any]:
     return arguments
 
 
-def _is_own_class(name: str, value: Any) -> bool:
+def _is_farandole_class(name: str, value: Any) -> bool:
     """Returns whether a value is of a class of ours, and not of one derived from it, whose
     arguments are unknown.
     """

@@ -262,10 +262,12 @@ class RunPublisher(keras.callbacks.Callback):
         """Returns the model as it is now, with the history of the run."""
         if self.last is None:
             with self._rate.single_process_rate():
-                self.last = payload.add_note(payload.pack_model(self.model), self.checkpoint_note())
+                self.last = payload.add_note(
+                    payload.pack_model(self.model), self.checkpoint_history_note()
+                )
         return self.last
 
-    def checkpoint_note(self) -> dict[str, Any]:
+    def checkpoint_history_note(self) -> dict[str, Any]:
         """Returns the history of the epochs in a checkpoint."""
         best = None if self.kept is None else getattr(self.kept.inner, "best", None)
         return {
@@ -284,7 +286,7 @@ class RunPublisher(keras.callbacks.Callback):
 
     def _write_files(self, checkpoint: bytes) -> None:
         store = self._job.store
-        if self.kept is not None and self._has_changed(self.kept.path):
+        if self.kept is not None and self._has_checkpoint_file_changed(self.kept.path):
             store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
         store.write_checkpoint(store.checkpoint_filename, checkpoint)
         told = entries_from_keras(self.history, self.timing)
@@ -298,12 +300,12 @@ class RunPublisher(keras.callbacks.Callback):
             )
             return
         for path in sorted(self._tensorboard_directory.rglob("*")):
-            if path.is_file() and self._has_changed(path):
+            if path.is_file() and self._has_checkpoint_file_changed(path):
                 name = path.relative_to(self._tensorboard_directory).as_posix()
                 if not store.write_log(f"{store.logs_subdir}/{name}", path.read_bytes()):
                     del self._written_versions[str(path)]  # the next epoch writes it
 
-    def _has_changed(self, path: Path) -> bool:
+    def _has_checkpoint_file_changed(self, path: Path) -> bool:
         if not path.exists():
             return False
         found = path.stat()
