@@ -93,7 +93,7 @@ def test_pandas_indexes_and_sparks_old_timestamps_are_read(tmp_path):
         pa.table({"at": [moment]}), old / "1.parquet", use_deprecated_int96_timestamps=True
     )
     assert pq.read_metadata(old / "1.parquet").schema.column(0).physical_type == "INT96"
-    assert arrays(open_dataset(str(old)), "at") == [[int(moment.timestamp() * 1000) * 1_000_000]]
+    assert arrays(open_dataset(str(old)), "at") == [[int(moment.timestamp() * 1000) * 1000]]
 
 
 def test_files_that_disagree_are_named(tmp_path):

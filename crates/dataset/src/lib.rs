@@ -50,12 +50,16 @@
 
 mod element;
 mod error;
+mod exact_values;
 mod manifest;
 mod plan;
 mod rng;
 
 pub use element::ElementType;
 pub use error::{Error, Result};
+pub use exact_values::{
+    TimeUnit, day_of_milliseconds, int96_microseconds, nearest_float64, parse_decimal_float64,
+};
 pub use manifest::{
     ColumnRole, DataFile, MANIFEST_FILE_NAME, MANIFEST_FORMAT_VERSION, Manifest, ManifestColumn,
     RowGroup, chunk_checksum,

@@ -49,12 +49,14 @@
 
 #![forbid(unsafe_code)]
 
+mod array_values;
 mod assemble;
 mod batch;
 mod block;
 mod cache;
 mod chunk_verification;
 mod column;
+mod column_hints;
 mod dataset;
 mod decode;
 mod epoch;
@@ -63,13 +65,15 @@ mod error;
 mod fill;
 mod footer;
 mod hive;
-mod lists;
+mod leaf_values;
 mod padding;
 mod pages;
 mod parquet_library;
 mod pool;
 mod reader;
 mod schema;
+mod table_rules;
+mod time_rule;
 mod value_origin;
 mod values;
 mod variable_length;
@@ -79,5 +83,8 @@ pub use column::BatchField;
 pub use dataset::ParquetDataset;
 pub use epoch::{EpochReader, NextBatch};
 pub use error::{Error, ReadFault, Result};
+pub use fill::FillValue;
+pub use hive::{FileValues, partition_element, partition_values};
 pub use padding::RowPadding;
 pub use reader::{Reader, ReaderOptions};
+pub use table_rules::TableRules;
