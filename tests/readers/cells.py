@@ -86,6 +86,12 @@ def judge_cell(cell: Cell, home: Path) -> list[str]:
     expected = kinds.batch_numbers(stored, filled_number(fill, stored.type))
     flat = np.array(expected, object).reshape(-1).tolist()
     is_beyond = any(isinstance(one, int) and not -(2**63) <= one < 2**64 for one in flat)
+    if "int96" in cell.writer and pa.types.is_timestamp(flat_type(stored.type)):
+        # pyarrow wraps around in microseconds, and never in milliseconds.
+        wide = pq.read_table(path, coerce_int96_timestamp_unit="ms")["c"].combine_chunks()
+        coarse = kinds.batch_numbers(wide, filled_number(fill, stored.type))
+        pairs = zip(np.array(coarse, object).reshape(-1), flat, strict=True)
+        is_beyond = any(abs(one - other) >= 1000 for one, other in pairs)
     faults = []
     for reader in READERS:
         try:
@@ -103,9 +109,14 @@ def judge_cell(cell: Cell, home: Path) -> list[str]:
     return faults
 
 
+def flat_type(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of the values, in a list or not."""
+    return kind.value_type if pa.types.is_nested(kind) else kind
+
+
 def filled_number(fill: int | None, kind: pa.DataType) -> Any:
     """Returns the number that a batch has instead of a null."""
-    inner = kind.value_type if pa.types.is_nested(kind) else kind
+    inner = flat_type(kind)
     if fill is None or pa.types.is_boolean(inner):
         return None if fill is None else bool(fill)
     return float(fill) if pa.types.is_floating(inner) or pa.types.is_decimal(inner) else fill

@@ -5,7 +5,6 @@
 The numbers are computed from pyarrow's own values in plain Python, not by Farandole.
 """
 
-import datetime as dt
 import decimal
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +111,9 @@ def _all_kinds() -> list[Kind]:
     ]
     for digits, scale in ((4, 2), (9, 2), (9, 9), (15, 3), (18, 2), (18, 18), (28, 5), (38, 10)):
         kinds.append(
-            Kind(f"decimal_{digits}_{scale}", pa.decimal128(digits, scale), _decimals(digits, scale))
+            Kind(
+                f"decimal_{digits}_{scale}", pa.decimal128(digits, scale), _decimals(digits, scale)
+            )
         )
     kinds.append(Kind("decimal256", pa.decimal256(60, 20), _decimals(60, 20)))
     for unit, per_second in (("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
@@ -124,4 +125,3 @@ def _all_kinds() -> list[Kind]:
 
 
 KINDS = _all_kinds()
-MOMENT = dt.datetime(2024, 2, 29, 12, 30, 0, 123456)

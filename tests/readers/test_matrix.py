@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cells import READERS, all_cells, judge_cell  # noqa: E402 - a module of this directory
-from writers import WRITERS  # noqa: E402 - as above
+from cells import READERS, all_cells, judge_cell
+from writers import WRITERS
 
 CELLS = all_cells()
 SAMPLE_STEP = 97

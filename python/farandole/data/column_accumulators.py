@@ -233,7 +233,7 @@ class ValueCounts:
         """Counts the values of a batch.
 
         Args:
-            column: Of texts, integers, booleans or floats.
+            column: Of texts, integers, booleans, floats or decimals.
 
         Raises:
             ValueError: More distinct values than categories can have.
@@ -241,7 +241,7 @@ class ValueCounts:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
         whole = column.drop_null()
-        if pa.types.is_floating(whole.type):
+        if pa.types.is_floating(whole.type) or pa.types.is_decimal(whole.type):
             whole = pa.array(finite_numbers(whole))
         found = whole.value_counts()
         self._add_counts(

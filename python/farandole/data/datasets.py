@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
-def open_dataset(
-    paths: str | Sequence[str], types: Mapping[str, str] | None = None
-) -> Dataset:
+def open_dataset(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:
     """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others
     by footers.
 
@@ -86,13 +84,13 @@ def _open_delta(url: str) -> Dataset:
     try:
         types = {name: partition_dtype(kind) for name, kind in kinds.items()}
     except ValueError as error:
-        raise ValueError(f"the Delta table {url} is partitioned by such a column: {error}") from None
+        raise ValueError(
+            f"the Delta table {url} is partitioned by such a column: {error}"
+        ) from None
 
     def file_values(fragment: Any) -> dict[str, str | None]:
         values = fragment_partitions(fragment)
-        return {
-            name: partition_text(values.get(name), kind, name) for name, kind in kinds.items()
-        }
+        return {name: partition_text(values.get(name), kind, name) for name, kind in kinds.items()}
 
     files = [(fragment.path, file_values(fragment)) for fragment in opened.get_fragments()]
     return Dataset.open_files(url, files, types)

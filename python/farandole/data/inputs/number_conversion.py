@@ -35,15 +35,21 @@ def to_batch_numbers(column: Any, name: str) -> Any:
     if pa.types.is_decimal(kind):
         # Arrow's own conversion multiplies by a rounded power of ten.
         return column.cast(pa.string()).cast(pa.float64())
+    is_temporal = pa.types.is_temporal(kind) and not pa.types.is_interval(kind)
+    return _times_as_integers(column, name) if is_temporal else column
+
+
+def _times_as_integers(column: Any, name: str) -> Any:
+    """Returns dates as days, and other times as microseconds."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    kind = column.type
+    narrow = column.cast(pa.int32()) if kind.bit_width == pa.int32().bit_width else column
+    stored = narrow.cast(pa.int64())
     if pa.types.is_date32(kind):
-        return column.cast(pa.int32()).cast(pa.int64())
+        return stored
     if pa.types.is_date64(kind):
-        return _map_integers(column.cast(pa.int64()), lambda values: values // _MILLISECONDS_PER_DAY)
-    if not (
-        pa.types.is_timestamp(kind) or pa.types.is_time(kind) or pa.types.is_duration(kind)
-    ):
-        return column
-    stored = column.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(kind) else column.cast(pa.int64())
+        return _map_integers(stored, lambda values: values // _MILLISECONDS_PER_DAY)
     if kind.unit == "ns":
         return _map_integers(stored, lambda values: values // _NANOSECONDS_PER_MICROSECOND)
     factor = _MICROSECONDS_PER_UNIT[kind.unit]

@@ -51,6 +51,45 @@ def check_old_times(
         yield batch
 
 
+def check_old_files(dataset: Any) -> None:
+    """Refuses files in which the statistics do not exclude dates and times of unclear meaning.
+
+    For rows that a query engine reads, which are not checked one by one.
+
+    Args:
+        dataset: Of pyarrow.
+
+    Raises:
+        ValueError: Such a file; names column and file.
+    """
+    for fragment in dataset.get_fragments():
+        firsts = _first_clear_values(fragment)
+        if not firsts:
+            continue
+        metadata, path = fragment.metadata, fragment.path
+        for group in range(metadata.num_row_groups):
+            for index in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(index)
+                name = chunk.path_in_schema.partition(".")[0]
+                if name in firsts and not _is_clear(chunk.statistics, firsts[name]):
+                    raise ValueError(
+                        f"column {name!r} of {path} may have dates before 1582-10-15 or times "
+                        "before 1900, in Spark's calendar before version 3: write the file again "
+                        "with spark.sql.parquet.datetimeRebaseModeInWrite=CORRECTED"
+                    )
+
+
+def _is_clear(statistics: Any, first: int) -> bool:
+    import datetime as dt  # noqa: PLC0415 - rarely needed
+
+    if statistics is None or not statistics.has_min_max:
+        return False
+    least = statistics.min
+    if isinstance(least, dt.datetime):
+        return least.replace(tzinfo=dt.UTC) >= dt.datetime(1900, 1, 1, tzinfo=dt.UTC)
+    return isinstance(least, dt.date) and (least - dt.date(1970, 1, 1)).days >= first
+
+
 def _check_column(values: Any, first: int, words: str, row: int) -> None:
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
     import pyarrow.compute as pc  # noqa: PLC0415 - as above
@@ -61,9 +100,11 @@ def _check_column(values: Any, first: int, words: str, row: int) -> None:
     if not pa.types.is_temporal(flat.type):
         return
     is_date = pa.types.is_date32(flat.type)
-    numbers = flat.cast(pa.int32()).cast(pa.int64()) if is_date else flat.cast(
-        pa.timestamp("us", flat.type.tz)
-    ).cast(pa.int64())
+    numbers = (
+        flat.cast(pa.int32()).cast(pa.int64())
+        if is_date
+        else flat.cast(pa.timestamp("us", flat.type.tz)).cast(pa.int64())
+    )
     odd = compute.indices_nonzero(compute.less(numbers, first))
     if len(odd):
         when = "1582-10-15" if is_date else "1900-01-01"
@@ -78,8 +119,8 @@ def _check_column(values: Any, first: int, words: str, row: int) -> None:
 def _first_clear_values(fragment: Any) -> dict[str, int]:
     """Returns the first value with a clear meaning, by column; nothing for most files."""
     metadata = getattr(fragment, "metadata", None)
-    told = (metadata and metadata.metadata) or {}
-    if _VERSION_KEY not in told:
+    told = {} if metadata is None else metadata.metadata or {}
+    if metadata is None or _VERSION_KEY not in told:
         return {}
     version = tuple(int(part) for part in told[_VERSION_KEY].split(b".")[:2] if part.isdigit())
     old_dates = version < (3, 0) or _DATES_KEY in told

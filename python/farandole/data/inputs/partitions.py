@@ -61,15 +61,15 @@ def partitioned_dataset(
     names = sorted({name for one in values for name in one})
     kinds = {}
     for name in names:
-        known = [one[name] for one in values if one.get(name) is not None]
+        known = [text for one in values if (text := one.get(name)) is not None]
         rule = pa.type_for_alias(_ARROW_TYPES[native.partition_dtype(known)])
         kinds[name] = types.get(name, rule)
     fragments = []
     for path, found in zip(paths, values, strict=True):
-        guarantee = ds.scalar(True)  # noqa: FBT003 - pyarrow's
-        for name in names:
+        guarantee = ds.scalar(True)
+        for name, text in found.items():
             field = ds.field(name)
-            value = _typed_value(found.get(name), kinds[name], name, path)
+            value = _typed_value(text, kinds[name], name, path)
             guarantee &= field.is_null() if value is None else field == value
         fragments.append(file_format.make_fragment(path, filesystem, guarantee))
     inside = ds.dataset(paths[:1], format=file_format, filesystem=filesystem).schema
@@ -108,8 +108,9 @@ def partition_names(dataset: Any) -> list[str]:
     Args:
         dataset: Of `partitioned_dataset`.
     """
-    first = next(iter(dataset.get_fragments()), None)
-    return [] if first is None else sorted(fragment_partitions(first))
+    return sorted(
+        {name for fragment in dataset.get_fragments() for name in fragment_partitions(fragment)}
+    )
 
 
 def partition_text(value: Any, kind: pa.DataType, name: str) -> str | None:
@@ -143,6 +144,8 @@ def partition_dtype(kind: pa.DataType) -> str:
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         return "utf8"
     number = to_batch_numbers(pa.array([], kind), "").type
-    if not (pa.types.is_boolean(number) or pa.types.is_integer(number) or pa.types.is_floating(number)):
+    if not (
+        pa.types.is_boolean(number) or pa.types.is_integer(number) or pa.types.is_floating(number)
+    ):
         raise ValueError(f"no batch has values of the type {kind}")
     return _FLOAT_DTYPES.get(str(number), str(number))

@@ -16,7 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs import files as found_files
-from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
+from farandole.data.inputs.frames import (
+    frame_source,
+    is_arrow_dataset,
+    is_delta_table,
+    is_spark_dataframe,
+)
+from farandole.data.inputs.int96 import check_int96_range, with_int96_unit
 from farandole.data.inputs.old_calendar import check_old_times
 from farandole.data.inputs.partitions import (
     common_directory,
@@ -101,7 +107,8 @@ def open_source(
             "farandole.spark.common.util.prepare_data"
         )
     raise TypeError(
-        "a source must be a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a "
+        "a source must be a path or a list of paths, a pyarrow, pandas, polars, Delta or Iceberg "
+        "table, a "
         "pyarrow or Ray dataset, "
         f"or anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
     )
@@ -130,6 +137,9 @@ def list_datasets(
         The datasets, a text that identifies their files and versions, and whether the files contain
         a schema.
     """
+    if is_delta_table(source):
+        told = f"delta {source.table_uri} {source.version()}"
+        return [delta_dataset(source, source.table_uri)], told, True
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
@@ -322,7 +332,6 @@ def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -
             parse_options=parsing, read_options=json.ReadOptions(block_size=_TEXT_BLOCK_BYTES)
         )
     if kind == "parquet":
-        # INT96 in nanoseconds ends in the year 2262, and wraps around after it.
         return ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
     return ds.IpcFileFormat()
 
@@ -353,7 +362,11 @@ def _dataset_source(dataset: Any) -> RowSource:
 
 def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
 
-    fragments = [fragment for dataset in datasets for fragment in dataset.get_fragments()]
+    fragments = [
+        with_int96_unit(fragment, "us")
+        for dataset in datasets
+        for fragment in dataset.get_fragments()
+    ]
     schema = datasets[0].schema
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
@@ -471,7 +484,8 @@ def _fragment_units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Ite
             batches = part.to_batches(
                 schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
             )
-            return check_old_times(_translate_read_errors(name, batches), part, name)
+            checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
+            return check_old_times(checked, part, name)
 
         return SourceUnit(name, read_batches, whole)
 

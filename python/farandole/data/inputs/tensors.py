@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Columns of tensors of one shape: Arrow's type for them, and nested lists of fixed lengths."""
+"""Columns of tensors of one shape, as Arrow's type for them and as nested lists of fixed lengths,
+and list views.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def decode_tensors(source: RowSource) -> RowSource:
-    """Returns the source with nested lists instead of tensors, their axes in the order that the
-    type states.
+    """Returns the source with lists instead of tensors and list views; the axes of tensors are in
+    the order that the type states.
 
     Args:
         source: As it was opened.
     """
-    if not any(_is_tensor(field.type) for field in source.schema):
+    if not any(_is_tensor(field.type) or _is_view(field.type) for field in source.schema):
         return source
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
@@ -32,7 +34,7 @@ def decode_tensors(source: RowSource) -> RowSource:
 
 
 class _NestedBatches:
-    """The record batches of a unit, with nested lists."""
+    """The record batches of a unit, with plain lists."""
 
     def __init__(self, unit: SourceUnit) -> None:
         self._unit = unit
@@ -41,10 +43,7 @@ class _NestedBatches:
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
         for batch in self._unit.batches():
-            columns = [
-                _nest_tensors(column) if _is_tensor(column.type) else column
-                for column in batch.columns
-            ]
+            columns = [_plain_column(column) for column in batch.columns]
             yield pa.RecordBatch.from_arrays(columns, schema=_nested_schema(batch.schema))
 
 
@@ -54,13 +53,41 @@ def _is_tensor(kind: Any) -> bool:
     return isinstance(kind, pa.FixedShapeTensorType)
 
 
+def _is_view(kind: Any) -> bool:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+
+
+def _plain_column(column: Any) -> Any:
+    if _is_tensor(column.type):
+        return _nest_tensors(column)
+    return _flat_lists(column) if _is_view(column.type) else column
+
+
+def _flat_lists(column: Any) -> pa.Array:
+    """Returns the lists one after the other; Arrow's own conversion of views breaks the offsets."""
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    missing = column.is_null() if column.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(ends), column.flatten(), mask=missing)
+
+
+def _plain_type(kind: Any) -> pa.DataType:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if _is_tensor(kind):
+        return _nested_type(kind)
+    return pa.large_list(kind.value_type) if _is_view(kind) else kind
+
+
 def _nested_schema(schema: pa.Schema) -> pa.Schema:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    fields: list[Any] = [
-        field.with_type(_nested_type(field.type)) if _is_tensor(field.type) else field
-        for field in schema
-    ]
+    fields: list[Any] = [field.with_type(_plain_type(field.type)) for field in schema]
     return pa.schema(fields, metadata=schema.metadata)
 
 
@@ -84,9 +111,9 @@ def _nest_tensors(column: Any) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     kind, rows = column.type, len(column)
-    values = column.storage.values[
-        column.storage.offset * kind.storage_type.list_size :
-    ].slice(0, rows * kind.storage_type.list_size)
+    values = column.storage.values[column.storage.offset * kind.storage_type.list_size :].slice(
+        0, rows * kind.storage_type.list_size
+    )
     if kind.permutation and list(kind.permutation) != sorted(kind.permutation):
         places = np.arange(len(values)).reshape(rows, *kind.shape)
         axes = [0, *(axis + 1 for axis in kind.permutation)]

@@ -341,6 +341,8 @@ def _packed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     columns, fields = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         stored = pack_nested_lists(column)
+        if pa.types.is_dictionary(field.type) and pa.types.is_string_view(field.type.value_type):
+            stored = column.dictionary.cast(pa.string()).take(column.indices)
         if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
             stored = to_batch_numbers(column, field.name)
         columns.append(stored)
