@@ -100,12 +100,16 @@ def test_files_that_disagree_are_named(tmp_path):
     pq.write_table(pa.table({"x": [1], "y": [1]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"y": [1]}), tmp_path / "b.parquet")
     with pytest.raises(ValueError, match=r"no column x in .*/b\.parquet"):
-        open_dataset(str(tmp_path))
+        ParquetLoader(tmp_path, 2)
+    with pytest.raises(ValueError, match=r"no column x in .*/b\.parquet"):
+        ParquetLoader(tmp_path, 2, ["x"])
+    (batch,) = ParquetLoader(tmp_path, 2, ["y"])
+    assert batch["y"].tolist() == [1, 1], "nobody asked for x"
     pq.write_table(pa.table({"x": [0.5], "y": [1]}), tmp_path / "b.parquet")
     with pytest.raises(
         ValueError, match=r"column x is Float64 in .*/b\.parquet, elsewhere it is Int64"
     ):
-        open_dataset(str(tmp_path))
+        ParquetLoader(tmp_path, 2)
     good = (tmp_path / "a.parquet").read_bytes()
     for bad in (b"", b"PAR1", good[:-9], b"X" + good[:-1] + b"X"):
         (tmp_path / "b.parquet").write_bytes(bad)

@@ -62,7 +62,7 @@ pub use exact_values::{
 };
 pub use manifest::{
     ColumnRole, DataFile, MANIFEST_FILE_NAME, MANIFEST_FORMAT_VERSION, Manifest, ManifestColumn,
-    RowGroup, chunk_checksum,
+    RowGroup, batch_unit, chunk_checksum,
 };
 pub use plan::{BatchPlan, EpochPlan, EpochRequest, LaneLayout, PartSlice, PlanPart, TailPolicy};
 pub use rng::{SplitMix64, fold_hash, random_permutation};

@@ -8,7 +8,7 @@ use arrow::buffer::Buffer;
 use arrow::compute::cast;
 use arrow::datatypes::{
     ArrowPrimitiveType, DataType, Decimal32Type, Decimal64Type, Decimal128Type, Decimal256Type,
-    Float64Type, Int64Type,
+    Float64Type, Int64Type, i256,
 };
 use farandole_dataset::{ElementType, nearest_float64, parse_decimal_float64};
 
@@ -106,12 +106,17 @@ fn decimals_as_floats(array: &ArrayRef) -> Option<Buffer> {
         DataType::Decimal128(_, scale) => {
             convert::<Decimal128Type>(array, |v| nearest_float64(v, scale.into()))
         }
-        DataType::Decimal256(_, scale) => convert::<Decimal256Type>(array, |v| {
-            v.to_i128().map_or_else(
-                || parse_decimal_float64(&v.to_string(), scale.into()),
-                |v| nearest_float64(v, scale.into()),
-            )
-        }),
+        DataType::Decimal256(_, scale) => {
+            convert::<Decimal256Type>(array, |v| wide_decimal_float64(v, scale.into()))
+        }
         _ => return None,
     })
+}
+
+/// Returns the float64 that is nearest to a decimal of up to 76 digits.
+pub(crate) fn wide_decimal_float64(unscaled: i256, scale: i32) -> f64 {
+    unscaled.to_i128().map_or_else(
+        || parse_decimal_float64(&unscaled.to_string(), scale),
+        |unscaled| nearest_float64(unscaled, scale),
+    )
 }

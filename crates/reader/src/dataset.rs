@@ -41,6 +41,8 @@ pub struct ParquetDataset {
     lanes: LaneLayout,
     prepared: bool,
     unreadable: Vec<(String, String)>,
+    /// Columns about which the files disagree; a request for all columns fails.
+    disputed: Vec<String>,
     footers: Vec<OnceLock<Arc<FileFooter>>>,
     verified_chunks: VerifiedChunks,
     pages: Mutex<HashMap<(usize, usize, usize), Arc<PageIndex>>>,
@@ -95,7 +97,7 @@ impl ParquetDataset {
     }
 
     /// Opens some files below a directory. Each file comes with the values of columns that it does
-    /// not contain, or that its directory decides. `rules` has what the schema of a table says.
+    /// not contain, or that its directory decides. `rules` has the facts of the table's schema.
     ///
     /// # Errors
     /// Like [`ParquetDataset::open_directory`]; values or files that contradict the schema.
@@ -135,6 +137,7 @@ impl ParquetDataset {
             manifest,
             prepared: !linked,
             unreadable,
+            disputed: Vec::new(),
             footers,
             verified_chunks: intact,
             pages: Mutex::default(),
@@ -144,7 +147,10 @@ impl ParquetDataset {
 
     /// Opens all Parquet files of a directory that was not prepared.
     fn from_unprepared_directory(store: Store, rules: &TableRules) -> Result<Self> {
-        let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
+        // `_a=1` is a partition of a column whose name begins so.
+        let is_hidden =
+            |part: &str| part.starts_with('.') || (part.starts_with('_') && !part.contains('='));
+        let hidden = |path: &str| path.split('/').any(is_hidden);
         let mut entries = store.list("")?;
         let has = |name: &str| entries.iter().any(|entry| entry.path == name);
         if has(UNFINISHED_MARKER_FILE) {
@@ -189,6 +195,7 @@ impl ParquetDataset {
             return Err(Error::Unreadable { column: name.clone(), reason });
         }
         let mut columns: Vec<(ManifestColumn, Option<String>)> = Vec::new();
+        let mut disputed = Vec::new();
         for ((entry, footer), values) in entries.iter().zip(&footers).zip(&values) {
             let rows = footer.metadata().file_metadata().num_rows();
             let mut here = file_columns(footer);
@@ -206,7 +213,7 @@ impl ParquetDataset {
             if columns.is_empty() {
                 columns = here;
             } else {
-                merge_columns(&mut columns, here, &store.display_path(&entry.path), rows > 0)?;
+                disputed.extend(merge_columns(&mut columns, &here, &path, rows > 0));
             }
         }
         let mut files: Vec<DataFile> = entries
@@ -234,6 +241,7 @@ impl ParquetDataset {
             manifest,
             prepared: false,
             unreadable,
+            disputed,
             footers,
             verified_chunks: intact,
             pages: Mutex::default(),
@@ -328,6 +336,10 @@ impl ParquetDataset {
             self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason)
         };
         let Some(names) = names else {
+            if let Some(column) = self.disputed.first() {
+                let reason = reason(column).cloned().unwrap_or_default();
+                return Err(Error::Unreadable { column: column.clone(), reason });
+            }
             let columns =
                 self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
             let all: Vec<BatchField> = columns
@@ -421,36 +433,45 @@ fn check_unique_names(columns: &[(ManifestColumn, Option<String>)], file: &str) 
     }
 }
 
-/// Merges the columns of another file into `columns`; `full` is true if that file has rows.
+/// Merges the columns of another file into `columns`; `full` is true if that file has rows. Returns
+/// the columns that the file lacks or has in another type. They become unreadable, because a request
+/// for other columns needs no agreement about them.
 fn merge_columns(
     columns: &mut [(ManifestColumn, Option<String>)],
-    here: Vec<(ManifestColumn, Option<String>)>,
+    here: &[(ManifestColumn, Option<String>)],
     file: &str,
     full: bool,
-) -> Result<()> {
+) -> Vec<String> {
+    let mut disputed = Vec::new();
     for (column, reason) in columns {
-        let missing = || Error::Missing { column: column.name.clone(), file: file.to_owned() };
-        let (other, other_reason) =
-            here.iter().find(|(other, _)| other.name == column.name).ok_or_else(missing)?;
-        if other.source != column.source {
-            return Err(Error::ColumnChanged {
-                column: column.name.clone(),
-                file: file.to_owned(),
+        let (name, file) = (&column.name, file.to_owned());
+        let conflict = match here.iter().find(|(other, _)| other.name == *name) {
+            None => Some(Error::Missing { column: name.clone(), file }),
+            Some((other, _)) if other.source != column.source => Some(Error::ColumnChanged {
+                column: name.clone(),
+                file,
                 found: other.source.clone(),
                 expected: column.source.clone(),
-            });
-        }
-        column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a.saturating_add(b));
-        if !full {
-            continue;
-        }
-        if reason.as_deref() == Some("its rows are empty lists") && column.shape.is_empty() {
-            (column.shape, *reason) = (other.shape.clone(), other_reason.clone());
-        } else if reason.is_none() && other.shape != column.shape {
-            *reason = Some("its rows have different lengths".to_owned());
+            }),
+            Some((other, other_reason)) => {
+                column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a.saturating_add(b));
+                if full
+                    && reason.as_deref() == Some("its rows are empty lists")
+                    && column.shape.is_empty()
+                {
+                    (column.shape, *reason) = (other.shape.clone(), other_reason.clone());
+                } else if full && reason.is_none() && other.shape != column.shape {
+                    *reason = Some("its rows have different lengths".to_owned());
+                }
+                None
+            }
+        };
+        if let Some(conflict) = conflict {
+            disputed.push(name.clone());
+            *reason = Some(conflict.to_string());
         }
     }
-    Ok(())
+    disputed
 }
 
 fn describe_data_file(

@@ -421,3 +421,23 @@ fn locate_column(footer: &FileFooter, field: &BatchField, file: &str) -> Result<
         None => ColumnDecoding::Library { leaf },
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_of_another_length_is_an_error() {
+        let origin = ValueOrigin { file: "a.parquet", group: 3, column: "c" };
+        let mut out = [0; 8];
+        copy_all_bytes(&[7; 8], &mut out, &origin).unwrap();
+        assert_eq!(out, [7; 8]);
+        for length in [0, 1, 7, 9] {
+            let error = copy_all_bytes(&vec![1; length], &mut out, &origin).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("a.parquet, row group 3, column c"), "{text}");
+            assert!(text.contains(&format!("{length} bytes where 8 belong")), "{text}");
+        }
+        assert_eq!(out, [7; 8], "nothing is written");
+    }
+}

@@ -128,6 +128,7 @@ pub(crate) fn partition_columns(
             element,
             shape: Vec::new(),
             source: PARTITION_COLUMN_SOURCE.to_owned(),
+            unit: None,
             nulls: Some(without.sum()),
             min: None,
             max: None,

@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use arrow::buffer::Buffer;
-use arrow::datatypes::{ArrowNativeType, ArrowPrimitiveType, DataType, Float16Type};
+use arrow::datatypes::{ArrowNativeType, ArrowPrimitiveType, DataType, Float16Type, i256};
 use farandole_dataset::{PlanPart, int96_microseconds, nearest_float64};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_column_reader};
@@ -19,6 +19,7 @@ use parquet::errors::ParquetError;
 use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::ColumnDescriptor;
 
+use crate::array_values::wide_decimal_float64;
 use crate::column::SelectedColumn;
 use crate::error::{Error, Result};
 use crate::fill::null_fill_bytes;
@@ -28,7 +29,7 @@ use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 
 /// Most bytes of a decimal that is converted here.
-const MAX_DECIMAL_BYTES: usize = size_of::<i128>();
+const MAX_DECIMAL_BYTES: usize = size_of::<i256>();
 
 /// The rows to read from a leaf.
 pub(crate) struct LeafRequest<'a> {
@@ -162,10 +163,10 @@ fn decimal_bytes(bytes: &[u8], scale: i32) -> std::result::Result<f64, String> {
     let mut whole = [if negative { 0xFF } else { 0 }; MAX_DECIMAL_BYTES];
     let start = MAX_DECIMAL_BYTES.checked_sub(bytes.len());
     let Some(slots) = start.and_then(|start| whole.get_mut(start..)) else {
-        return Err(format!("decimals of {} bytes have to be prepared first", bytes.len()));
+        return Err(format!("a decimal of {} bytes", bytes.len()));
     };
     slots.copy_from_slice(bytes);
-    Ok(nearest_float64(i128::from_be_bytes(whole), scale))
+    Ok(wide_decimal_float64(i256::from_be_bytes(whole), scale))
 }
 
 fn half_float(bytes: &[u8]) -> std::result::Result<f32, String> {

@@ -4,7 +4,7 @@
 //! Types of the columns in files that were not prepared.
 
 use arrow::datatypes::{DataType, Schema};
-use farandole_dataset::{ColumnRole, ElementType, ManifestColumn};
+use farandole_dataset::{ColumnRole, ElementType, ManifestColumn, batch_unit};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::basic::Type as Physical;
 
@@ -126,12 +126,14 @@ fn describe_column(
 ) -> (ManifestColumn, Option<String>) {
     let kind = field.data_type();
     let found = element_and_list(kind);
+    let source = source_type(file, root, kind);
     let mut column = ManifestColumn {
         name: field.name().clone(),
         role: ColumnRole::Feature,
         element: found.map_or(ElementType::Binary, |(element, _)| element),
         shape: Vec::new(),
-        source: source_type(file, root, kind),
+        unit: batch_unit(&source),
+        source,
         nulls: if field.is_nullable() { count_nulls(file, root) } else { Some(0) },
         min: None,
         max: None,

@@ -10,7 +10,7 @@ use farandole_dataset::ElementType;
 use crate::error::{Error, Result};
 use crate::footer::FileFooter;
 
-/// What the schema of a table says about its files.
+/// Facts that the schema of a table states about its files.
 #[derive(Clone, Debug, Default)]
 pub struct TableRules {
     /// Types of columns whose values are not in files, but in the names of directories or in the

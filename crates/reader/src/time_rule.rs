@@ -98,7 +98,7 @@ impl TimeRule {
     }
 }
 
-/// Which columns of a file Spark wrote in its calendar before version 3.
+/// Columns of a file that Spark wrote in its calendar before version 3.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SparkCalendar {
     has_old_dates: bool,
