@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -103,6 +103,11 @@ sanitize:
 	! command -v valgrind >/dev/null || RUSTFLAGS="--cfg rustix_use_libc" CARGO_BUILD_TARGET=$(HOST) \
 	CARGO_TARGET_$(shell echo $(HOST) | tr a-z- A-Z_)_RUNNER="valgrind --quiet --error-exitcode=9 --fair-sched=yes" \
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
+
+# All readers against pyarrow and Spark: types x writers x shapes, and Spark's settings. `test` tries
+# each hundredth cell. At most ten minutes.
+test-readers: bytecode
+	$(BIN)/python -m pytest tests/readers tests/spark/test_reading_as_spark.py -m "slow or not slow" --durations=10
 
 # Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
 # which this target installs below .tools.

@@ -48,6 +48,7 @@ fn sound(store: &Store) -> Value {
         element,
         shape: Vec::new(),
         source: source.to_owned(),
+        unit: None,
         nulls: Some(0),
         min: None,
         max: None,

@@ -6,12 +6,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use farandole::dataset::TailPolicy;
-use farandole::reader::{self, Error, NextBatch, ReadFault, ReaderOptions, RowPadding};
+use farandole::dataset::{ElementType, TailPolicy};
+use farandole::reader::{
+    self, Error, FileValues, FillValue, NextBatch, ReadFault, ReaderOptions, RowPadding, TableRules,
+};
 use farandole::world::Rank;
 use pyo3::exceptions::{PyFileNotFoundError, PyMemoryError, PyOSError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyFloat, PyTuple};
 
 use crate::arrow::{Batch, BatchColumn};
 use crate::error::error_chain_message;
@@ -23,6 +25,8 @@ type Pad = (Vec<u8>, usize, usize, bool);
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(partition_values, module)?)?;
+    module.add_function(wrap_pyfunction!(partition_dtype, module)?)?;
     module.add_class::<DatasetField>()?;
     module.add_class::<Dataset>()?;
     module.add_class::<Reader>()?;
@@ -73,25 +77,83 @@ impl DatasetField {
     }
 }
 
+fn table_rules(
+    types: Option<BTreeMap<String, String>>,
+    field_ids: Option<BTreeMap<String, i32>>,
+) -> PyResult<TableRules> {
+    let variable = [ElementType::Utf8, ElementType::Binary];
+    let parse = |(name, kind): (String, String)| match ElementType::from_numpy_name(&kind)
+        .or_else(|| variable.into_iter().find(|element| element.numpy_name() == kind))
+    {
+        Some(element) => Ok((name, element)),
+        None => Err(PyValueError::new_err(format!(
+            "the type of column {name} must be utf8, binary or NumPy's name of a number: {kind}"
+        ))),
+    };
+    Ok(TableRules {
+        types: types.unwrap_or_default().into_iter().map(parse).collect::<PyResult<_>>()?,
+        field_ids: field_ids.unwrap_or_default(),
+    })
+}
+
+/// A number that replaces missing values, as Python has it.
+struct Fill(FillValue);
+
+impl<'py> FromPyObject<'_, 'py> for Fill {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if value.is_instance_of::<PyFloat>() {
+            return value.extract().map(|float| Self(FillValue::Float(float)));
+        }
+        if let Ok(whole) = value.extract() {
+            return Ok(Self(FillValue::Integer(whole)));
+        }
+        value.extract().map(|float| Self(FillValue::Float(float)))
+    }
+}
+
+/// Returns the names and values in the directories of a path; nulls are `None`.
+#[pyfunction]
+fn partition_values(path: &str) -> FileValues {
+    reader::partition_values(path)
+}
+
+/// Returns the type of a column of values from names of directories.
+#[pyfunction]
+fn partition_dtype(values: Vec<String>) -> &'static str {
+    reader::partition_element(values.iter().map(String::as_str)).numpy_name()
+}
+
 #[pyclass(frozen, module = "farandole._native.reader")]
 struct Dataset(Arc<reader::ParquetDataset>);
 
 #[pymethods]
 impl Dataset {
     #[staticmethod]
-    fn open_url(py: Python<'_>, url: &str) -> PyResult<Self> {
-        py.detach(|| reader::ParquetDataset::open_directory(url))
+    #[pyo3(signature = (url, types = None))]
+    fn open_url(
+        py: Python<'_>,
+        url: &str,
+        types: Option<BTreeMap<String, String>>,
+    ) -> PyResult<Self> {
+        let rules = table_rules(types, None)?;
+        py.detach(|| reader::ParquetDataset::open_directory_with_rules(url, &rules))
             .map(|dataset| Self(Arc::new(dataset)))
             .map_err(reader_exception)
     }
 
     #[staticmethod]
+    #[pyo3(signature = (url, files, types = None, field_ids = None))]
     fn open_files(
         py: Python<'_>,
         url: &str,
-        files: Vec<(String, BTreeMap<String, String>)>,
+        files: Vec<(String, FileValues)>,
+        types: Option<BTreeMap<String, String>>,
+        field_ids: Option<BTreeMap<String, i32>>,
     ) -> PyResult<Self> {
-        let opened = py.detach(|| reader::ParquetDataset::open_files(url, files));
+        let rules = table_rules(types, field_ids)?;
+        let opened = py.detach(|| reader::ParquetDataset::open_files(url, files, &rules));
         opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)
     }
 
@@ -149,7 +211,7 @@ impl Reader {
         threads: Option<usize>,
         tail: &str,
         cast: Option<HashMap<String, String>>,
-        fill: Option<HashMap<String, f64>>,
+        fill: Option<HashMap<String, Fill>>,
         allow_nan: bool,
         pad: Option<HashMap<String, Pad>>,
         cache: Option<String>,
@@ -167,6 +229,7 @@ impl Reader {
         };
         let (rank, threads, cast) = (Rank(rank), threads.unwrap_or(2), cast.unwrap_or_default());
         let fill = fill.unwrap_or_default();
+        let fill = fill.into_iter().map(|(name, Fill(value))| (name, value)).collect();
         let padding = |(name, (fill, most, step, fixed))| {
             (name, RowPadding { fill, max_values: most, step, fixed })
         };

@@ -138,5 +138,5 @@ def test_invalid_arguments_are_refused_by_name(iceberg, tmp_path):
     relation = duckdb.sql("select 1 as id")
     with pytest.raises(ValueError, match="age"):
         prepare_data(relation, tmp_path / "store", feature_cols=["age"])
-    with pytest.raises(TypeError, match=r"pandas, polars or Iceberg table, .*: builtins.int"):
+    with pytest.raises(TypeError, match=r"polars, Delta or Iceberg table, .*: builtins.int"):
         prepare_data(1, tmp_path / "store")

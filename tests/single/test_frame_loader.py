@@ -99,7 +99,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path, columns):
     assert not list(tmp_path.iterdir())
 
 
-def test_dates_are_days_and_times_are_in_their_unit(tmp_path):
+def test_dates_are_days_and_times_are_microseconds(tmp_path):
     day, second = 7 * 24 * 3600 * 1000, 12_000
     frame = pa.table(
         {
@@ -117,7 +117,7 @@ def test_dates_are_days_and_times_are_in_their_unit(tmp_path):
         assert {name: values.tolist() for name, values in batch.items()} == {
             "date": [7],
             "date64": [7],
-            "time": [second],
+            "time": [second * 1000],
         }
 
 

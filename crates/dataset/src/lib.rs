@@ -50,15 +50,19 @@
 
 mod element;
 mod error;
+mod exact_values;
 mod manifest;
 mod plan;
 mod rng;
 
 pub use element::ElementType;
 pub use error::{Error, Result};
+pub use exact_values::{
+    TimeUnit, day_of_milliseconds, int96_microseconds, nearest_float64, parse_decimal_float64,
+};
 pub use manifest::{
     ColumnRole, DataFile, MANIFEST_FILE_NAME, MANIFEST_FORMAT_VERSION, Manifest, ManifestColumn,
-    RowGroup, chunk_checksum,
+    RowGroup, batch_unit, chunk_checksum,
 };
 pub use plan::{BatchPlan, EpochPlan, EpochRequest, LaneLayout, PartSlice, PlanPart, TailPolicy};
 pub use rng::{SplitMix64, fold_hash, random_permutation};

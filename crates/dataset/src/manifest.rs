@@ -50,6 +50,10 @@ pub struct ManifestColumn {
     pub shape: Vec<u64>,
     /// Arrow type of the source.
     pub source: String,
+    /// Unit of dates and times: `days` or `microseconds`. Earlier versions did not record it, and
+    /// kept the unit of the source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unit: Option<String>,
     /// Number of nulls; `None` if they were not counted and there may be some.
     pub nulls: Option<u64>,
     /// Smallest value of a scalar number.
@@ -61,6 +65,28 @@ pub struct ManifestColumn {
     /// Reason why no batch can contain the column, if none can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
+}
+
+/// Returns the unit that the values of a column have in batches, by the Arrow type of its source;
+/// `None` for other values than dates and times.
+pub fn batch_unit(source: &str) -> Option<String> {
+    let has = |names: &[&str]| names.iter().any(|name| source.contains(name));
+    if has(&["Date32", "Date64"]) {
+        Some("days".to_owned())
+    } else if has(&["Timestamp(", "Time32(", "Time64(", "Duration("]) {
+        Some("microseconds".to_owned())
+    } else {
+        None
+    }
+}
+
+/// Returns whether the source of a column has times in another unit than batches have.
+fn has_other_unit(source: &str) -> bool {
+    let units = ["(s", "(ms", "(ns"];
+    batch_unit(source).as_deref() == Some("microseconds")
+        && units.iter().any(|unit| {
+            source.contains(&format!("{unit})")) || source.contains(&format!("{unit},"))
+        })
 }
 
 impl ManifestColumn {
@@ -240,6 +266,13 @@ impl Manifest {
             return wrong(format!("files do not add up to {} rows", self.rows));
         }
         for column in &self.columns {
+            if column.unit.is_none() && has_other_unit(&column.source) {
+                return wrong(format!(
+                    "column {} is {}, and an earlier version prepared it in that unit: prepare \
+                     the data again",
+                    column.name, column.source
+                ));
+            }
             if column
                 .shape
                 .iter()
@@ -268,6 +301,7 @@ mod tests {
             element: ElementType::Float32,
             shape: vec![3],
             source: "List(Float32)".into(),
+            unit: None,
             nulls: Some(0),
             min: None,
             max: None,
@@ -286,6 +320,27 @@ mod tests {
         let written = manifest();
         assert_eq!(Manifest::parse_json(written.to_json().unwrap().as_bytes()).unwrap(), written);
         assert_eq!(written.find_column("x").unwrap().row_width(), Some(12));
+    }
+
+    #[test]
+    fn times_have_a_recorded_unit() {
+        let mut old = manifest();
+        for (source, unit, is_other) in [
+            ("Timestamp(ms)", Some("microseconds"), true),
+            ("Timestamp(ns, \"UTC\")", Some("microseconds"), true),
+            ("List(Duration(s))", Some("microseconds"), true),
+            ("Timestamp(µs)", Some("microseconds"), false),
+            ("Date32", Some("days"), false),
+            ("Int64", None, false),
+        ] {
+            assert_eq!(batch_unit(source).as_deref(), unit, "{source}");
+            old.columns[0].source = source.into();
+            old.columns[0].unit = None;
+            let read = Manifest::parse_json(old.to_json().unwrap().as_bytes());
+            assert_eq!(read.is_err(), is_other, "{source}");
+            old.columns[0].unit = batch_unit(source);
+            assert!(Manifest::parse_json(old.to_json().unwrap().as_bytes()).is_ok(), "{source}");
+        }
     }
 
     #[test]

@@ -98,6 +98,18 @@ pub enum Error {
         /// The first such row within the partition.
         row: u64,
     },
+    /// A value that no batch can represent.
+    #[error("column {column}, row {row} of partition {partition}: {reason}")]
+    Value {
+        /// The column.
+        column: String,
+        /// The value, and why not.
+        reason: String,
+        /// The partition.
+        partition: u64,
+        /// The row within the partition.
+        row: u64,
+    },
     /// A fill value that the column's type cannot represent.
     #[error("column {column} is {kind}, which cannot hold the value of fill: {fill}")]
     Fill {
@@ -257,6 +269,7 @@ impl Error {
             | Self::TypeChanged { .. }
             | Self::Missing { .. }
             | Self::Infinite { .. }
+            | Self::Value { .. }
             | Self::Fill { .. }
             | Self::UnknownSplitWord { .. }
             | Self::Ragged { .. }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::compute::{cast, filter_record_batch, max, min};
 use arrow::datatypes::{DataType, Field, Float64Type, Schema, SchemaRef};
-use farandole_dataset::{ColumnRole, ElementType, ManifestColumn};
+use farandole_dataset::{ColumnRole, ElementType, ManifestColumn, batch_unit};
 use farandole_store::Store;
 
 use crate::convert::{ConversionContext, ConvertedColumn, convert_column, is_vector};
@@ -204,12 +204,14 @@ impl PartitionWriter {
                 ]));
             }
             fields.push(field);
+            let source = find_column(batch, name)?.data_type().to_string();
             columns.push(ManifestColumn {
                 name: name.clone(),
                 role,
                 element: made.element,
                 shape: made.shape.clone(),
-                source: find_column(batch, name)?.data_type().to_string(),
+                unit: batch_unit(&source),
+                source,
                 nulls: Some(0),
                 min: None,
                 max: None,

@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::footer::FetchedRanges;
 use crate::pages::DecodeScratch;
 use crate::pool::{BufferPool, PooledBuffer};
-use crate::values::{ColumnSource, RowSelection, shuffle_column};
+use crate::value_origin::ValueOrigin;
+use crate::values::{ColumnSource, RowSelection, find_out_of_range, shuffle_column};
 use crate::variable_length::VariableLengthValues;
 
 /// Widest rows, in bytes, that are shuffled when they are decoded. Wider rows are moved only once,
@@ -129,6 +130,7 @@ impl BlockDecoder<'_> {
                 (None, Some(cache)) => cache.read_column(part, index, data)?,
                 (None, None) => return Err(Error::Ended),
             }
+            self.check_output_range(column, part, data)?;
             if let (Some(order), false) = (&order, place.in_file_order) {
                 let (element, elements) = (column.field.element, column.field.elements_per_row());
                 let data = raw.as_slice().get(..stored).unwrap_or_default();
@@ -144,6 +146,30 @@ impl BlockDecoder<'_> {
             cache.mark_complete(part);
         }
         Ok(DecodedBlock { slab, columns, order })
+    }
+}
+
+impl BlockDecoder<'_> {
+    /// Checks that the values of a column fit into the type of its batches.
+    fn check_output_range(
+        &self,
+        column: &SelectedColumn,
+        part: &PlanPart,
+        data: &[u8],
+    ) -> Result<()> {
+        let (from, to) = (column.field.element, column.output_element);
+        // Where infinities are accepted, a number beyond the range of floats is one.
+        if column.allow_nan && to.is_float() {
+            return Ok(());
+        }
+        let Some((at, value)) = find_out_of_range(data, from, to) else { return Ok(()) };
+        let files = &self.dataset.manifest().files;
+        let path = files.get(part.file).map_or("", |file| &file.path);
+        let file = self.dataset.store().display_path(path);
+        let origin = ValueOrigin { file: &file, group: part.group, column: &column.field.name };
+        let row = part.rows.start + (at / column.field.elements_per_row().max(1)) as u64;
+        let reason = format!("{value} is not in the range of {}", to.numpy_name());
+        Err(origin.unrepresentable_error(row, reason))
     }
 }
 

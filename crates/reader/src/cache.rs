@@ -188,7 +188,7 @@ fn cache_key(dataset: &ParquetDataset, selected: &[SelectedColumn]) -> u64 {
     let mut text = format!("{}\n{}\n", dataset.url(), dataset.manifest().fingerprint);
     for column in selected {
         let field = &column.field;
-        let fill = column.fill.map(f64::to_bits);
+        let fill = column.fill.map(|value| value.to_string());
         let (name, element, shape) = (&field.name, field.element.numpy_name(), &field.shape);
         text += &format!("{name:?} {element} {shape:?} {fill:?} {}\n", column.allow_nan);
     }

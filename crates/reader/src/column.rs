@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use farandole_dataset::{ElementType, ManifestColumn};
 
+use crate::fill::FillValue;
 use crate::padding::RowPadding;
 
 /// A column of a batch.
@@ -55,7 +56,7 @@ pub(crate) struct SelectedColumn {
     pub(crate) field: BatchField,
     pub(crate) output_element: ElementType,
     /// Replacement of nulls and NaN.
-    pub(crate) fill: Option<f64>,
+    pub(crate) fill: Option<FillValue>,
     pub(crate) allow_nan: bool,
     /// Rule that pads the rows of a ragged column, whose values are the bytes of lists.
     pub(crate) padding: Option<Arc<RowPadding>>,

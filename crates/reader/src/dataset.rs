@@ -3,7 +3,7 @@
 
 //! An opened directory of Parquet files.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{
@@ -19,9 +19,10 @@ use crate::chunk_verification::VerifiedChunks;
 use crate::column::BatchField;
 use crate::error::{Error, Result};
 use crate::footer::{self, FileFooter};
-use crate::hive;
+use crate::hive::{self, FileValues};
 use crate::pages::{PageIndex, PageLookupError, find_pages};
 use crate::schema::file_columns;
+use crate::table_rules::TableRules;
 
 /// Locks for look-ups in files: file `i` uses lock `i % LOOKUP_LOCK_STRIPES`.
 const LOOKUP_LOCK_STRIPES: usize = 32;
@@ -40,6 +41,8 @@ pub struct ParquetDataset {
     lanes: LaneLayout,
     prepared: bool,
     unreadable: Vec<(String, String)>,
+    /// Columns about which the files disagree; a request for all columns fails.
+    disputed: Vec<String>,
     footers: Vec<OnceLock<Arc<FileFooter>>>,
     verified_chunks: VerifiedChunks,
     pages: Mutex<HashMap<(usize, usize, usize), Arc<PageIndex>>>,
@@ -67,6 +70,14 @@ impl ParquetDataset {
     /// rows, an unfinished preparation, or a table format whose log decides which files are
     /// current.
     pub fn open_directory(url: &str) -> Result<Self> {
+        Self::open_directory_with_rules(url, &TableRules::default())
+    }
+
+    /// Like [`ParquetDataset::open_directory`], with types of the values in names of directories.
+    ///
+    /// # Errors
+    /// Like [`ParquetDataset::open_directory`]; values that are not of their type.
+    pub fn open_directory_with_rules(url: &str, rules: &TableRules) -> Result<Self> {
         let store = Store::open(url)?;
         let found = match store.read(MANIFEST_FILE_NAME) {
             Ok(text) => Some(Manifest::parse_json(&text)?),
@@ -75,7 +86,7 @@ impl ParquetDataset {
         };
         let dataset = match found {
             Some(manifest) => Self::from_manifest(store, manifest)?,
-            None => Self::from_unprepared_directory(store)?,
+            None => Self::from_unprepared_directory(store, rules)?,
         };
         if dataset.manifest.rows == 0 {
             return Err(Error::NoRows { url: dataset.url() });
@@ -84,11 +95,15 @@ impl ParquetDataset {
     }
 
     /// Opens some files below a directory. Each file comes with the values of columns that it does
-    /// not contain.
+    /// not contain, or that its directory decides. `rules` has the facts of the table's schema.
     ///
     /// # Errors
-    /// Like [`ParquetDataset::open_directory`].
-    pub fn open_files(url: &str, files: Vec<(String, BTreeMap<String, String>)>) -> Result<Self> {
+    /// Like [`ParquetDataset::open_directory`]; values or files that contradict the schema.
+    pub fn open_files(
+        url: &str,
+        files: Vec<(String, FileValues)>,
+        rules: &TableRules,
+    ) -> Result<Self> {
         let store = Store::open(url)?;
         let mut entries = Vec::with_capacity(files.len());
         let mut values = Vec::with_capacity(files.len());
@@ -96,7 +111,7 @@ impl ParquetDataset {
             entries.push(FileEntry { bytes: store.size(&path)?, modified: None, path });
             values.push(columns);
         }
-        let dataset = Self::from_entries(store, entries, values)?;
+        let dataset = Self::from_entries(store, entries, values, rules)?;
         if dataset.manifest.rows == 0 {
             Err(Error::NoRows { url: dataset.url() })
         } else {
@@ -120,6 +135,7 @@ impl ParquetDataset {
             manifest,
             prepared: !linked,
             unreadable,
+            disputed: Vec::new(),
             footers,
             verified_chunks: intact,
             pages: Mutex::default(),
@@ -128,8 +144,11 @@ impl ParquetDataset {
     }
 
     /// Opens all Parquet files of a directory that was not prepared.
-    fn from_unprepared_directory(store: Store) -> Result<Self> {
-        let hidden = |path: &str| path.split('/').any(|part| part.starts_with(['_', '.']));
+    fn from_unprepared_directory(store: Store, rules: &TableRules) -> Result<Self> {
+        // `_a=1` is a partition of a column whose name begins so.
+        let is_hidden =
+            |part: &str| part.starts_with('.') || (part.starts_with('_') && !part.contains('='));
+        let hidden = |path: &str| path.split('/').any(is_hidden);
         let mut entries = store.list("")?;
         let has = |name: &str| entries.iter().any(|entry| entry.path == name);
         if has(UNFINISHED_MARKER_FILE) {
@@ -149,13 +168,14 @@ impl ParquetDataset {
         }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
         let values = entries.iter().map(|entry| hive::partition_values(&entry.path)).collect();
-        Self::from_entries(store, entries, values)
+        Self::from_entries(store, entries, values, rules)
     }
 
     fn from_entries(
         store: Store,
         entries: Vec<FileEntry>,
-        values: Vec<BTreeMap<String, String>>,
+        values: Vec<FileValues>,
+        rules: &TableRules,
     ) -> Result<Self> {
         if entries.is_empty() {
             let url = store.url();
@@ -166,15 +186,32 @@ impl ParquetDataset {
             });
         }
         let footers = load_footers(&store, &entries)?;
+        let partitions: BTreeSet<&str> =
+            values.iter().flat_map(BTreeMap::keys).map(String::as_str).collect();
+        if let Some(name) = rules.types.keys().find(|name| !partitions.contains(name.as_str())) {
+            let reason = "only columns of names of directories can get a type".to_owned();
+            return Err(Error::Unreadable { column: name.clone(), reason });
+        }
         let mut columns: Vec<(ManifestColumn, Option<String>)> = Vec::new();
-        for (entry, footer) in entries.iter().zip(&footers) {
+        let mut disputed = Vec::new();
+        for ((entry, footer), values) in entries.iter().zip(&footers).zip(&values) {
             let rows = footer.metadata().file_metadata().num_rows();
-            let here = file_columns(footer);
-            check_unique_names(&here, &store.display_path(&entry.path))?;
+            let mut here = file_columns(footer);
+            let path = store.display_path(&entry.path);
+            check_unique_names(&here, &path)?;
+            rules.check_field_ids(footer, &path)?;
+            // The names of directories decide, as in Spark and DuckDB.
+            here.retain(|(column, _)| !partitions.contains(column.name.as_str()));
+            let lacks = |name: &&&str| !values.contains_key(**name);
+            if let Some(name) = partitions.iter().find(lacks)
+                && footer.schema().column_with_name(name).is_some()
+            {
+                return Err(Error::SometimesPartition { column: (*name).to_owned(), file: path });
+            }
             if columns.is_empty() {
                 columns = here;
             } else {
-                merge_columns(&mut columns, here, &store.display_path(&entry.path), rows > 0)?;
+                disputed.extend(merge_columns(&mut columns, &here, &path, rows > 0));
             }
         }
         let mut files: Vec<DataFile> = entries
@@ -182,24 +219,19 @@ impl ParquetDataset {
             .zip(&footers)
             .map(|(entry, footer)| describe_data_file(entry, footer, &columns))
             .collect();
-        for (file, mut values) in files.iter_mut().zip(values) {
-            values.retain(|name, _| columns.iter().all(|(column, _)| column.name != *name));
-            file.values = values;
+        for (file, values) in files.iter_mut().zip(&values) {
+            file.values = hive::known_values(values);
         }
-        columns.extend(hive::partition_columns(&files).into_iter().map(|mut column| {
-            let reason = column.unreadable.take();
-            (column, reason)
-        }));
+        let display_path = |path: &str| store.display_path(path);
+        let partitions = hive::partition_columns(&files, &partitions, &rules.types, display_path)?;
+        columns.extend(partitions.into_iter().map(|column| (column, None)));
         let unreadable = columns
             .iter()
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
             .collect();
         let manifest =
             Manifest::from_footers(columns.into_iter().map(|(column, _)| column).collect(), files)?;
-        let footers = footers
-            .into_iter()
-            .map(|footer| OnceLock::from(Arc::new(FileFooter::new(footer))))
-            .collect();
+        let footers = footers.into_iter().map(|footer| OnceLock::from(Arc::new(footer))).collect();
         let (lanes, intact) = (LaneLayout::new(&manifest), VerifiedChunks::default());
         Ok(Self {
             store,
@@ -207,6 +239,7 @@ impl ParquetDataset {
             manifest,
             prepared: false,
             unreadable,
+            disputed,
             footers,
             verified_chunks: intact,
             pages: Mutex::default(),
@@ -301,6 +334,10 @@ impl ParquetDataset {
             self.unreadable.iter().find(|(column, _)| column == name).map(|(_, reason)| reason)
         };
         let Some(names) = names else {
+            if let Some(column) = self.disputed.first() {
+                let reason = reason(column).cloned().unwrap_or_default();
+                return Err(Error::Unreadable { column: column.clone(), reason });
+            }
             let columns =
                 self.manifest.columns.iter().filter(|column| reason(&column.name).is_none());
             let all: Vec<BatchField> = columns
@@ -353,13 +390,12 @@ impl ParquetDataset {
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }
-        let footer =
-            Arc::new(FileFooter::new(footer::load_footer(&self.store, &data.path, data.bytes)?));
+        let footer = Arc::new(footer::load_footer(&self.store, &data.path, data.bytes)?);
         Ok(Arc::clone(cell.get_or_init(|| footer)))
     }
 }
 
-fn load_footers(store: &Store, entries: &[FileEntry]) -> Result<Vec<ArrowReaderMetadata>> {
+fn load_footers(store: &Store, entries: &[FileEntry]) -> Result<Vec<FileFooter>> {
     let share = entries.len().div_ceil(FOOTER_THREADS).max(1);
     std::thread::scope(|scope| {
         let threads: Vec<_> = entries
@@ -376,7 +412,7 @@ fn load_footers(store: &Store, entries: &[FileEntry]) -> Result<Vec<ArrowReaderM
             .collect();
         let mut footers = Vec::with_capacity(entries.len());
         for thread in threads {
-            let loaded: Result<Vec<ArrowReaderMetadata>> =
+            let loaded: Result<Vec<FileFooter>> =
                 thread.join().unwrap_or_else(|_| Err(Error::Ended));
             footers.extend(loaded?);
         }
@@ -395,36 +431,45 @@ fn check_unique_names(columns: &[(ManifestColumn, Option<String>)], file: &str) 
     }
 }
 
-/// Merges the columns of another file into `columns`; `full` is true if that file has rows.
+/// Merges the columns of another file into `columns`; `full` is true if that file has rows. Returns
+/// the columns that the file lacks or has in another type. They become unreadable, because a request
+/// for other columns needs no agreement about them.
 fn merge_columns(
     columns: &mut [(ManifestColumn, Option<String>)],
-    here: Vec<(ManifestColumn, Option<String>)>,
+    here: &[(ManifestColumn, Option<String>)],
     file: &str,
     full: bool,
-) -> Result<()> {
+) -> Vec<String> {
+    let mut disputed = Vec::new();
     for (column, reason) in columns {
-        let missing = || Error::Missing { column: column.name.clone(), file: file.to_owned() };
-        let (other, other_reason) =
-            here.iter().find(|(other, _)| other.name == column.name).ok_or_else(missing)?;
-        if other.source != column.source {
-            return Err(Error::ColumnChanged {
-                column: column.name.clone(),
-                file: file.to_owned(),
+        let (name, file) = (&column.name, file.to_owned());
+        let conflict = match here.iter().find(|(other, _)| other.name == *name) {
+            None => Some(Error::Missing { column: name.clone(), file }),
+            Some((other, _)) if other.source != column.source => Some(Error::ColumnChanged {
+                column: name.clone(),
+                file,
                 found: other.source.clone(),
                 expected: column.source.clone(),
-            });
-        }
-        column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a.saturating_add(b));
-        if !full {
-            continue;
-        }
-        if reason.as_deref() == Some("its rows are empty lists") && column.shape.is_empty() {
-            (column.shape, *reason) = (other.shape.clone(), other_reason.clone());
-        } else if reason.is_none() && other.shape != column.shape {
-            *reason = Some("its rows have different lengths".to_owned());
+            }),
+            Some((other, other_reason)) => {
+                column.nulls = column.nulls.zip(other.nulls).map(|(a, b)| a.saturating_add(b));
+                if full
+                    && reason.as_deref() == Some("its rows are empty lists")
+                    && column.shape.is_empty()
+                {
+                    (column.shape, *reason) = (other.shape.clone(), other_reason.clone());
+                } else if full && reason.is_none() && other.shape != column.shape {
+                    *reason = Some("its rows have different lengths".to_owned());
+                }
+                None
+            }
+        };
+        if let Some(conflict) = conflict {
+            disputed.push(name.clone());
+            *reason = Some(conflict.to_string());
         }
     }
-    Ok(())
+    disputed
 }
 
 fn describe_data_file(

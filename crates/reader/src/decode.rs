@@ -24,7 +24,9 @@ use crate::pages::{
     decode_chunk, needed_ranges,
 };
 use crate::parquet_library::{self, LibraryChunk};
+use crate::pool::as_values_mut;
 use crate::schema::{element_and_list, page_storage, single_leaf};
+use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 use crate::variable_length;
 
@@ -35,7 +37,14 @@ enum ColumnDecoding {
     /// Only nulls.
     Nulls,
     /// Our page decoder, from the pages of the leaf.
-    Pages { leaf: usize, stored: ValueStorage, levels: LevelLayout, spots: Option<Arc<PageIndex>> },
+    Pages {
+        leaf: usize,
+        stored: ValueStorage,
+        levels: LevelLayout,
+        spots: Option<Arc<PageIndex>>,
+        /// Rule of dates and times whose stored numbers are not the ones in batches.
+        time: Option<TimeRule>,
+    },
     /// The Parquet library, from the whole chunk.
     Library { leaf: usize },
 }
@@ -89,7 +98,7 @@ impl DecodePlan {
                 None => locate_column(&footer, field, &recipe.file)?,
             };
             let (way, needed) = match way {
-                ColumnDecoding::Pages { leaf, stored, levels, .. } if !whole => {
+                ColumnDecoding::Pages { leaf, stored, levels, time, .. } if !whole => {
                     let spots = dataset.page_index(
                         (part.file, part.group, leaf),
                         &footer,
@@ -100,7 +109,8 @@ impl DecodePlan {
                         &spots,
                         &(part.rows.start * per_row..part.rows.end * per_row),
                     );
-                    (ColumnDecoding::Pages { leaf, stored, levels, spots: Some(spots) }, needed)
+                    let spots = Some(spots);
+                    (ColumnDecoding::Pages { leaf, stored, levels, spots, time }, needed)
                 }
                 ColumnDecoding::Pages { leaf, .. } | ColumnDecoding::Library { leaf, .. } => {
                     let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
@@ -167,17 +177,16 @@ impl DecodePlan {
                         expected: field.element.numpy_name().to_owned(),
                     }
                 })?;
-                copy_bytes(&values, out);
+                copy_all_bytes(&values, out, &origin)?;
                 None
             }
             ColumnDecoding::Nulls => {
                 nulls = rows;
                 let fill = null_fill_bytes(selected, field.row_width());
-                out.chunks_exact_mut(fill.len().max(1))
-                    .for_each(|slot| slot.copy_from_slice(&fill));
+                copy_all_bytes(&fill.repeat(rows), out, &origin)?;
                 None
             }
-            ColumnDecoding::Pages { leaf, stored, levels, spots } => {
+            ColumnDecoding::Pages { leaf, stored, levels, spots, time } => {
                 let bytes = get(own)?;
                 let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
                 if spots.is_none() {
@@ -200,9 +209,19 @@ impl DecodePlan {
                 };
                 let fetch =
                     |at| bytes.slice_from(at, None).map_err(|source| origin.parquet_error(source));
+                if out.len() != rows.saturating_mul(per_row).saturating_mul(stored.value_width()) {
+                    let expected =
+                        rows.saturating_mul(per_row).saturating_mul(stored.value_width());
+                    return Err(origin.length_error(expected, out.len()));
+                }
                 match decode_chunk(&chunk, fetch, bench, out) {
+                    // Fills are numbers of batches already, so values are converted one by one.
+                    Ok(found) if found > 0 && time.is_some() => Some(*leaf),
                     Ok(found) => {
                         nulls = found;
+                        if let Some(rule) = time {
+                            convert_times(*rule, out, (part.rows.start, per_row), &origin)?;
+                        }
                         None
                     }
                     Err(ChunkDecodeError::Unsupported) => Some(*leaf),
@@ -228,7 +247,7 @@ impl DecodePlan {
             verify_chunk(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
             let source = self.parquet_library_chunk(bytes, leaf, part, &origin);
             let values = parquet_library::read_column(source, selected)?;
-            copy_bytes(&values, out);
+            copy_all_bytes(&values, out, &origin)?;
         }
         if nulls > 0 && selected.fill.is_none() {
             return Err(origin.nulls_error(nulls));
@@ -322,10 +341,30 @@ fn verify_chunk(
     )
 }
 
-fn copy_bytes(values: &[u8], out: &mut [u8]) {
-    if let Some(slots) = out.get_mut(..values.len()) {
-        slots.copy_from_slice(values);
+/// Copies the values of all rows. A buffer of another length holds values of another type or of
+/// other rows.
+fn copy_all_bytes(values: &[u8], out: &mut [u8], origin: &ValueOrigin<'_>) -> Result<()> {
+    if values.len() != out.len() {
+        return Err(origin.length_error(values.len(), out.len()));
     }
+    out.copy_from_slice(values);
+    Ok(())
+}
+
+/// Converts stored dates or times in place; the first value is of row `first`, and every row has
+/// `per_row` values.
+fn convert_times(
+    rule: TimeRule,
+    out: &mut [u8],
+    (first, per_row): (u64, usize),
+    origin: &ValueOrigin<'_>,
+) -> Result<()> {
+    for (at, value) in as_values_mut::<i64>(out).iter_mut().enumerate() {
+        *value = rule.convert(*value).map_err(|reason| {
+            origin.unrepresentable_error(first + (at / per_row.max(1)) as u64, reason)
+        })?;
+    }
+    Ok(())
 }
 
 /// Returns the row group of a part, if the file still has the stated number of rows.
@@ -350,11 +389,7 @@ fn checked_row_group<'a>(
 }
 
 /// Finds a column in a file, and checks that its type matches the data set's description.
-fn locate_column(
-    footer: &ArrowReaderMetadata,
-    field: &BatchField,
-    file: &str,
-) -> Result<ColumnDecoding> {
+fn locate_column(footer: &FileFooter, field: &BatchField, file: &str) -> Result<ColumnDecoding> {
     let missing = || Error::Missing { column: field.name.clone(), file: file.to_owned() };
     let (root, found) = footer.schema().column_with_name(&field.name).ok_or_else(missing)?;
     let kind = found.data_type();
@@ -369,14 +404,40 @@ fn locate_column(
         if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.row_width()));
     let same = match (element_and_list(kind), kind) {
         (_, DataType::FixedSizeBinary(_)) if !field.shape.is_empty() => packed,
-        (Some((element, list)), _) => element == field.element && list == (field.shape.len() == 1),
+        (Some((element, list)), _) => element == field.element && list != field.shape.is_empty(),
         (None, _) => false,
     };
     if !same {
         return Err(changed());
     }
     Ok(match page_storage(footer, kind, leaf, field) {
-        Some((stored, levels)) => ColumnDecoding::Pages { leaf, stored, levels, spots: None },
+        Some((stored, levels)) => ColumnDecoding::Pages {
+            leaf,
+            stored,
+            levels,
+            spots: None,
+            time: footer.time_rule(leaf).filter(|rule| !rule.is_identity()),
+        },
         None => ColumnDecoding::Library { leaf },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_of_another_length_is_an_error() {
+        let origin = ValueOrigin { file: "a.parquet", group: 3, column: "c" };
+        let mut out = [0; 8];
+        copy_all_bytes(&[7; 8], &mut out, &origin).unwrap();
+        assert_eq!(out, [7; 8]);
+        for length in [0, 1, 7, 9] {
+            let error = copy_all_bytes(&vec![1; length], &mut out, &origin).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains("a.parquet, row group 3, column c"), "{text}");
+            assert!(text.contains(&format!("{length} bytes where 8 belong")), "{text}");
+        }
+        assert_eq!(out, [7; 8], "nothing is written");
+    }
 }

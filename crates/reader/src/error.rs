@@ -143,6 +143,46 @@ pub enum Error {
         /// The file.
         file: String,
     },
+    /// A column whose name belonged to another column of its table when the file was written.
+    #[error(
+        "column {column} is number {expected} of the table, and {file} has number {found} of that \
+         name: the column was renamed or added again; prepare_data reads the table by numbers"
+    )]
+    OtherColumn {
+        /// The column.
+        column: String,
+        /// The file.
+        file: String,
+        /// The number in the file.
+        found: i32,
+        /// The number in the table.
+        expected: i32,
+    },
+    /// A column that is in the directories of some files, and in other files themselves.
+    #[error(
+        "column {column} is in {file}, and in the names of the directories of other files: read \
+         them one by one, or put all files into such directories"
+    )]
+    SometimesPartition {
+        /// The column.
+        column: String,
+        /// A file with the column.
+        file: String,
+    },
+    /// A value that the column of a batch cannot represent.
+    #[error("column {column}, row {row} of row group {group} of {file}: {reason}")]
+    Unrepresentable {
+        /// The column.
+        column: String,
+        /// The file.
+        file: String,
+        /// The row group.
+        group: usize,
+        /// The row within the row group.
+        row: u64,
+        /// The value, and what to do.
+        reason: String,
+    },
     /// A column chunk that is damaged or has an unexpected form.
     #[error("cannot read {file}, row group {group}, column {column}: {source}")]
     Parquet {
@@ -316,6 +356,9 @@ impl Error {
             | Self::Nulls { .. }
             | Self::NotNumbers { .. }
             | Self::Ragged { .. }
+            | Self::Unrepresentable { .. }
+            | Self::SometimesPartition { .. }
+            | Self::OtherColumn { .. }
             | Self::Arrow { .. }
             | Self::Cast { .. }
             | Self::Budget { .. }

@@ -18,7 +18,9 @@ use parquet::file::metadata::{
 };
 use parquet::file::reader::{ChunkReader, Length};
 
+use crate::column_hints::{ColumnHint, column_hints};
 use crate::error::{Error, Result};
+use crate::time_rule::{SparkCalendar, TimeRule};
 
 /// Bytes of the first read at the end of a file, which usually contain the footer.
 const FOOTER_READ_BYTES: u64 = 64 << 10;
@@ -33,6 +35,8 @@ const MAX_VALUES_PER_BYTE: i64 = i32::MAX as i64;
 pub(crate) struct FileFooter {
     read: ArrowReaderMetadata,
     views: OnceLock<Result<ArrowReaderMetadata, String>>,
+    hints: Vec<ColumnHint>,
+    calendar: SparkCalendar,
 }
 
 impl Deref for FileFooter {
@@ -46,7 +50,33 @@ impl Deref for FileFooter {
 impl FileFooter {
     /// Wraps a footer as it was read.
     pub(crate) fn new(read: ArrowReaderMetadata) -> Self {
-        Self { read, views: OnceLock::new() }
+        let file = read.metadata().file_metadata();
+        let (hints, calendar) = (column_hints(file), SparkCalendar::from_footer(file));
+        Self { read, views: OnceLock::new(), hints, calendar }
+    }
+
+    /// Returns the facts about a root column that only the schema of Arrow states.
+    pub(crate) fn hint(&self, root: usize) -> Option<&ColumnHint> {
+        self.hints.get(root)
+    }
+
+    /// Returns the type of the values of a root column, within a list or not.
+    pub(crate) fn value_type(&self, root: usize) -> Option<DataType> {
+        let kind = match self.read.schema().fields().get(root)?.data_type() {
+            DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
+                item.data_type()
+            }
+            kind => kind,
+        };
+        let unit = self.hint(root).and_then(|hint| hint.duration);
+        Some(unit.map_or_else(|| kind.clone(), DataType::Duration))
+    }
+
+    /// Returns the rule of a leaf's dates or times; `None` for other values.
+    pub(crate) fn time_rule(&self, leaf: usize) -> Option<TimeRule> {
+        let schema = self.read.parquet_schema();
+        let kind = self.value_type(schema.get_column_root_idx(leaf))?;
+        TimeRule::of_column(&kind, schema.column(leaf).physical_type(), self.calendar)
     }
 
     /// Returns the footer with a schema of views, with which the library leaves strings and bytes
@@ -85,7 +115,7 @@ pub(crate) fn view_type(kind: &DataType) -> Option<DataType> {
 }
 
 /// Reads the footer of a file of `bytes` bytes.
-pub(crate) fn load_footer(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
+pub(crate) fn load_footer(store: &Store, path: &str, bytes: u64) -> Result<FileFooter> {
     // A damaged footer may cause a panic in the library.
     catch_unwind(AssertUnwindSafe(|| read_footer(store, path, bytes))).unwrap_or_else(|panic| {
         Err(Error::Corrupt {
@@ -105,7 +135,7 @@ pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or("no message").to_owned()
 }
 
-fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetadata> {
+fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<FileFooter> {
     let file = || store.display_path(path);
     let mut parser = ParquetMetaDataReader::new().with_page_index_policy(PageIndexPolicy::Skip);
     let mut length = FOOTER_READ_BYTES.min(bytes);
@@ -126,7 +156,7 @@ fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<ArrowReaderMetad
     check_plausible(&metadata, bytes).map_err(|what| fail(ParquetError::General(what)))?;
     // Only the Parquet types decide, so that files of different writers agree.
     let options = ArrowReaderOptions::new().with_skip_arrow_metadata(true);
-    ArrowReaderMetadata::try_new(metadata.into(), options).map_err(fail)
+    ArrowReaderMetadata::try_new(metadata.into(), options).map(FileFooter::new).map_err(fail)
 }
 
 /// Checks that a footer is plausible for a file of `bytes` bytes: chunks and indexes are inside the

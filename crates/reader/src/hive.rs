@@ -3,10 +3,12 @@
 
 //! Columns whose values are in the names of directories: `date=2024-01-01/part-0.parquet`.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use arrow::buffer::Buffer;
 use farandole_dataset::{ColumnRole, DataFile, ElementType, ManifestColumn};
+
+use crate::error::{Error, Result};
 
 /// Directory value that stands for null.
 const NULL_PARTITION_NAME: &str = "__HIVE_DEFAULT_PARTITION__";
@@ -20,14 +22,21 @@ pub(crate) fn is_partition_column(column: &ManifestColumn) -> bool {
     column.source == PARTITION_COLUMN_SOURCE
 }
 
-/// Returns names and values from the directories of a path, without nulls.
-pub(crate) fn partition_values(path: &str) -> BTreeMap<String, String> {
+/// Values of columns that are the same in all rows of a file; `None` is null.
+pub type FileValues = BTreeMap<String, Option<String>>;
+
+/// Returns names and values from the directories of a path.
+pub fn partition_values(path: &str) -> FileValues {
     let directories = path.rsplit_once('/').map_or("", |(directories, _)| directories);
     let pairs = directories.split('/').filter_map(|part| part.split_once('='));
-    pairs
-        .filter(|(_, value)| *value != NULL_PARTITION_NAME)
-        .map(|(name, value)| (unescape_percent(name), unescape_percent(value)))
-        .collect()
+    let value = |text: &str| (text != NULL_PARTITION_NAME).then(|| unescape_percent(text));
+    pairs.map(|(name, text)| (unescape_percent(name), value(text))).collect()
+}
+
+/// Returns the values that are not null.
+pub(crate) fn known_values(values: &FileValues) -> BTreeMap<String, String> {
+    let known = values.iter().filter_map(|(name, value)| Some((name.clone(), value.clone()?)));
+    known.collect()
 }
 
 /// Decodes `%3A` and the like, with which Hive and Spark escape characters that names of
@@ -54,45 +63,102 @@ fn unescape_percent(text: &str) -> String {
     String::from_utf8(bytes).unwrap_or_else(|_| text.to_owned())
 }
 
-/// Returns the columns that the files' directory values form, sorted by name: integers if all
-/// values are, else floats, else strings.
-pub(crate) fn partition_columns(files: &[DataFile]) -> Vec<ManifestColumn> {
-    let mut values: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (name, value) in files.iter().flat_map(|file| &file.values) {
-        values.entry(name).or_default().push(value);
+/// Returns the type of a column of directory values, by one rule for all readers:
+///
+/// - int64, if each value is an optional `-` and digits, and fits;
+/// - float64, if each value is such a number with or without a fraction, and none has more than 15
+///   digits, so that different numbers stay different;
+/// - otherwise text.
+pub fn partition_element<'a>(mut values: impl Iterator<Item = &'a str> + Clone) -> ElementType {
+    let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let is_integer = |value: &str| {
+        digits(value.strip_prefix('-').unwrap_or(value)) && value.parse::<i64>().is_ok()
+    };
+    let is_number = |value: &str| {
+        let value = value.strip_prefix('-').unwrap_or(value);
+        let (whole, fraction) = value.split_once('.').unwrap_or((value, "0"));
+        digits(whole) && digits(fraction) && whole.len() + fraction.len() <= MAX_FLOAT_DIGITS
+    };
+    if values.clone().all(is_integer) {
+        ElementType::Int64
+    } else if values.all(is_number) {
+        ElementType::Float64
+    } else {
+        ElementType::Utf8
     }
-    let column = |(name, values): (&str, Vec<&str>)| {
-        let element = if values.iter().all(|value| value.parse::<i64>().is_ok()) {
-            ElementType::Int64
-        } else if values.iter().all(|value| value.parse::<f64>().is_ok()) {
-            ElementType::Float64
-        } else {
-            ElementType::Utf8
-        };
+}
+
+/// Decimal digits that a float64 always represents.
+const MAX_FLOAT_DIGITS: usize = 15;
+
+/// Returns the columns `names`, whose values the files have. `types` has the types of some columns;
+/// [`partition_element`] gives the others.
+///
+/// # Errors
+/// A value that is not of its column's type.
+pub(crate) fn partition_columns(
+    files: &[DataFile],
+    names: &BTreeSet<&str>,
+    types: &BTreeMap<String, ElementType>,
+    display_path: impl Fn(&str) -> String,
+) -> Result<Vec<ManifestColumn>> {
+    let column = |name: &&str| {
+        let name = *name;
+        let values = files.iter().filter_map(|file| file.values.get(name)).map(String::as_str);
+        let given = types.get(name).copied();
+        let element = given.unwrap_or_else(|| partition_element(values));
+        let wrong = files.iter().find_map(|file| {
+            let value = file.values.get(name)?;
+            let fits = element.byte_width().is_none() || repeat_value(value, element, 1).is_some();
+            (!fits).then(|| (value, &file.path))
+        });
+        if let Some((value, path)) = wrong {
+            return Err(Error::ColumnChanged {
+                column: name.to_owned(),
+                file: display_path(path),
+                found: format!("{value:?} in {PARTITION_COLUMN_SOURCE}"),
+                expected: element.numpy_name().to_owned(),
+            });
+        }
         let without =
             files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
-        ManifestColumn {
+        Ok(ManifestColumn {
             name: name.to_owned(),
             role: ColumnRole::Feature,
             element,
             shape: Vec::new(),
             source: PARTITION_COLUMN_SOURCE.to_owned(),
+            unit: None,
             nulls: Some(without.sum()),
             min: None,
             max: None,
             unreadable: None,
-        }
+        })
     };
-    values.into_iter().map(column).collect()
+    names.iter().map(column).collect()
 }
 
 /// Returns one value repeated `rows` times; `None` if the element cannot represent it.
 pub(crate) fn repeat_value(value: &str, element: ElementType, rows: usize) -> Option<Buffer> {
-    match element {
-        ElementType::Int64 => Some(Buffer::from_vec(vec![value.parse::<i64>().ok()?; rows])),
-        ElementType::Float64 => Some(Buffer::from_vec(vec![value.parse::<f64>().ok()?; rows])),
-        _ => None,
+    macro_rules! repeat {
+        ($kind:ty) => {
+            Buffer::from_vec(vec![value.parse::<$kind>().ok()?; rows])
+        };
     }
+    Some(match element {
+        ElementType::Bool => Buffer::from_vec(vec![u8::from(value.parse::<bool>().ok()?); rows]),
+        ElementType::Int8 => repeat!(i8),
+        ElementType::Int16 => repeat!(i16),
+        ElementType::Int32 => repeat!(i32),
+        ElementType::Int64 => repeat!(i64),
+        ElementType::UInt8 => repeat!(u8),
+        ElementType::UInt16 => repeat!(u16),
+        ElementType::UInt32 => repeat!(u32),
+        ElementType::UInt64 => repeat!(u64),
+        ElementType::Float32 => repeat!(f32),
+        ElementType::Float64 => repeat!(f64),
+        ElementType::Utf8 | ElementType::Binary => return None,
+    })
 }
 
 #[cfg(test)]
@@ -105,12 +171,16 @@ mod tests {
             partition_values("year=2024/at=10%3A30 x/empty=__HIVE_DEFAULT_PARTITION__/a=b.parquet");
         assert_eq!(
             all,
-            BTreeMap::from([("year".into(), "2024".into()), ("at".into(), "10:30 x".into())])
+            BTreeMap::from([
+                ("year".into(), Some("2024".into())),
+                ("at".into(), Some("10:30 x".into())),
+                ("empty".into(), None),
+            ])
         );
         assert_eq!(unescape_percent("50%"), "50%");
         let file = |path: &str| DataFile {
             rows: 3,
-            values: partition_values(path),
+            values: known_values(&partition_values(path)),
             ..DataFile::new(path.into(), 0, vec![])
         };
         let files = [
@@ -118,17 +188,49 @@ mod tests {
             file("n=-8/f=0.5/t=1/p"),
             file("n=__HIVE_DEFAULT_PARTITION__/f=1/t=1/p"),
         ];
-        let told: Vec<_> =
-            partition_columns(&files).into_iter().map(|c| (c.name, c.element, c.nulls)).collect();
+        let told = |types: &BTreeMap<String, ElementType>| {
+            let names = BTreeSet::from(["f", "n", "t"]);
+            partition_columns(&files, &names, types, str::to_owned).map(|columns| {
+                let told = columns.into_iter().map(|c| (c.name, c.element, c.nulls));
+                told.collect::<Vec<_>>()
+            })
+        };
         assert_eq!(
-            told,
+            told(&BTreeMap::new()).unwrap(),
             [
                 ("f".into(), ElementType::Float64, Some(0)),
                 ("n".into(), ElementType::Int64, Some(3)),
                 ("t".into(), ElementType::Utf8, Some(0)),
             ]
         );
+        let given = |element| BTreeMap::from([("n".to_owned(), element)]);
+        assert_eq!(told(&given(ElementType::Utf8)).unwrap()[1].1, ElementType::Utf8);
+        let error = told(&given(ElementType::UInt8)).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "column n is \"-8\" in the names of directories in n=-8/f=0.5/t=1/p, elsewhere it is \
+             uint8"
+        );
         assert_eq!(repeat_value("07", ElementType::Int64, 2).unwrap().typed_data::<i64>(), [7, 7]);
         assert!(repeat_value("x", ElementType::Float64, 2).is_none());
+    }
+
+    #[test]
+    fn directory_values_are_numbers_only_if_all_digits_count() {
+        for (values, element) in [
+            (&["1", "-2", "007"][..], ElementType::Int64),
+            (&["9007199254740993", "1.5"], ElementType::Utf8),
+            (&["12345678901234567890", "1"], ElementType::Utf8),
+            (&["1.5", "2"], ElementType::Float64),
+            (&["nan", "inf"], ElementType::Utf8),
+            (&["0x10", "1"], ElementType::Utf8),
+            (&["+5", "6"], ElementType::Utf8),
+            (&["1e3", "2"], ElementType::Utf8),
+            (&[".5", "2."], ElementType::Utf8),
+            (&["-", "1"], ElementType::Utf8),
+            (&["01001", "2A001"], ElementType::Utf8),
+        ] {
+            assert_eq!(partition_element(values.iter().copied()), element, "{values:?}");
+        }
     }
 }

@@ -25,10 +25,12 @@
 //!
 //! ```text
 //! error, hive, pool, column                          errors, memory, columns
+//! column_hints, time_rule                            types that only Arrow's schema states; times
 //! pages, footer, chunk_verification, fill            bytes of files, replacements
-//! padding                                            lists as rows of one length
+//! padding, table_rules                               rows of one length, schemas of tables
 //! value_origin, schema, values, variable_length      origin of errors, types, copies of values
-//! dataset, lists, parquet_library, decode            a directory; column chunks to values
+//! array_values, leaf_values, parquet_library         column chunks to values
+//! dataset, decode                                    a directory; parts of it to values
 //! batch, cache, block                                decoded data
 //! assemble, epoch_state, epoch, reader               order of work, threads
 //! ```
@@ -46,15 +48,19 @@
 //!   whose store does not answer ends with its request, and is not waited for.
 //! - `RE-5`: a defect of a file becomes an error of the consumer that names file, row group and
 //!   column.
+//! - `RE-6`: a value is exact, rounded as the pages say, or an error that names file, row group,
+//!   row and column; a buffer of another length than its column is never copied.
 
 #![forbid(unsafe_code)]
 
+mod array_values;
 mod assemble;
 mod batch;
 mod block;
 mod cache;
 mod chunk_verification;
 mod column;
+mod column_hints;
 mod dataset;
 mod decode;
 mod epoch;
@@ -63,13 +69,15 @@ mod error;
 mod fill;
 mod footer;
 mod hive;
-mod lists;
+mod leaf_values;
 mod padding;
 mod pages;
 mod parquet_library;
 mod pool;
 mod reader;
 mod schema;
+mod table_rules;
+mod time_rule;
 mod value_origin;
 mod values;
 mod variable_length;
@@ -79,5 +87,8 @@ pub use column::BatchField;
 pub use dataset::ParquetDataset;
 pub use epoch::{EpochReader, NextBatch};
 pub use error::{Error, ReadFault, Result};
+pub use fill::FillValue;
+pub use hive::{FileValues, partition_element, partition_values};
 pub use padding::RowPadding;
 pub use reader::{Reader, ReaderOptions};
+pub use table_rules::TableRules;

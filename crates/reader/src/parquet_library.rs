@@ -5,23 +5,23 @@
 
 use std::sync::Arc;
 
-use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
+use arrow::array::{Array, AsArray, RecordBatch};
 use arrow::buffer::Buffer;
 use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::DataType;
-use farandole_dataset::{ElementType, PlanPart};
+use farandole_dataset::PlanPart;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
-use parquet::basic::Compression;
+use parquet::basic::{Compression, Type};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
 use parquet::file::serialized_reader::SerializedPageReader;
 
+use crate::array_values::convert_array;
 use crate::column::SelectedColumn;
 use crate::error::{Error, Result};
-use crate::fill::null_fill_bytes;
 use crate::footer::{FetchedRanges, FileFooter, chunk_range, view_type};
-use crate::lists::read_list;
+use crate::leaf_values::{LeafRequest, read_leaf};
 use crate::pages::{PageClaims, check_lengths, check_page_claims};
 use crate::schema::element_and_list;
 use crate::value_origin::ValueOrigin;
@@ -52,19 +52,23 @@ pub(crate) struct LibraryChunk<'a> {
 /// # Errors
 /// Bytes that cannot be decoded, sizes above the limits, and nulls without a fill value.
 pub(crate) fn read_column(source: LibraryChunk<'_>, selected: &SelectedColumn) -> Result<Buffer> {
-    let root = source.footer.parquet_schema().get_column_root_idx(source.leaf);
+    let schema = source.footer.parquet_schema();
+    let root = schema.get_column_root_idx(source.leaf);
     let kind = source.footer.schema().fields().get(root).map(|field| field.data_type());
-    if kind.and_then(element_and_list).is_some_and(|(_, list)| list) {
-        source.check_claims()?;
-        let LibraryChunk { footer, fetched, leaf, part, origin, .. } = source;
-        return read_list(footer, &fetched, leaf, part, &selected.field, origin);
-    }
-    let origin = source.origin;
+    let time = source.footer.time_rule(source.leaf);
+    let is_list = kind.and_then(element_and_list).is_some_and(|(_, list)| list);
     source.check_claims()?;
+    if is_list || schema.column(source.leaf).physical_type() == Type::INT96 {
+        let LibraryChunk { footer, fetched, leaf, part, origin, .. } = source;
+        let request = LeafRequest { leaf, part, selected, origin, time };
+        let kind = footer.value_type(root).ok_or(Error::Ended)?;
+        return read_leaf(footer, &fetched, &request, &kind);
+    }
+    let (origin, first_row) = (source.origin, source.part.rows.start);
     let footer = ArrowReaderMetadata::clone(source.footer);
     let batch = read_flat(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
-    convert_array(array, selected, origin)
+    convert_array(array, selected, (time, first_row), origin)
 }
 
 /// Reads the rows of a part of a root column of strings or bytes.
@@ -214,72 +218,9 @@ fn read_flat(
     }
 }
 
-/// Returns the values of an array as elements of the column.
-fn convert_array(
-    array: &ArrayRef,
-    selected: &SelectedColumn,
-    origin: &ValueOrigin<'_>,
-) -> Result<Buffer> {
-    let field = &selected.field;
-    let convert = |array: &ArrayRef, wanted: &DataType| {
-        cast(array, wanted).map_err(|source| Error::Arrow {
-            column: origin.column.to_owned(),
-            file: origin.file.to_owned(),
-            source,
-        })
-    };
-    // Dates are days, although the unit of this type is the millisecond.
-    let days = if *array.data_type() == DataType::Date64 {
-        Some(convert(array, &DataType::Date32)?)
-    } else {
-        None
-    };
-    let array = days.as_ref().unwrap_or(array);
-    let nulls = array.logical_null_count();
-    if nulls > 0 && selected.fill.is_none() {
-        return Err(origin.nulls_error(nulls));
-    }
-    let bytes = if field.element == ElementType::Bool && field.shape.is_empty() {
-        Buffer::from_iter(array.as_boolean().values().iter().map(u8::from))
-    } else {
-        let wanted = match field.element {
-            _ if !field.shape.is_empty() => None,
-            ElementType::Float32 => Some(DataType::Float32),
-            ElementType::Float64 => Some(DataType::Float64),
-            ElementType::Int64 => Some(DataType::Int64),
-            _ => None,
-        };
-        let converted = match wanted {
-            Some(wanted) if *array.data_type() != wanted => convert(array, &wanted)?,
-            _ => array.clone(),
-        };
-        let data = converted.to_data();
-        let row = match data.data_type() {
-            DataType::FixedSizeBinary(width) => usize::try_from(*width).unwrap_or_default(),
-            other => other.primitive_width().unwrap_or_default(),
-        };
-        let buffer = data
-            .buffers()
-            .first()
-            .map(|b| b.slice_with_length(data.offset() * row, data.len() * row));
-        buffer.unwrap_or_else(|| Buffer::from(&[][..]))
-    };
-    if nulls == 0 {
-        return Ok(bytes);
-    }
-    let width = field.row_width();
-    let (fill, mut bytes) = (null_fill_bytes(selected, width), bytes.to_vec());
-    for (slot, row) in bytes.chunks_exact_mut(width.max(1)).zip(0..array.len()) {
-        if array.is_null(row) {
-            slot.copy_from_slice(&fill);
-        }
-    }
-    Ok(Buffer::from_vec(bytes))
-}
-
 #[cfg(test)]
 mod tests {
-    use arrow::array::BinaryArray;
+    use arrow::array::{ArrayRef, BinaryArray};
     use farandole_store::Store;
     use parquet::arrow::ArrowWriter;
     use parquet::file::properties::{WriterProperties, WriterVersion};

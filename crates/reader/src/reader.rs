@@ -14,7 +14,7 @@ use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::ParquetDataset;
 use crate::epoch::{EpochReader, EpochSetup};
 use crate::error::{Error, Result};
-use crate::fill::is_representable;
+use crate::fill::{FillValue, is_representable};
 use crate::padding::RowPadding;
 use crate::pool::BufferPool;
 use crate::values::is_castable;
@@ -44,7 +44,7 @@ pub struct ReaderOptions {
     pub cast: HashMap<String, String>,
     /// Replacements of nulls, and of NaN in floats, by column; `"*"` is for all other columns with
     /// such values. Without a replacement, they are errors.
-    pub fill: HashMap<String, f64>,
+    pub fill: HashMap<String, FillValue>,
     /// Whether NaN without a replacement and infinities are accepted.
     pub allow_nan: bool,
     /// Padding rules of ragged columns, whose rows are stored as bytes.

@@ -4,11 +4,12 @@
 //! Types of the columns in files that were not prepared.
 
 use arrow::datatypes::{DataType, Schema};
-use farandole_dataset::{ColumnRole, ElementType, ManifestColumn};
+use farandole_dataset::{ColumnRole, ElementType, ManifestColumn, batch_unit};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::basic::Type as Physical;
 
 use crate::column::BatchField;
+use crate::footer::FileFooter;
 use crate::pages::{LevelLayout, ValueStorage};
 
 /// Returns the element type of an Arrow scalar; `None` if the scalar is not supported.
@@ -108,7 +109,7 @@ pub(crate) fn element_and_list(kind: &DataType) -> Option<(ElementType, bool)> {
 }
 
 /// Returns the columns of a file, each with the reason if no batch can contain it.
-pub(crate) fn file_columns(file: &ArrowReaderMetadata) -> Vec<(ManifestColumn, Option<String>)> {
+pub(crate) fn file_columns(file: &FileFooter) -> Vec<(ManifestColumn, Option<String>)> {
     let schema: &Schema = file.schema();
     schema
         .fields()
@@ -119,18 +120,20 @@ pub(crate) fn file_columns(file: &ArrowReaderMetadata) -> Vec<(ManifestColumn, O
 }
 
 fn describe_column(
-    file: &ArrowReaderMetadata,
+    file: &FileFooter,
     root: usize,
     field: &arrow::datatypes::Field,
 ) -> (ManifestColumn, Option<String>) {
     let kind = field.data_type();
     let found = element_and_list(kind);
+    let source = source_type(file, root, kind);
     let mut column = ManifestColumn {
         name: field.name().clone(),
         role: ColumnRole::Feature,
         element: found.map_or(ElementType::Binary, |(element, _)| element),
         shape: Vec::new(),
-        source: kind.to_string(),
+        unit: batch_unit(&source),
+        source,
         nulls: if field.is_nullable() { count_nulls(file, root) } else { Some(0) },
         min: None,
         max: None,
@@ -144,14 +147,28 @@ fn describe_column(
         }
         Some((_, true)) => match list_length(file, root) {
             Some(length) if length > 0 => {
-                column.shape = vec![length];
-                None
+                let layout = file.hint(root).and_then(|hint| hint.tensor.as_ref());
+                let layout = layout.filter(|l| l.shape.iter().product::<u64>() == length);
+                column.shape = layout.map_or_else(|| vec![length], |layout| layout.shape.clone());
+                layout
+                    .filter(|layout| layout.is_permuted)
+                    .map(|_| "it has tensors whose axes are stored in another order".to_owned())
             }
             Some(_) => Some("its rows are empty lists".to_owned()),
             None => Some("its rows have different lengths".to_owned()),
         },
     };
     (column, reason)
+}
+
+/// Returns the type of a column, in messages and in comparisons of files.
+fn source_type(file: &FileFooter, root: usize, kind: &DataType) -> String {
+    let unit = file.hint(root).and_then(|hint| hint.duration);
+    match (unit, kind) {
+        (Some(unit), DataType::Int64) => DataType::Duration(unit).to_string(),
+        (Some(unit), _) => format!("List({})", DataType::Duration(unit)),
+        (None, kind) => kind.to_string(),
+    }
 }
 
 /// Returns the leaf of a root column, if it has only one.

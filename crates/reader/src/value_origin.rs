@@ -40,6 +40,17 @@ impl ValueOrigin<'_> {
         Error::PartialValue { column, bytes, width, group: self.group, file }
     }
 
+    pub(crate) fn unrepresentable_error(&self, row: u64, reason: String) -> Error {
+        let (column, file) = (self.column.to_owned(), self.file.to_owned());
+        Error::Unrepresentable { column, file, group: self.group, row, reason }
+    }
+
+    pub(crate) fn length_error(&self, found: usize, expected: usize) -> Error {
+        self.parquet_error(ParquetError::General(format!(
+            "the decoder made {found} bytes where {expected} belong"
+        )))
+    }
+
     pub(crate) fn parquet_error(&self, source: ParquetError) -> Error {
         let (column, file) = (self.column.to_owned(), self.file.to_owned());
         Error::Parquet { file, group: self.group, column, source }

@@ -14,6 +14,42 @@ pub(crate) fn is_castable(from: ElementType, to: ElementType) -> bool {
             && matches!(to, ElementType::Float32 | ElementType::Float64 | ElementType::Int64))
 }
 
+/// Returns the position of the first value of `data` that `to` cannot represent, and the value.
+/// Integers are rounded to the nearest float, doubles to the nearest single, and the fractions of
+/// floats are cut; all of that is asked for. Whatever leaves the range of `to` is not.
+pub(crate) fn find_out_of_range(
+    data: &[u8],
+    from: ElementType,
+    to: ElementType,
+) -> Option<(usize, String)> {
+    fn find<T: PlainValue + ToString>(
+        data: &[u8],
+        fits: impl Fn(T) -> bool,
+    ) -> Option<(usize, String)> {
+        // No early exit within a piece, so that the compiler can vectorize the loop.
+        let odd = |piece: &[T]| piece.iter().fold(false, |any, value| any | !fits(*value));
+        let values = as_values::<T>(data);
+        let piece = values.chunks(1024).position(odd)?;
+        let mut places = values.iter().enumerate().skip(piece * 1024);
+        places.find(|(_, value)| !fits(**value)).map(|(at, value)| (at, value.to_string()))
+    }
+    const TWO_TO_63: f64 = 9_223_372_036_854_775_808.0;
+    #[expect(clippy::cast_possible_truncation, reason = "to the nearest")]
+    match (from, to) {
+        (ElementType::Float64, ElementType::Float32) => {
+            find(data, |value: f64| !value.is_finite() || (value as f32).is_finite())
+        }
+        (ElementType::Float64, ElementType::Int64) => {
+            find(data, |value: f64| (-TWO_TO_63..TWO_TO_63).contains(&value))
+        }
+        (ElementType::Float32, ElementType::Int64) => {
+            find(data, |value: f32| (-TWO_TO_63..TWO_TO_63).contains(&f64::from(value)))
+        }
+        (ElementType::UInt64, ElementType::Int64) => find(data, |value: u64| value >> 63 == 0),
+        _ => None,
+    }
+}
+
 /// Rows to copy from a block, in a given order or in block order, and their positions in the
 /// output.
 #[derive(Clone, Copy, Debug)]
@@ -232,8 +268,8 @@ fn copy_rows(source: &[u8], width: usize, rows: RowSelection<'_>, out: &mut [u8]
     }
 }
 
-/// Conversion with the semantics of `as`: floats are rounded to the nearest value; floats become
-/// integers by truncation, clamped to the range.
+/// Conversion with the semantics of `as`: numbers are rounded to the nearest float, and floats
+/// become integers by truncation. [`find_out_of_range`] has refused values beyond the range.
 trait CastTo<T> {
     fn cast_to(self) -> T;
 }
@@ -460,6 +496,16 @@ mod tests {
             ColumnSource { data: data.as_bytes(), element: ElementType::Float64, elements: 1 };
         assert_eq!(run::<f32>(source, ALL, ElementType::Float32)[..3], [1.5, -2.5, 1e10]);
         assert_eq!(run::<i64>(source, ALL, ElementType::Int64), [1, -2, 10_000_000_000, 0]);
+        let found = |from, to| find_out_of_range(data.as_bytes(), from, to);
+        assert_eq!(found(ElementType::Float64, ElementType::Int64), Some((3, "NaN".to_owned())));
+        assert_eq!(found(ElementType::Float64, ElementType::Float32), None);
+        assert_eq!(
+            found(ElementType::UInt64, ElementType::Int64),
+            Some((1, (-2.5_f64).to_bits().to_string()))
+        );
+        let large = [1.0, 1e300].map(f64::to_le_bytes).concat();
+        let found = find_out_of_range(&large, ElementType::Float64, ElementType::Float32);
+        assert_eq!(found.map(|(at, _)| at), Some(1));
         let source = ColumnSource { data: &[0, 1, 1, 0], element: ElementType::Bool, elements: 2 };
         let rows = RowSelection { first: 1, count: 1, ..ALL };
         assert_eq!(run::<f32>(source, rows, ElementType::Float32), [1.0, 0.0]);

@@ -21,7 +21,7 @@ use arrow::array::{
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
-use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};
+use farandole_reader::{FillValue, NextBatch, ParquetDataset, Reader, ReaderOptions};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{BrotliLevel, Compression, Encoding, GzipLevel, ZstdLevel};
@@ -136,7 +136,8 @@ fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
     let dataset = Arc::new(ParquetDataset::open_directory(url).unwrap());
     let mut seen = Vec::new();
     for rank in 0..3 {
-        let fill = if holes { HashMap::from([("*".to_owned(), 1.0)]) } else { HashMap::new() };
+        let one = ("*".to_owned(), FillValue::Float(1.0));
+        let fill = if holes { HashMap::from([one]) } else { HashMap::new() };
         let rank = farandole_world::Rank(rank);
         let options = ReaderOptions {
             batch_size: 50,
@@ -176,7 +177,7 @@ fn check(url: &str, modulo: i64, holes: bool, shuffle: bool) {
             same!("f32", f32, |id| id as f32 / 2.0);
             same!("f64", f64, |id| id as f64 / 4.0);
             same!("day", i64, |id: i64| -id);
-            same!("at", i64, |id: i64| id << 33);
+            same!("at", i64, |id: i64| (id << 33) * 1000);
             let vectors: Vec<f32> = values(bytes("v")).map(f32::from_le_bytes).collect();
             assert!(
                 vectors

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farandole_fuzz::{Limit, Random};
-use farandole_reader::{Error, NextBatch, ParquetDataset, Reader, ReaderOptions};
+use farandole_reader::{Error, FillValue, NextBatch, ParquetDataset, Reader, ReaderOptions};
 
 /// No case may take longer: the files have a few kilobytes.
 const LONGEST: Duration = Duration::from_secs(20);
@@ -36,7 +36,7 @@ fn rows(url: &str, columns: &[&str], random: &mut Random) -> Result<usize, Error
         threads: 1 + random.below(2),
         shuffle: random.below(2) > 0,
         byte_budget: BUDGET,
-        fill: HashMap::from([("*".to_owned(), 0.0)]),
+        fill: HashMap::from([("*".to_owned(), FillValue::Integer(0))]),
         ..ReaderOptions::default()
     };
     let epoch = Reader::new(dataset, options)?.start_epoch(0, 0)?;

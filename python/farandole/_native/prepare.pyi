@@ -31,10 +31,11 @@ validation; of numbers, those above 0; of texts, "validation", "val", "valid", "
 (others are "train", "training", "false", "0", "no"). Negative numbers, "test" and nulls go to
 neither side, and the manifest counts them as dropped.
 
-What becomes of a column: booleans, integers and floats stay; decimals become float64; dates become
-int64 days, timestamps int64 in their own unit (Spark's: microseconds); arrays of numbers that all
-have one length, and Spark vectors (dense or sparse, as float64), become fixed-size rows; strings
-and binaries stay as they are.
+What becomes of a column: booleans, integers and floats stay; decimals become the nearest float64;
+dates become int64 days, timestamps, times and durations int64 microseconds; arrays of numbers that
+all have one length, and Spark vectors (dense or sparse, as float64), become fixed-size rows;
+strings and binaries stay as they are. A time that is more microseconds than an int64 can hold is an
+error.
 """
 
 from typing import Any, final

@@ -7,6 +7,16 @@ from typing import Literal, final
 
 from typing_extensions import Buffer
 
+def partition_values(path: str) -> dict[str, str | None]:
+    """Names and values from the directories of a path, `column=value`; `None` is null."""
+
+def partition_dtype(values: list[str]) -> Literal["int64", "float64", "utf8"]:
+    """The dtype of a column of values from names of directories.
+
+    int64 if each value is an optional `-` and digits, and fits; else float64 if each is such a
+    number with or without a fraction, and none has more than 15 digits; else utf8.
+    """
+
 @final
 class DatasetField:
     """One column of a data set."""
@@ -29,10 +39,19 @@ class Dataset:
     """
 
     @staticmethod
-    def open_url(url: str) -> Dataset: ...
+    def open_url(url: str, types: dict[str, str] | None = None) -> Dataset:
+        """All files of a directory; `types` has dtypes of columns of names of directories."""
     @staticmethod
-    def open_files(url: str, files: list[tuple[str, dict[str, str]]]) -> Dataset:
-        """Some files below a directory, with the values of columns that are not in them."""
+    def open_files(
+        url: str,
+        files: list[tuple[str, dict[str, str | None]]],
+        types: dict[str, str] | None = None,
+        field_ids: dict[str, int] | None = None,
+    ) -> Dataset:
+        """Some files below a directory, with the values that all rows of a file have in some
+        columns, and the dtypes of these columns. `field_ids` has the numbers of all columns in
+        Iceberg.
+        """
     def write_link_manifest(self, at: str) -> None:
         """Writes a manifest to the directory `at` by which these files, where they are, open
         without a look at each.

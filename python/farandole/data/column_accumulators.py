@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.number_conversion import to_batch_numbers
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     import pyarrow as pa
@@ -34,9 +36,7 @@ def finite_numbers(column: pa.Array) -> npt.NDArray[Any]:
     import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
     import pyarrow as pa  # noqa: PLC0415
 
-    column = column.drop_null()
-    if pa.types.is_temporal(column.type):
-        column = column.cast(pa.int32() if column.type.bit_width == 32 else pa.int64())  # noqa: PLR2004 - bits
+    column = to_batch_numbers(column.drop_null(), "of numbers")
     values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
     return values[np.isfinite(values)]
 
@@ -233,7 +233,7 @@ class ValueCounts:
         """Counts the values of a batch.
 
         Args:
-            column: Of texts, integers, booleans or floats.
+            column: Of texts, integers, booleans, floats or decimals.
 
         Raises:
             ValueError: More distinct values than categories can have.
@@ -241,7 +241,7 @@ class ValueCounts:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
         whole = column.drop_null()
-        if pa.types.is_floating(whole.type):
+        if pa.types.is_floating(whole.type) or pa.types.is_decimal(whole.type):
             whole = pa.array(finite_numbers(whole))
         found = whole.value_counts()
         self._add_counts(

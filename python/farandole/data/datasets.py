@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
-from farandole._native.reader import Dataset
+from farandole._native.reader import Dataset, partition_values
 from farandole.data.inputs.files import (
     FoundFiles,
     find_files,
@@ -17,25 +15,30 @@ from farandole.data.inputs.files import (
     is_glob_pattern,
     is_prepared_directory,
 )
-from farandole.data.inputs.tables import iceberg_data_files, open_iceberg_table
+from farandole.data.inputs.partitions import common_directory
+from farandole.data.inputs.tables import (
+    iceberg_data_files,
+    iceberg_field_ids,
+    open_iceberg_table,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
 
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_HIVE_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 
-def open_dataset(paths: str | Sequence[str]) -> Dataset:
+def open_dataset(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:
     """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others
     by footers.
 
     Args:
         paths: A path or URL of a directory; or files: one, a pattern, or a list of files,
             directories and patterns.
+        types: Types of columns whose values are in the names of directories, as NumPy or `utf8`.
 
     Raises:
         FileNotFoundError: There is no Parquet.
@@ -49,31 +52,48 @@ def open_dataset(paths: str | Sequence[str]) -> Dataset:
         or is_glob_pattern(paths)
         or (paths.endswith(_PARQUET_SUFFIXES) and is_file_path(paths))
     ):
-        return _open_files([paths] if isinstance(paths, str) else paths)
+        given = dict(types or {})
+        return _open_files([paths] if isinstance(paths, str) else paths, given)
     url = paths
     iceberg = open_iceberg_table(url)
     if iceberg is not None:
         where, files = iceberg_data_files(iceberg)
-        return Dataset.open_files(where, [(path, {}) for path in files])
+        return Dataset.open_files(
+            where, [(path, {}) for path in files], field_ids=iceberg_field_ids(iceberg)
+        )
     if not native.Store(url).exists("_delta_log"):
-        return Dataset.open_url(url)
-    from pyarrow import dataset as ds  # noqa: PLC0415 - only for such tables
+        return Dataset.open_url(url, dict(types or {}))
+    return _open_delta(url)
 
-    from farandole.data.inputs.sources import delta_table  # noqa: PLC0415 - as above
 
-    try:
-        fragments = list(delta_table(url).to_pyarrow_dataset().get_fragments())
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "deltalake":
-            raise
-        raise ValueError(f"the Delta table {url} cannot be read: {error}") from error
-    values = [ds.get_partition_keys(fragment.partition_expression) for fragment in fragments]
-    told = [
-        {name: str(value) for name, value in one.items() if value is not None} for one in values
-    ]
-    return Dataset.open_files(
-        url, list(zip((fragment.path for fragment in fragments), told, strict=True))
+def _open_delta(url: str) -> Dataset:
+    """Opens a Delta table. The values of its partitions are in its log, and their types in its
+    schema.
+    """
+    from farandole.data.inputs.partitions import (  # noqa: PLC0415 - only for such tables
+        fragment_partitions,
+        partition_dtype,
+        partition_text,
     )
+    from farandole.data.inputs.sources import delta_dataset, delta_table  # noqa: PLC0415 - as above
+
+    table = delta_table(url)
+    opened = delta_dataset(table, url)
+    names = table.metadata().partition_columns
+    kinds = {name: opened.schema.field(name).type for name in names}
+    try:
+        types = {name: partition_dtype(kind) for name, kind in kinds.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"the Delta table {url} is partitioned by such a column: {error}"
+        ) from None
+
+    def file_values(fragment: Any) -> dict[str, str | None]:
+        values = fragment_partitions(fragment)
+        return {name: partition_text(values.get(name), kind, name) for name, kind in kinds.items()}
+
+    files = [(fragment.path, file_values(fragment)) for fragment in opened.get_fragments()]
+    return Dataset.open_files(url, files, types)
 
 
 def is_directory_path(paths: str | Sequence[str]) -> bool:
@@ -86,7 +106,7 @@ def is_directory_path(paths: str | Sequence[str]) -> bool:
     return isinstance(paths, str) and not is_glob_pattern(paths) and not is_file_path(paths)
 
 
-def _open_files(paths: Sequence[str]) -> Dataset:
+def _open_files(paths: Sequence[str], types: dict[str, str]) -> Dataset:
     """Opens files below the common directory of all paths; the names of its subdirectories become
     columns.
     """
@@ -102,12 +122,10 @@ def _open_files(paths: Sequence[str]) -> Dataset:
     if not files:
         raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
     _refuse_prepared_files(places)
-    bases = zip(*(place.base.rstrip("/").split("/") for place in places), strict=False)
-    common = "/".join(
-        parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, bases)
-    )
+    common = common_directory(place.base for place in places)
     relative = [path[len(common) + 1 :] for path in files]
-    return Dataset.open_files(common or "/", [(path, _partition_values(path)) for path in relative])
+    values = [(path, partition_values(path)) for path in relative]
+    return Dataset.open_files(common or "/", values, types)
 
 
 def _refuse_prepared_files(places: Sequence[FoundFiles]) -> None:
@@ -131,12 +149,6 @@ def _refuse_prepared_files(places: Sequence[FoundFiles]) -> None:
             "in lists or one by "
             "one: give that directory alone as the path"
         )
-
-
-def _partition_values(path: str) -> dict[str, str]:
-    """Returns the values in the names of a file's directories."""
-    pairs = [part.split("=", 1) for part in path.split("/")[:-1] if "=" in part]
-    return {unquote(name): unquote(value) for name, value in pairs if value != _HIVE_NULL_PARTITION}
 
 
 def linked_dataset_url(store: AbstractFilesystemStore, dataset: Dataset) -> str:

@@ -189,7 +189,7 @@ class ColumnEncoding:
             and pa.types.is_integer(column.type)
             and isinstance(self.fill[name], float)
         ):
-            return column.cast(pa.float64())
+            return _integers_as_floats(column, name)
         return column
 
     def _category_indices(self, name: str, column: Any) -> Any:
@@ -252,3 +252,15 @@ def normalize_categories(column: Any, name: str) -> Any:
     if pa.types.is_null(kind):
         return column.cast(pa.large_string())
     raise ValueError(f"column {name!r} is {kind}: categories are strings, integers or booleans")
+
+
+def _integers_as_floats(column: Any, name: str) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    try:
+        return column.cast(pa.float64())
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"column {name!r} becomes float64, because a mean or a median fills it, and has an "
+            f"integer of more than 53 bits: {error}"
+        ) from error

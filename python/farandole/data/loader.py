@@ -71,6 +71,7 @@ class ParquetLoader(BaseDataLoader):
         transform_workers: int = 2,
         transform_pool: Literal["thread", "process", "dummy"] = "thread",
         storage_options: Mapping[str, Any] | None = None,
+        types: Mapping[str, str] | None = None,
     ) -> None:
         """Opens the data set.
 
@@ -115,6 +116,9 @@ class ParquetLoader(BaseDataLoader):
             storage_options: Credentials and endpoints, as for a store; default: the options of a
                 store of this process with the same location, else the provider's environment. A
                 pickled loader contains them.
+            types: Types of columns whose values are in the names of directories, by NumPy's name
+                or `string`: `{"code": "string"}` keeps the zeros of `code=01001`. Without it,
+                columns of numbers are int64 or float64.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
@@ -136,6 +140,10 @@ class ParquetLoader(BaseDataLoader):
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
+        self._types = {
+            name: "utf8" if kind in ("string", "str") else kind
+            for name, kind in (types or {}).items()
+        }
         self._cast, self._fill = dict(cast or {}), dict(fill or {})
         self._allow_nan = allow_nan
         self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
@@ -183,7 +191,7 @@ class ParquetLoader(BaseDataLoader):
         return {} if encoding is None else dict(encoding.ragged)
 
     def _open_dataset(self, given: str | Sequence[str] | Dataset) -> None:
-        self.dataset = given if isinstance(given, Dataset) else open_dataset(given)
+        self.dataset = given if isinstance(given, Dataset) else open_dataset(given, self._types)
         self._convert = batch_converter(self.framework)
         self._wrap = result_wrapper(self.framework)
         self._ragged = self._stored_ragged_columns()

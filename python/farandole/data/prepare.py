@@ -49,7 +49,7 @@ PARTITION_TARGET_BYTES = 128 << 20
 _PARTITIONS_PER_UNIT = 100_000
 """Numbers of partitions that one unit has to itself."""
 _UNLIMITED_ROWS = 1 << 62
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 """Changes when the same options would write other bytes."""
 
 
@@ -178,7 +178,8 @@ def prepare_data(
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
         format: Of files whose names do not tell.
         types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed
-            from the first 4 MiB of each file.
+            from the first 4 MiB of each file. In all formats, types of columns whose values are in
+            the names of directories.
         options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
             `null_values`, `decimal_point` and others that pyarrow has.
         sql: A query, in which the source is the table `source`; or `source` maps table names of the
@@ -554,7 +555,7 @@ class _PartitionedWrite:
                 size = (
                     batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
                 )
-                part.write_batch(batch.slice(0, size))
+                part.write_batch(batch.slice(0, size), unit.name)
                 batch = batch.slice(size)
                 if part.rows >= most and partition < last:
                     self._finish_partition(partition, part, last=False)
@@ -589,10 +590,14 @@ class _OpenPartition:
         self.writer, self._done = writer, done
         self.rows = 0
 
-    def write_batch(self, batch: pa.RecordBatch) -> None:
+    def write_batch(self, batch: pa.RecordBatch, source: str) -> None:
         self.rows += batch.num_rows
-        if self.writer is not None:
+        if self.writer is None:
+            return
+        try:
             self.writer.write(batch)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
 
     def finish_partition(self) -> bytes:
         if self.writer is not None:

@@ -41,6 +41,11 @@ pub(crate) struct ConversionContext<'a> {
 }
 
 impl ConversionContext<'_> {
+    fn value_error(&self, row: usize, reason: String) -> Error {
+        let (column, partition) = (self.column.to_owned(), self.partition);
+        Error::Value { column, reason, partition, row: self.row + row as u64 }
+    }
+
     fn ragged_error(&self, expected: impl ToString, found: impl ToString) -> Error {
         let (column, partition) = (self.column.to_owned(), self.partition);
         Error::Ragged {
@@ -96,12 +101,18 @@ impl ConversionContext<'_> {
         }
     }
 
-    /// Returns the array with its nulls filled.
-    fn fill_nulls(&self, array: &ArrayRef, what: &'static str, per_row: usize) -> Result<ArrayRef> {
+    /// Returns the array with its nulls filled. `source` is its type before the conversion.
+    fn fill_nulls(
+        &self,
+        array: &ArrayRef,
+        source: &DataType,
+        what: &'static str,
+        per_row: usize,
+    ) -> Result<ArrayRef> {
         let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
             return Ok(Arc::clone(array));
         };
-        let Some(value) = self.fill_value(array.data_type())? else {
+        let Some(value) = self.fill_value(array.data_type(), source)? else {
             self.check_no_nulls(array, what, per_row)?;
             return Ok(Arc::clone(array));
         };
@@ -109,18 +120,22 @@ impl ConversionContext<'_> {
         zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow_error(source))
     }
 
-    /// Returns the replacement as one value of a type. Returns `None` if there is no replacement,
-    /// or if the replacement for all columns does not fit this type.
-    fn fill_value(&self, kind: &DataType) -> Result<Option<ArrayRef>> {
+    /// Returns the replacement as one value of a type, which holds the values of the type `source`.
+    /// Returns `None` if there is no replacement, or if the replacement for all columns does not
+    /// fit this type.
+    fn fill_value(&self, kind: &DataType, source: &DataType) -> Result<Option<ArrayRef>> {
         let Some((text, named)) = self.fill else { return Ok(None) };
         let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
         let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
-        let value =
-            cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text));
+        let value = if source.is_temporal() {
+            exact::time_fill(&texts, source)
+        } else {
+            cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text))
+        };
         match value {
             None if named => Err(Error::Fill {
                 column: self.column.to_owned(),
-                kind: kind.to_string(),
+                kind: source.to_string(),
                 fill: text.to_owned(),
             }),
             value => Ok(value),
@@ -233,14 +248,11 @@ fn convert_scalars(
         | DataType::Decimal128(..)
         | DataType::Decimal256(..) => (DataType::Float64, ElementType::Float64),
         DataType::Date32
+        | DataType::Date64
         | DataType::Timestamp(..)
         | DataType::Duration(_)
         | DataType::Time32(_)
         | DataType::Time64(_) => (DataType::Int64, ElementType::Int64),
-        // The unit is the millisecond, but dates are days in all columns.
-        DataType::Date64 => {
-            return convert_scalars(origin, &origin.cast_array(array, &DataType::Date32)?, per_row);
-        }
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
             (DataType::Utf8, ElementType::Utf8)
         }
@@ -257,15 +269,19 @@ fn convert_scalars(
         other => return Err(origin.unsupported_type_error(other)),
     };
     let what = if per_row.is_some() { "nulls inside arrays" } else { "nulls" };
-    let array = origin.fill_nulls(array, what, per_row.unwrap_or(1))?;
-    let array = if *array.data_type() == to { array } else { origin.cast_array(&array, &to)? };
+    let per_row = per_row.unwrap_or(1);
+    let converted = match exact::times_as_integers(origin, array, per_row)? {
+        Some(times) => times,
+        None => match exact::decimals_as_floats(array) {
+            Some(floats) => floats,
+            None => origin.cast_array(array, &to)?,
+        },
+    };
+    // Values are filled after the conversion, because the type of the source may round the fill.
+    let array = origin.fill_nulls(&converted, array.data_type(), what, per_row)?;
     let filled = match element {
-        ElementType::Float32 => {
-            origin.fill_nans(array.as_primitive::<Float32Type>(), per_row.unwrap_or(1))?
-        }
-        ElementType::Float64 => {
-            origin.fill_nans(array.as_primitive::<Float64Type>(), per_row.unwrap_or(1))?
-        }
+        ElementType::Float32 => origin.fill_nans(array.as_primitive::<Float32Type>(), per_row)?,
+        ElementType::Float64 => origin.fill_nans(array.as_primitive::<Float64Type>(), per_row)?,
         _ => None,
     };
     Ok((filled.unwrap_or(array), element))
@@ -446,5 +462,6 @@ pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
     Some((buffer.slice_with_length(data.offset() * width, data.len() * width), width))
 }
 
+mod exact;
 #[cfg(test)]
 mod tests;

@@ -2,9 +2,10 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 use arrow::array::{
-    BooleanArray, Date32Array, Date64Array, Decimal128Array, Float32Array, Float64Array, Int8Array,
-    Int32Array, Int64Array, ListArray, StringArray, Time32MillisecondArray,
-    TimestampMicrosecondArray,
+    BooleanArray, Date32Array, Date64Array, Decimal128Array, DurationNanosecondArray, Float16Array,
+    Float32Array, Float64Array, Int8Array, Int32Array, Int64Array, ListArray, StringArray,
+    Time32MillisecondArray, TimestampMicrosecondArray, TimestampMillisecondArray,
+    TimestampSecondArray,
 };
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{Field, Fields};
@@ -69,22 +70,54 @@ fn scalars_keep_their_type_and_times_become_integers() {
     let decimal = Decimal128Array::from(vec![150, -25]).with_precision_and_scale(10, 2).unwrap();
     let decimal = run(Arc::new(decimal), None).unwrap();
     assert_eq!(decimal.array.as_primitive::<Float64Type>().values().to_vec(), [1.5, -0.25]);
-    let times: [ArrayRef; 4] = [
-        Arc::new(Date32Array::from(vec![7])),
-        Arc::new(Date64Array::from(vec![7 * 24 * 3600 * 1000])),
-        Arc::new(Time32MillisecondArray::from(vec![7])),
-        Arc::new(TimestampMicrosecondArray::from(vec![7])),
+    let times: [(ArrayRef, i64); 6] = [
+        (Arc::new(Date32Array::from(vec![7])), 7),
+        (Arc::new(Date64Array::from(vec![-1])), -1),
+        (Arc::new(Time32MillisecondArray::from(vec![7])), 7000),
+        (Arc::new(TimestampMicrosecondArray::from(vec![7])), 7),
+        (Arc::new(TimestampSecondArray::from(vec![-7])), -7_000_000),
+        (Arc::new(DurationNanosecondArray::from(vec![-1])), -1),
     ];
-    for array in times {
-        assert_eq!(
-            run(array, None).unwrap().array.as_ref(),
-            &Int64Array::from(vec![7]) as &dyn Array
-        );
+    for (array, expected) in times {
+        let found = run(array, None).unwrap().array;
+        assert_eq!(found.as_ref(), &Int64Array::from(vec![expected]) as &dyn Array);
     }
+    let never: ArrayRef =
+        Arc::new(TimestampMillisecondArray::from(vec![Some(0), None, Some(i64::MAX)]));
+    let error =
+        convert_column(ConversionContext { fill: Some(("0", true)), ..ORIGIN }, &never, None);
+    assert_eq!(
+        error.unwrap_err().to_string(),
+        "column c, row 102 of partition 4: 9223372036854775807 milliseconds are more microseconds \
+         than an int64 can hold"
+    );
     assert_eq!(
         run(Arc::new(StringArray::from(vec!["x"])), None).unwrap().element,
         ElementType::Utf8
     );
+}
+
+#[test]
+fn fills_are_numbers_of_batches_not_of_the_source() {
+    let filled = |array: ArrayRef, text| {
+        convert_column(ConversionContext { fill: Some((text, true)), ..ORIGIN }, &array, None)
+    };
+    let whole = Decimal128Array::from(vec![Some(2), None]).with_precision_and_scale(5, 0).unwrap();
+    let whole = filled(Arc::new(whole), "1.5").unwrap().array;
+    assert_eq!(whole.as_primitive::<Float64Type>().values().to_vec(), [2.0, 1.5]);
+    let half = Float16Array::from(vec![None, Some(half_of(1.0))]);
+    let half = filled(Arc::new(half), "0.1").unwrap().array;
+    assert_eq!(half.as_primitive::<Float32Type>().values().to_vec(), [0.1, 1.0]);
+    let times: ArrayRef = Arc::new(TimestampMillisecondArray::from(vec![Some(1), None]));
+    for (text, expected) in [("5", 5), ("1970-01-01T00:00:01", 1_000_000)] {
+        let times = filled(Arc::clone(&times), text).unwrap().array;
+        assert_eq!(times.as_ref(), &Int64Array::from(vec![1000, expected]) as &dyn Array);
+    }
+    assert!(matches!(filled(times, "never"), Err(Error::Fill { .. })));
+}
+
+fn half_of(value: f32) -> <arrow::datatypes::Float16Type as ArrowPrimitiveType>::Native {
+    <arrow::datatypes::Float16Type as ArrowPrimitiveType>::Native::from_f32(value)
 }
 
 #[test]

@@ -35,8 +35,21 @@ def holds_rows(value: Any) -> bool:
         _is_ray_dataset,
         is_lazy_frame,
         is_pyiceberg_table,
+        is_delta_table,
     )
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
+
+
+def is_delta_table(value: Any) -> bool:
+    """Returns whether a value is a table of deltalake, at any of its versions.
+
+    Args:
+        value: Anything.
+    """
+    return any(
+        kind.__name__ == "DeltaTable" and kind.__module__.partition(".")[0] == "deltalake"
+        for kind in type(value).__mro__
+    )
 
 
 def is_arrow_dataset(value: Any) -> bool:

@@ -16,9 +16,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs import files as found_files
-from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
+from farandole.data.inputs.frames import (
+    frame_source,
+    is_arrow_dataset,
+    is_delta_table,
+    is_spark_dataframe,
+)
+from farandole.data.inputs.int96 import check_int96_range, with_int96_unit
+from farandole.data.inputs.old_calendar import check_old_times
+from farandole.data.inputs.partitions import (
+    common_directory,
+    fragment_partitions,
+    partition_names,
+    partitioned_dataset,
+)
 from farandole.data.inputs.run_end_encoding import decode_run_ends
 from farandole.data.inputs.tables import iceberg_table_at
+from farandole.data.inputs.tensors import decode_tensors
 from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
@@ -80,12 +94,12 @@ def open_source(
     iceberg = iceberg_table_at(source)
     found = None if iceberg is not None else list_datasets(source, format, types, options)
     if found is not None:
-        return decode_run_ends(_fragments_source(*found))
+        return _plain_columns(_fragments_source(*found))
     if is_arrow_dataset(source):
-        return decode_run_ends(_dataset_source(source))
+        return _plain_columns(_dataset_source(source))
     opened = frame_source(source if iceberg is None else iceberg)
     if opened is not None:
-        return decode_run_ends(opened)
+        return _plain_columns(opened)
     kind = type(source)
     if is_spark_dataframe(source):
         raise TypeError(
@@ -93,10 +107,16 @@ def open_source(
             "farandole.spark.common.util.prepare_data"
         )
     raise TypeError(
-        "a source must be a path or a list of paths, a pyarrow, pandas, polars or Iceberg table, a "
+        "a source must be a path or a list of paths, a pyarrow, pandas, polars, Delta or Iceberg "
+        "table, a "
         "pyarrow or Ray dataset, "
         f"or anything with __arrow_c_stream__: {kind.__module__}.{kind.__qualname__}"
     )
+
+
+def _plain_columns(source: RowSource) -> RowSource:
+    """Returns the source without types that only Arrow has."""
+    return decode_tensors(decode_run_ends(source))
 
 
 def list_datasets(
@@ -117,6 +137,9 @@ def list_datasets(
         The datasets, a text that identifies their files and versions, and whether the files contain
         a schema.
     """
+    if is_delta_table(source):
+        told = f"delta {source.table_uri} {source.version()}"
+        return [delta_dataset(source, source.table_uri)], told, True
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
@@ -126,7 +149,7 @@ def list_datasets(
         if table is not None:
             if len(paths) > 1:
                 raise ValueError(f"a Delta table must be the only source: {path}")
-            return [table.to_pyarrow_dataset()], f"delta {path} {table.version()}", True
+            return [delta_dataset(table, path)], f"delta {path} {table.version()}", True
     places = [found_files.find_files(path) for path in paths]
     everything = [file for place in places for file in place.files]
     kind, endings = given, found_files.file_extensions(everything)
@@ -142,13 +165,13 @@ def list_datasets(
         )
     tabs = {"delimiter": "\t"} if endings == {"tsv"} else {}
     reading = _file_format(kind, types or {}, {**tabs, **(options or {})})
-    datasets = [
-        one
-        for one in (_open_dataset_files(place, kind, reading) for place in places)
-        if one is not None
-    ]
-    if not datasets:
+    # pyarrow takes a text without a line for a mistake; here it is a file without rows.
+    files = [file for file in everything if file.size > 0 or kind in _SELF_DESCRIBING_FORMATS]
+    if not files:
         raise ValueError(f"all files are empty: {', '.join(paths)}")
+    base = common_directory(place.base for place in places)
+    chosen = sorted({file.path for file in files})
+    datasets = [_open_dataset_files(chosen, base, kind, reading, types or {})]
     told = [kind, repr(sorted((types or {}).items())), repr(sorted((options or {}).items()))]
     told += sorted(file.version_text for file in everything)
     print_ = "files " + hashlib.sha256("\n".join(told).encode()).hexdigest()
@@ -180,24 +203,58 @@ def delta_table(path: str) -> Any:
     return DeltaTable(directory.url, storage_options=native.object_store_options(directory.url))
 
 
-def _open_dataset_files(place: found_files.FoundFiles, kind: str, reading: Any) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+def delta_dataset(table: Any, path: str) -> Any:
+    """Returns a Delta table as a dataset of pyarrow.
 
-    # pyarrow takes a text without a line for a mistake; here it is a file without rows.
-    paths = [file.path for file in place.files if file.size > 0 or kind in _SELF_DESCRIBING_FORMATS]
-    if not paths:
-        return None
+    Args:
+        table: Of deltalake.
+        path: Of the table, for messages.
+
+    Raises:
+        ValueError: The table has a feature that is not read; the message names both.
+    """
+    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    if mapping != "none":
+        raise ValueError(
+            f"the Delta table {path} has a column mapping ({mapping}): its files have other names "
+            "of columns than the table. Read it with Spark, and fit on the DataFrame"
+        )
     try:
-        return ds.dataset(
-            paths,
-            format=reading,
-            filesystem=_arrow_filesystem(paths[0]),
-            partitioning="hive",
-            partition_base_dir=place.base,
+        return table.to_pyarrow_dataset()
+    except Exception as error:
+        # The extension of deltalake has no package in its name.
+        if type(error).__module__.partition(".")[0] not in ("deltalake", "_internal"):
+            raise
+        raise ValueError(f"the Delta table {path} cannot be read: {error}") from error
+
+
+def _open_dataset_files(
+    paths: list[str], base: str, kind: str, reading: Any, types: Mapping[str, Any]
+) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    given = types if kind in _SELF_DESCRIBING_FORMATS else {}
+    try:
+        opened = partitioned_dataset(
+            paths, base, reading, _arrow_filesystem(paths[0]), _arrow_types(given)
         )
     except (pa.ArrowException, OSError) as error:
         raise _read_error(paths[0], error) from error
+    inside = sorted(set(given) - set(partition_names(opened)))
+    if inside:
+        raise ValueError(
+            f"files of {kind} contain their types, which cannot be set: {', '.join(inside)}; "
+            "types= is for columns of names of directories"
+        )
+    return opened
+
+
+def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    return {
+        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
+    }
 
 
 def _arrow_filesystem(path: str) -> Any:
@@ -251,13 +308,7 @@ def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -
         raise ValueError(
             f"unknown option of {kind} (known: {', '.join(known) or 'none'}): {', '.join(strange)}"
         )
-    if types and kind in _SELF_DESCRIBING_FORMATS:
-        raise ValueError(
-            f"files of {kind} contain their types, which cannot be set: types={dict(types)}"
-        )
-    kinds = {
-        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
-    }
+    kinds = _arrow_types(types)
 
     def select_options(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options[name] for name in names if name in options}
@@ -280,7 +331,9 @@ def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -
         return ds.JsonFileFormat(
             parse_options=parsing, read_options=json.ReadOptions(block_size=_TEXT_BLOCK_BYTES)
         )
-    return ds.ParquetFileFormat() if kind == "parquet" else ds.IpcFileFormat()
+    if kind == "parquet":
+        return ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    return ds.IpcFileFormat()
 
 
 def _dataset_source(dataset: Any) -> RowSource:
@@ -309,7 +362,11 @@ def _dataset_source(dataset: Any) -> RowSource:
 
 def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
 
-    fragments = [fragment for dataset in datasets for fragment in dataset.get_fragments()]
+    fragments = [
+        with_int96_unit(fragment, "us")
+        for dataset in datasets
+        for fragment in dataset.get_fragments()
+    ]
     schema = datasets[0].schema
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
@@ -331,36 +388,67 @@ def _common_schema(
 
     with ThreadPoolExecutor(8) as pool:
         schemas = list(pool.map(_fragment_schema, fragments))
+    files = list(zip(fragments, schemas, strict=True))
+    partitions = [fragment_partitions(fragment) for fragment in fragments]
     fields = {}
     for name in columns:
-        inside = [
-            (fragment, schema)
-            for fragment, schema in zip(fragments, schemas, strict=True)
-            if name in schema.names
-        ]
-        if not inside:  # in the names of directories
+        if any(name in values for values in partitions):
+            _check_always_partition(name, files, partitions)
             fields[name] = datasets[0].schema.field(name)
-            continue
-        first, field = inside[0][0], inside[0][1].field(name)
-        for fragment, schema in zip(fragments, schemas, strict=True):
-            if name not in schema.names:
-                raise ValueError(
-                    f"no column {name!r} in {_fragment_path(fragment)}, it is in "
-                    f"{_fragment_path(first)}"
-                )
-            other = schema.field(name)
-            if other.type == field.type:
-                continue
-            merged = None if typed else _merge_fields(field, other)
-            if merged is None:
-                raise ValueError(
-                    f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
-                    f"{_fragment_path(first)} it "
-                    f"is {field.type}"
-                )
-            field = merged
-        fields[name] = field
+        else:
+            fields[name] = _common_field(name, files, typed=typed)
     return pa.schema([field.with_nullable(True) for field in fields.values()])
+
+
+def _check_always_partition(
+    name: str, files: list[tuple[Any, pa.Schema]], partitions: list[dict[str, Any]]
+) -> None:
+    for (fragment, schema), values in zip(files, partitions, strict=True):
+        if name not in values and name in schema.names:
+            raise ValueError(
+                f"column {name!r} is in {_fragment_path(fragment)}, and in the names of the "
+                "directories of other files: read them one by one, or put all files into such "
+                "directories"
+            )
+
+
+def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool) -> pa.Field:
+    """Returns the type of a column in all files."""
+    inside = [(fragment, schema) for fragment, schema in files if name in schema.names]
+    if not inside:
+        raise ValueError(f"no column {name!r} in {_fragment_path(files[0][0])}")
+    first, field = inside[0][0], inside[0][1].field(name)
+    for fragment, schema in files:
+        if name not in schema.names:
+            raise ValueError(
+                f"no column {name!r} in {_fragment_path(fragment)}, it is in "
+                f"{_fragment_path(first)}"
+            )
+        other = schema.field(name)
+        if other.type == field.type:
+            continue
+        merged = _same_text_field(field, other) if typed else _merge_fields(field, other)
+        if merged is None:
+            raise ValueError(
+                f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
+                f"{_fragment_path(first)} it "
+                f"is {field.type}"
+            )
+        field = merged
+    return field
+
+
+def _same_text_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """Returns a type for texts of which only Arrow's storage differs."""
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    for kinds in (
+        (pa.string(), pa.large_string(), pa.string_view()),
+        (pa.binary(), pa.large_binary(), pa.binary_view()),
+    ):
+        if one.type in kinds and other.type in kinds:
+            return one.with_type(kinds[1])
+    return None
 
 
 def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:
@@ -393,12 +481,11 @@ def _fragment_units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Ite
 
     def make_unit(part: Any, rows: int, *, whole: bool) -> SourceUnit:
         def read_batches() -> Iterator[pa.RecordBatch]:
-            return _translate_read_errors(
-                name,
-                part.to_batches(
-                    schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
-                ),
+            batches = part.to_batches(
+                schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
             )
+            checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
+            return check_old_times(checked, part, name)
 
         return SourceUnit(name, read_batches, whole)
 

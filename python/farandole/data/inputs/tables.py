@@ -155,6 +155,15 @@ def iceberg_batches(table: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
         yield batch.select(columns)
 
 
+def iceberg_field_ids(table: Any) -> dict[str, int]:
+    """Returns the number of each column, which stays the same when the column is renamed.
+
+    Args:
+        table: Of pyiceberg.
+    """
+    return {field.name: field.field_id for field in table.schema().fields}
+
+
 def iceberg_data_files(table: Any) -> tuple[str, list[str]]:
     """Returns the directory of a table, and the files in it that hold exactly its rows.
 

@@ -46,6 +46,7 @@ def frame_loader(
     *,
     cache: str | os.PathLike[str] | None = None,
     ragged: Mapping[str, Pad | Nested] | None = None,
+    types: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ParquetLoader:
     """Returns a loader of the rows of a frame.
@@ -66,6 +67,7 @@ def frame_loader(
         ragged: What becomes of columns of lists of different lengths, as for `prepare_data`:
             `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes
             nested tensors.
+        types: Types of columns, as for `prepare_data`; not for a Spark DataFrame.
         options: Of `ParquetLoader`.
 
     Raises:
@@ -88,9 +90,9 @@ def frame_loader(
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
-            rows, lists = _write_from_executors(chosen, place, wanted)
+            rows, lists = _write_from_executors(_numbered_times(chosen), place, wanted)
         else:
-            rows, lists = None, _write_rows(frame, columns, place, wanted)
+            rows, lists = None, _write_rows(frame, columns, place, wanted, types)
         loader = _FrameLoader(place, batch_size, columns, lists, **options)
         if rows is not None:
             _check_row_count(rows, loader.dataset.rows, place)
@@ -135,6 +137,39 @@ def _cache_directory(cache: str | os.PathLike[str] | None) -> Path:
             "remote store with prepare_data, and read them with ParquetLoader"
         )
     return Path(unquote(parts.path))
+
+
+def _numbered_times(frame: Any) -> Any:
+    """Returns a DataFrame of Spark whose dates and times are the numbers of batches.
+
+    As dates and times, Spark would write them as the session's settings say: cut to milliseconds,
+    as nanoseconds that wrap, or in an old calendar.
+    """
+    from pyspark.sql import functions, types  # noqa: PLC0415 - only where there is Spark
+
+    def convert_column(value: Any, kind: Any) -> Any:
+        """Returns the converted column; `None` if it has no times."""
+        if isinstance(kind, types.DateType):
+            return functions.unix_date(value).cast("long")
+        if isinstance(kind, types.TimestampType):
+            return functions.unix_micros(value)
+        if isinstance(kind, types.TimestampNTZType):
+            start = functions.to_timestamp_ntz(functions.lit("1970-01-01 00:00:00"))
+            return functions.timestamp_diff("MICROSECOND", start, value)
+        if isinstance(kind, types.ArrayType):
+            probe = convert_column(functions.lit(None), kind.elementType)
+            if probe is None:
+                return None
+            return functions.transform(value, lambda one: convert_column(one, kind.elementType))
+        return None
+
+    columns, changed = [], False
+    for field in frame.schema:
+        value = functions.col(_quote_column(field.name))
+        number = convert_column(value, field.dataType)
+        changed = changed or number is not None
+        columns.append(value if number is None else number.alias(field.name))
+    return frame.select(*columns) if changed else frame
 
 
 def _write_from_executors(
@@ -253,12 +288,16 @@ def _quote_column(name: str) -> str:
 
 
 def _write_rows(
-    frame: Any, columns: Sequence[str] | None, directory: Path, wanted: Mapping[str, Pad | Nested]
+    frame: Any,
+    columns: Sequence[str] | None,
+    directory: Path,
+    wanted: Mapping[str, Pad | Nested],
+    types: Mapping[str, Any] | None,
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
     from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
 
-    source = open_source(frame)
+    source = open_source(frame, types=types)
     names = source.schema.names if columns is None else list(columns)
     _check_column_names(names, source.schema.names, wanted)
     import pyarrow as pa  # noqa: PLC0415 - as above
@@ -277,7 +316,8 @@ def _write_rows(
                     longest[name] = max(
                         longest[name], int(one.arrow_row_lengths(batch.column(name)).max())
                     )
-                for stored in _encode_ragged_batches([batch], kept) if kept else [batch]:
+                packed = _packed_batch(batch)
+                for stored in _encode_ragged_batches([packed], kept) if kept else [packed]:
                     try:
                         writer = writer or pq.ParquetWriter(
                             directory / "rows.parquet", stored.schema, compression="none"
@@ -292,6 +332,27 @@ def _write_rows(
     if writer is None:
         raise ValueError("the frame has no rows")
     return {name: one.known(kinds[name], longest[name]) for name, one in wanted.items()}
+
+
+def _packed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Returns a batch whose times are the numbers of batches, and whose nested lists are tensors:
+    Parquet has no seconds, and the reader no nested lists.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    from farandole.data.inputs.number_conversion import to_batch_numbers  # noqa: PLC0415 - as above
+    from farandole.data.inputs.tensors import pack_nested_lists  # noqa: PLC0415 - as above
+
+    columns, fields = [], []
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        stored = pack_nested_lists(column)
+        if pa.types.is_dictionary(field.type) and pa.types.is_string_view(field.type.value_type):
+            stored = column.dictionary.cast(pa.string()).take(column.indices)
+        if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
+            stored = to_batch_numbers(column, field.name)
+        columns.append(stored)
+        fields.append(field.with_type(stored.type))
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueError:

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from farandole.data.inputs.number_conversion import to_batch_numbers
 from farandole.data.ragged import lengths_column
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def column_to_array(
     """Returns the column as one array with rows as first axis: `(rows,)` for scalars, else `(rows,
     length, ...)`.
 
-    Values are converted as in prepared data: decimals to float64, dates to whole days and
-    timestamps to whole units since the epoch.
+    Values are converted as in prepared data: decimals to float64, dates to days, and timestamps,
+    times and durations to microseconds.
 
     Args:
         column: numbers, booleans, dates, timestamps, lists of these of one length, or Spark's
@@ -128,15 +129,19 @@ def column_to_array(
             the column cannot hold; naming the column.
     """
     kind = column.type
-    is_time = pa.types.is_timestamp(kind) or pa.types.is_date(kind) or pa.types.is_time(kind)
+    is_time = pa.types.is_temporal(kind) and not pa.types.is_interval(kind)
     is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
     is_scalar = is_number or is_time or pa.types.is_decimal(kind)
+    if is_scalar:
+        column = to_batch_numbers(column, name)
+        if pa.types.is_float16(column.type):
+            column = column.cast(pa.float32())
     if is_scalar and fill is not None:
-        column = _fill_missing(column, name, fill)
+        column = _fill_missing(column, kind, name, fill)
     if column.null_count:
         raise ValueError(f"column {name!r} has nulls: {column.null_count} of {len(column)} rows")
     if is_scalar:
-        return _to_numbers(column).to_numpy(zero_copy_only=False)
+        return column.to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _lists_to_array(column, name, fill)
     if pa.types.is_struct(kind) and {field.name for field in kind} == {
@@ -180,35 +185,32 @@ def to_spark_vectors(values: npt.NDArray[Any]) -> pa.StructArray:
     )
 
 
-def _to_numbers(column: Any) -> Any:
-    """Scalars as numbers that NumPy knows."""
-    kind = column.type
-    if pa.types.is_decimal(kind):
-        return column.cast(pa.float64())
-    if pa.types.is_date32(kind):
-        return column.cast(pa.int32()).cast(pa.int64())
-    if pa.types.is_time32(kind):
-        return column.cast(pa.int32()).cast(pa.int64())
-    is_number = pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)
-    return column if is_number else column.cast(pa.int64())
-
-
-def _fill_missing(column: Any, name: str, fill: ColumnFill) -> Any:
+def _fill_missing(column: Any, kind: pa.DataType, name: str, fill: ColumnFill) -> Any:
+    """Fills numbers of batches; `kind` is the type of the column before the conversion."""
     compute: Any = pc  # its functions are made when it is imported
-    kind = column.type
     # NaN counts as missing here, as it does when data is prepared.
     missing = compute.is_null(column, nan_is_null=True)
     if not compute.any(missing).as_py():
         return column
-    try:
-        value = pa.scalar(fill.text).cast(kind)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+    value = _fill_scalar(column.type, kind, name, fill.text)
+    if value is None:
         if fill.named:
             raise ValueError(
                 f"column {name!r} is {kind}, which cannot hold the value of fill: {fill.text}"
-            ) from None
+            )
         return column
     return compute.if_else(missing, value, column)
+
+
+def _fill_scalar(numbers: pa.DataType, kind: pa.DataType, name: str, text: str) -> Any:
+    """Returns the replacement as a number of batches; `None` if it is none."""
+    kinds = [numbers, kind] if pa.types.is_temporal(kind) else [numbers]
+    for one in kinds:
+        try:
+            return to_batch_numbers(pa.array([text]).cast(one), name)[0]
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            continue
+    return None
 
 
 def _lists_to_array(column: Any, name: str, fill: ColumnFill | None = None) -> npt.NDArray[Any]:
@@ -231,7 +233,7 @@ def _vectors_to_array(column: Any, name: str, fill: ColumnFill | None) -> npt.ND
         column.field(field) for field in ("type", "size", "indices", "values")
     )
     if fill is not None:
-        whole = _fill_missing(values.values, name, fill)
+        whole = _fill_missing(values.values, values.values.type, name, fill)
         values = pa.ListArray.from_arrays(values.offsets, whole)
     dense = kinds.to_numpy(zero_copy_only=False) == 1
     if dense.all():

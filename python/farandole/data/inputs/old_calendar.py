@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Dates and times that Spark wrote in its calendar before version 3.
+
+Their numbers have another meaning before 1582-10-15, and for times with a time zone before 1900.
+Spark converts them when it reads such a file. Other readers do not, so these values are refused.
+`farandole._native.reader` has the same rule.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+_FIRST_GREGORIAN_DAY = -141_427
+_FIRST_COMMON_MICROSECOND = -2_208_988_800_000_000
+_VERSION_KEY, _DATES_KEY, _INT96_KEY = (
+    b"org.apache.spark.version",
+    b"org.apache.spark.legacyDateTime",
+    b"org.apache.spark.legacyINT96",
+)
+
+
+def check_old_times(
+    batches: Iterator[pa.RecordBatch], fragment: Any, name: str
+) -> Iterator[pa.RecordBatch]:
+    """Yields the batches of a file; refuses dates and times whose meaning is unclear.
+
+    Args:
+        batches: The rows.
+        fragment: Of pyarrow: the file, or some of its row groups.
+        name: Of the file, for messages.
+
+    Raises:
+        ValueError: Such a value; names column, file and row.
+    """
+    firsts = _first_clear_values(fragment)
+    if not firsts:
+        yield from batches
+        return
+    row = 0
+    for batch in batches:
+        for column, first in firsts.items():
+            if column in batch.schema.names:
+                _check_column(batch.column(column), first, f"column {column!r} of {name}", row)
+        row += batch.num_rows
+        yield batch
+
+
+def check_old_files(dataset: Any) -> None:
+    """Refuses files in which the statistics do not exclude dates and times of unclear meaning.
+
+    For rows that a query engine reads, which are not checked one by one.
+
+    Args:
+        dataset: Of pyarrow.
+
+    Raises:
+        ValueError: Such a file; names column and file.
+    """
+    for fragment in dataset.get_fragments():
+        firsts = _first_clear_values(fragment)
+        if not firsts:
+            continue
+        metadata, path = fragment.metadata, fragment.path
+        for group in range(metadata.num_row_groups):
+            for index in range(metadata.num_columns):
+                chunk = metadata.row_group(group).column(index)
+                name = chunk.path_in_schema.partition(".")[0]
+                if name in firsts and not _is_clear(chunk.statistics, firsts[name]):
+                    raise ValueError(
+                        f"column {name!r} of {path} may have dates before 1582-10-15 or times "
+                        "before 1900, in Spark's calendar before version 3: write the file again "
+                        "with spark.sql.parquet.datetimeRebaseModeInWrite=CORRECTED"
+                    )
+
+
+def _is_clear(statistics: Any, first: int) -> bool:
+    import datetime as dt  # noqa: PLC0415 - rarely needed
+
+    if statistics is None or not statistics.has_min_max:
+        return False
+    least = statistics.min
+    if isinstance(least, dt.datetime):
+        return least.replace(tzinfo=dt.UTC) >= dt.datetime(1900, 1, 1, tzinfo=dt.UTC)
+    return isinstance(least, dt.date) and (least - dt.date(1970, 1, 1)).days >= first
+
+
+def _check_column(values: Any, first: int, words: str, row: int) -> None:
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+    import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+    compute: Any = pc
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    flat = values.flatten() if is_list else values
+    if not pa.types.is_temporal(flat.type):
+        return
+    is_date = pa.types.is_date32(flat.type)
+    numbers = (
+        flat.cast(pa.int32()).cast(pa.int64())
+        if is_date
+        else flat.cast(pa.timestamp("us", flat.type.tz)).cast(pa.int64())
+    )
+    odd = compute.indices_nonzero(compute.less(numbers, first))
+    if len(odd):
+        when = "1582-10-15" if is_date else "1900-01-01"
+        at = "a list" if is_list else f"row {row + odd[0].as_py()}"
+        raise ValueError(
+            f"{words} has {flat[odd[0].as_py()]} in {at}, before {when}, where Spark's calendar "
+            "before version 3 (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY) has other "
+            "dates: write the file again with CORRECTED"
+        )
+
+
+def _first_clear_values(fragment: Any) -> dict[str, int]:
+    """Returns the first value with a clear meaning, by column; nothing for most files."""
+    metadata = getattr(fragment, "metadata", None)
+    told = {} if metadata is None else metadata.metadata or {}
+    if metadata is None or _VERSION_KEY not in told:
+        return {}
+    version = tuple(int(part) for part in told[_VERSION_KEY].split(b".")[:2] if part.isdigit())
+    old_dates = version < (3, 0) or _DATES_KEY in told
+    old_int96 = version < (3, 1) or _INT96_KEY in told
+    firsts = {}
+    for index in range(metadata.num_columns):
+        column = metadata.schema.column(index)
+        kind = str(column.logical_type)
+        root = column.path.partition(".")[0]
+        if column.physical_type == "INT96":
+            if old_int96:
+                firsts[root] = _FIRST_COMMON_MICROSECOND
+        elif old_dates and kind.startswith("Date"):
+            firsts[root] = _FIRST_GREGORIAN_DAY
+        elif old_dates and "isAdjustedToUTC=true" in kind and kind.startswith("Timestamp"):
+            firsts[root] = _FIRST_COMMON_MICROSECOND
+    return firsts

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Columns of tensors of one shape, as Arrow's type for them and as nested lists of fixed lengths,
+and list views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+    from farandole.data.inputs.units import RowSource, SourceUnit
+
+
+def decode_tensors(source: RowSource) -> RowSource:
+    """Returns the source with lists instead of tensors and list views; the axes of tensors are in
+    the order that the type states.
+
+    Args:
+        source: As it was opened.
+    """
+    if not any(_is_tensor(field.type) or _is_view(field.type) for field in source.schema):
+        return source
+
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [replace(unit, batches=_NestedBatches(unit)) for unit in source.units(columns)]
+
+    return replace(source, schema=_nested_schema(source.schema), units=list_units)
+
+
+class _NestedBatches:
+    """The record batches of a unit, with plain lists."""
+
+    def __init__(self, unit: SourceUnit) -> None:
+        self._unit = unit
+
+    def __call__(self) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+        for batch in self._unit.batches():
+            columns = [_plain_column(column) for column in batch.columns]
+            yield pa.RecordBatch.from_arrays(columns, schema=_nested_schema(batch.schema))
+
+
+def _is_tensor(kind: Any) -> bool:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    return isinstance(kind, pa.FixedShapeTensorType)
+
+
+def _is_view(kind: Any) -> bool:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+
+
+def _plain_column(column: Any) -> Any:
+    if _is_tensor(column.type):
+        return _nest_tensors(column)
+    return _flat_lists(column) if _is_view(column.type) else column
+
+
+def _flat_lists(column: Any) -> pa.Array:
+    """Returns the lists one after the other; Arrow's own conversion of views breaks the offsets."""
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    missing = column.is_null() if column.null_count else None
+    return pa.LargeListArray.from_arrays(pa.array(ends), column.flatten(), mask=missing)
+
+
+def _plain_type(kind: Any) -> pa.DataType:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if _is_tensor(kind):
+        return _nested_type(kind)
+    return pa.large_list(kind.value_type) if _is_view(kind) else kind
+
+
+def _nested_schema(schema: pa.Schema) -> pa.Schema:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    fields: list[Any] = [field.with_type(_plain_type(field.type)) for field in schema]
+    return pa.schema(fields, metadata=schema.metadata)
+
+
+def _logical_shape(kind: Any) -> list[int]:
+    order = kind.permutation or range(len(kind.shape))
+    return [kind.shape[axis] for axis in order]
+
+
+def _nested_type(kind: Any) -> pa.DataType:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    nested = kind.value_type
+    for length in reversed(_logical_shape(kind)):
+        nested = pa.list_(nested, length)
+    return nested
+
+
+def _nest_tensors(column: Any) -> pa.Array:
+    """Returns the tensors as nested lists; a null stays a null."""
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    kind, rows = column.type, len(column)
+    values = column.storage.values[column.storage.offset * kind.storage_type.list_size :].slice(
+        0, rows * kind.storage_type.list_size
+    )
+    if kind.permutation and list(kind.permutation) != sorted(kind.permutation):
+        places = np.arange(len(values)).reshape(rows, *kind.shape)
+        axes = [0, *(axis + 1 for axis in kind.permutation)]
+        values = values.take(pa.array(places.transpose(axes).reshape(-1)))
+    for length in reversed(_logical_shape(kind)[1:]):
+        values = pa.FixedSizeListArray.from_arrays(values, length)
+    missing = column.is_null() if column.null_count else None
+    return pa.FixedSizeListArray.from_arrays(values, _logical_shape(kind)[0], mask=missing)
+
+
+def pack_nested_lists(column: pa.Array) -> pa.Array:
+    """Returns nested lists of fixed lengths as tensors, which Parquet and the reader take; other
+    columns as they are.
+
+    Args:
+        column: Of a record batch.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    shape, values = [], column
+    while pa.types.is_fixed_size_list(values.type) and not values.null_count:
+        shape.append(values.type.list_size)
+        values = values.flatten()
+    if len(shape) <= 1 or pa.types.is_nested(values.type):
+        return column
+    size = 1
+    for length in shape:
+        size *= length
+    rows = pa.FixedSizeListArray.from_arrays(values, size)
+    return pa.FixedShapeTensorArray.from_storage(pa.fixed_shape_tensor(values.type, shape), rows)
