@@ -21,7 +21,11 @@ from farandole.torch._names import group_parameters, name_parameters
 from farandole.torch._plain import wrapped_class_recipe
 from farandole.torch._reduce import TensorReduction
 from farandole.torch._reducer import GradientReducer
-from farandole.torch._tolerant import FaultTolerance, FaultTolerantReducer, claim_process
+from farandole.torch._tolerant import (
+    FaultTolerance,
+    FaultTolerantReducer,
+    claim_sole_fault_tolerant_owner,
+)
 from farandole.torch.adasum import _DistributedAdasumOptimizer
 from farandole.torch.compress._base import Compressor as StatefulCompressor
 from farandole.torch.compression import Compression, Compressor
@@ -136,7 +140,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Number of steps that training has finished, also before this rank joined. Only with
         `fault_tolerant`.
         """
-        return self._require_tolerance().steps
+        return self._require_fault_tolerance().steps
 
     def share(self, **objects: Any) -> None:
         """Sends objects such as a schedule of learning rates to ranks that join later. Only with
@@ -152,7 +156,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             TypeError: An object has no such methods.
         """
-        self._require_tolerance().share_objects(objects)
+        self._require_fault_tolerance().share_objects(objects)
 
     def rejoin(self) -> None:
         """Leaves a broken world for the next one. Only with `fault_tolerant`.
@@ -165,9 +169,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             WorkerDismissed: When this worker is not in the next world.
         """
-        self._require_tolerance().rejoin_world(self._synchronized)
+        self._require_fault_tolerance().rejoin_world(self._synchronized)
 
-    def _require_tolerance(self) -> FaultTolerance:
+    def _require_fault_tolerance(self) -> FaultTolerance:
         if self._tolerance is None:
             raise ValueError(
                 "the optimizer is not fault tolerant: create it with fault_tolerant=True"
@@ -180,7 +184,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "a fault-tolerant optimizer takes no closure: it may have to reduce gradients again"
             )
-        tolerance, reducer = self._require_tolerance(), self._reducer
+        tolerance, reducer = self._require_fault_tolerance(), self._reducer
         assert isinstance(reducer, FaultTolerantReducer)  # noqa: S101 - made with the tolerance
         if not (self._skips_synchronize or self._is_reduced_for_scaler()):
             self.synchronize()
@@ -353,7 +357,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    _refuse_unrepeatable(
+    _refuse_unrepeatable_options(
         fault_tolerant,
         {
             "op=Adasum": op == Adasum,
@@ -392,7 +396,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return wrapped
 
 
-def _refuse_unrepeatable(fault_tolerant: bool, options: dict[str, bool]) -> None:
+def _refuse_unrepeatable_options(fault_tolerant: bool, options: dict[str, bool]) -> None:
     """Refuses options with which a reduction cannot be repeated, or for which fault tolerance has
     no meaning.
     """
@@ -413,9 +417,9 @@ def _make_fault_tolerant(optimizer: Any) -> None:
             "fault_tolerant=True needs several ranks, or an elastic job: see farandole run --min-np"
         )
     reducer.tolerance = tolerance
-    claim_process(optimizer)
+    claim_sole_fault_tolerant_owner(optimizer)
     install_notice_handlers()
     tolerance.enter_new_world()
 
 
-basics.before_elastic_join(load_compiler)
+basics.call_before_elastic_join(load_compiler)

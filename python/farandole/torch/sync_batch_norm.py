@@ -35,7 +35,7 @@ def _reset_layer_numbers() -> None:
     _world += 1
 
 
-basics.on_init(_reset_layer_numbers)
+basics.call_on_each_init(_reset_layer_numbers)
 
 
 @contextlib.contextmanager

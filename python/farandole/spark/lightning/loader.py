@@ -79,23 +79,23 @@ class LightningLoader:
         self._passes = passes
         self._counter = counter
         self._read: dict[int, ReadBatch] = {}
-        source.begin_at(self._place)
+        source.set_epoch_start(self._place)
         self.checked = False
 
     def __len__(self) -> int:
         """Steps that are left of the next epoch, or of the one in progress were it to begin
         again.
         """
-        return self._epoch_steps() - self._place.steps
+        return self._epoch_step_count() - self._place.steps
 
-    def place_after(self, epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
             epoch: epoch in progress.
             steps: steps of this epoch that this loader has yielded.
         """
-        return self._source.place_after(epoch, self._place.steps + steps)
+        return self._source.position_after_steps(epoch, self._place.steps + steps)
 
     def read_batch(self, index: int) -> ReadBatch:
         """Returns what is known of a batch that was yielded lately.
@@ -112,7 +112,7 @@ class LightningLoader:
             first: number of a batch of this loader.
             last: number of a later batch.
         """
-        found = self._source.rows_in(self._place.steps + first, self._place.steps + last)
+        found = self._source.row_count_in_steps(self._place.steps + first, self._place.steps + last)
         return max(1, found or 0)
 
     def filled_batches(self, first: int, last: int) -> int:
@@ -127,9 +127,9 @@ class LightningLoader:
     def rewind_to_start(self) -> None:
         """Lets the next epoch begin at its first row."""
         self._place = EpochPosition()
-        self._source.begin_at(self._place)
+        self._source.set_epoch_start(self._place)
 
-    def _epoch_steps(self) -> int:
+    def _epoch_step_count(self) -> int:
         return self._source.steps_until_end() if self._steps is None else self._steps
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -137,7 +137,7 @@ class LightningLoader:
         epoch = self._epoch
         self._epoch += 1
         host, allow_nan = torch.device("cpu"), self._job.data.missing.allow_nan
-        steps, index = self._epoch_steps(), -1
+        steps, index = self._epoch_step_count(), -1
         self._read = {}
         for rows, counts in self._counted_batches(epoch, steps):
             index += 1

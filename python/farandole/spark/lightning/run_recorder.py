@@ -123,7 +123,7 @@ class LightningRunRecorder:
             self._padding_logs.restore()
             self._padding_logs = None
         loader = self._loaders[stage]
-        return _batch_rows(batch) if loader is None else loader.read_batch(index).valid
+        return _batch_row_count(batch) if loader is None else loader.read_batch(index).valid
 
     def create_callback(self, base: type[Any]) -> Any:
         """Returns a Lightning callback that calls this.
@@ -379,7 +379,7 @@ def _known_losses(told: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _batch_rows(batch: Any) -> int:
+def _batch_row_count(batch: Any) -> int:
     values = (
         list(batch.values())
         if isinstance(batch, dict)

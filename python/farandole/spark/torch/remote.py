@@ -39,7 +39,7 @@ from farandole.spark.torch.training.setup import (
     check_device_agreement,
     choose_rank_device,
     create_sources,
-    move_loss,
+    move_loss_to_device,
     prepare_process,
 )
 from farandole.spark.torch.training.step_counts import count_steps
@@ -100,7 +100,7 @@ class _TorchTrainer:
         self.batches = BatchEvaluator(
             callable_model,
             self.model,
-            [move_loss(one, self.device) for one in losses],
+            [move_loss_to_device(one, self.device) for one in losses],
             job,
             self.device,
             self.size,
@@ -218,7 +218,7 @@ class _TorchTrainer:
         entry: dict[str, Any] = {"epoch": epoch, "train": reached.scores}
         if val_source is not None:
             entry["validation"] = self._validate_epoch(val_source, epoch)
-        rows, taken = self._trained_rows(train_source, reached.place), self.stepper.taken
+        rows, taken = self._trained_row_count(train_source, reached.place), self.stepper.taken
         entry |= {
             "seconds": reached.seconds + time.monotonic() - started,
             "rows": rows,
@@ -259,14 +259,14 @@ class _TorchTrainer:
             self.callbacks.state,
         )
         scores = ScoreSums(self.objects.metrics, self.job.labels, begun.totals)
-        source.begin_at(begun.place)
+        source.set_epoch_start(begun.place)
         steps = source.steps_until_end() if asked is None else asked
         started, step = time.monotonic(), begun.place.steps
 
         def current_progress() -> dict[str, Any]:
             seconds = begun.seconds + time.monotonic() - started
             kept = {"taken": self.stepper.taken, "stepper": self.stepper.snapshot_state()}
-            return {"place": source.place_after(epoch, step), "seconds": seconds, **kept}
+            return {"place": source.position_after_steps(epoch, step), "seconds": seconds, **kept}
 
         self.losses.begin_epoch(epoch)
         self.halt.begin_epoch()
@@ -344,7 +344,9 @@ class _TorchTrainer:
         self.model.eval()
         scores = ScoreSums(self.objects.metrics, self.job.labels)
         with torch.no_grad(), self.stepper.autocast_context():
-            for rows in source.epoch(epoch, self._epoch_steps(source, self.job.data.val_steps)):
+            for rows in source.epoch(
+                epoch, self._epoch_step_count(source, self.job.data.val_steps)
+            ):
                 if rows.valid:
                     scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
         return scores.global_scores()
@@ -422,17 +424,17 @@ class _TorchTrainer:
         if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
             return
         self.reported = now
-        speed = self._trained_rows(source, source.place_after(epoch, step)) / max(
+        speed = self._trained_row_count(source, source.position_after_steps(epoch, step)) / max(
             begun.seconds + now - started, 1e-9
         )
         place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
         task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.mean_loss()})
 
-    def _trained_rows(self, source: BatchedSource, place: EpochPosition) -> int:
+    def _trained_row_count(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
         return (
             place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
         )
 
-    def _epoch_steps(self, source: BatchedSource, asked: int | None) -> int:
+    def _epoch_step_count(self, source: BatchedSource, asked: int | None) -> int:
         return source.steps if asked is None else asked

@@ -183,7 +183,7 @@ class Fingerprint:
             )
         ]
 
-    def has_other_weights(self, now: Fingerprint) -> bool:
+    def has_other_initial_weights(self, now: Fingerprint) -> bool:
         """Returns whether a fit's model and its run have different initial weights.
 
         Args:

@@ -50,13 +50,15 @@ class BatchFeed:
     ) -> None:
         self.source = source
         self.steps = steps
-        self.rows = source.place_after(0, steps).rows
+        self.rows = source.position_after_steps(0, steps).rows
         """Rows of all processes in an epoch."""
         self.validates = source.own > 0
         """Whether this process has rows; `False` if it only takes part in the collectives."""
         ends = trains and steps >= source.steps_until_end()
         is_mean = job.loss_reduction == "mean"
-        self.shares = trains and (moves or not is_mean or (ends and not source.is_even))
+        self.shares = trains and (
+            moves or not is_mean or (ends and not source.has_equal_rows_on_ranks)
+        )
         self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
         self.uncounted = source.idle_steps(steps) if self.leaves_out else []
@@ -66,20 +68,20 @@ class BatchFeed:
     keeps_place = True
     """Whether another process can continue an epoch in the middle."""
 
-    def place_after(self, epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
 
         Args:
             epoch: its number.
             steps: that are done.
         """
-        return self.source.place_after(epoch, steps)
+        return self.source.position_after_steps(epoch, steps)
 
     def validation_batches(self) -> ValidationDataset:
         """Returns the batches of an epoch, again and again."""
         return ValidationDataset(self)
 
-    def epoch_batches(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    def batches_of_epochs(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         """Batches of one epoch after the other.
 
         Args:
@@ -116,7 +118,7 @@ class BatchFeed:
         if self._job.loss_reduction == "sum":
             return float(size * self._job.passes if rows.valid else 0)
         if self._job.loss_reduction == "per_batch":
-            filled = min(size, self.source.rows_in(rows.step, rows.step + 1))
+            filled = min(size, self.source.row_count_in_steps(rows.step, rows.step + 1))
             return size / filled if rows.valid else 0.0
         return self.source.loss_factor(rows)
 
@@ -144,7 +146,7 @@ class ValidationDataset(keras.utils.PyDataset):
         """Returns a batch. Keras requests batches in order and then restarts at the first one."""
         if index < self._next_index or index == 0:
             self.close()
-            self._batches = self._feed.epoch_batches(0, 1)
+            self._batches = self._feed.batches_of_epochs(0, 1)
         while self._next_index < index:
             next(self._batches)
             self._next_index += 1
@@ -177,7 +179,7 @@ class DataModuleFeed:
         self.uncounted: list[int] = []
         self._data = data
 
-    def place_after(self, _epoch: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, _epoch: int, steps: int) -> EpochPosition:
         """Returns the number of steps that are done. No other position is known.
 
         Args:
@@ -185,7 +187,7 @@ class DataModuleFeed:
         """
         return EpochPosition(steps)
 
-    def epoch_batches(self, first: int, last: int) -> Any:
+    def batches_of_epochs(self, first: int, last: int) -> Any:
         """Returns the batches of all epochs; the module keeps their order."""
         del first, last
         return self._data()

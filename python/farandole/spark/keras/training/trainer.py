@@ -152,7 +152,7 @@ class KerasTrainer:
 
     def _fit_epochs(self, first: int, last: int, place: EpochPosition | None = None) -> None:
         model, train, val = self.model, self.train, self.val
-        batches = train.epoch_batches(first, last)
+        batches = train.batches_of_epochs(first, last)
         validation = None if val is None else val.validation_batches()
         verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
         callbacks: Any = self._create_callbacks(self.publisher)
@@ -316,9 +316,12 @@ class KerasTrainer:
                 data.val_url, data.val_batch_size, data.val_threads, shuffle=True
             )
             val = BatchFeed(
-                source, job, min(source.own_steps, data.val_steps or source.own_steps), trains=False
+                source,
+                job,
+                min(source.own_step_count, data.val_steps or source.own_step_count),
+                trains=False,
             )
-        train.begin_at(place or EpochPosition())
+        train.set_epoch_start(place or EpochPosition())
         return BatchFeed(
             train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves
         ), val

@@ -132,7 +132,7 @@ def count_steps(
         first = step - step % passes
         last = min(first + passes, steps)
         step += 1
-        everywhere = source.rows_in(first, last)
+        everywhere = source.row_count_in_steps(first, last)
         if not counts_labels and everywhere is not None:
             if counts is None or step - 1 == first:
                 counts = StepCounts([everywhere] * len(counter), size, adds_up=False)
