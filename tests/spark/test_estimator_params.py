@@ -106,6 +106,7 @@ TORCH = {
     "input_shapes": SHAPES,
     "input_dtypes": [(["complex64"], ValueError), ({}, TypeError)],
     "loss_constructors": [("mse", TypeError)],
+    "loss_reduction": [("median", ValueError)],
     "train_minibatch_fn": [(3, TypeError)],
     "precision": [("fp8", ValueError)],
     "gradient_clip_norm": [(0, ValueError), ("one", TypeError)],
@@ -137,6 +138,7 @@ LIGHTNING = {
 }
 KERAS = {
     "loss": [([3], TypeError), (3, TypeError)],
+    "loss_reduction": [("median", ValueError)],
     "custom_objects": [([], TypeError), ({3: 4}, TypeError)],
     "checkpoint_callback": [("best", TypeError), (keras.callbacks.History(), TypeError)],
     "backend_env": [({"A": 1}, TypeError), ("A=1", TypeError)],
@@ -183,7 +185,7 @@ SET = {
     "categories": {}, "ragged": {},
 }  # fmt: skip
 OF_TORCH = dict.fromkeys(
-    ("input_shapes", "input_dtypes", "loss_constructors", "train_minibatch_fn",
+    ("input_shapes", "input_dtypes", "loss_constructors", "loss_reduction", "train_minibatch_fn",
         "gradient_clip_norm", "lr_scheduler",
      "early_stopping", "best_checkpoint", "checkpoint_every", "max_steps", "max_time")
 ) | {"precision": "fp32", "lr_scheduler_interval": "epoch", "compile": False,
@@ -196,6 +198,7 @@ OF_LIGHTNING = dict.fromkeys(
 OF_KERAS = {
     "custom_objects": {},
     "checkpoint_callback": None,
+    "loss_reduction": None,
     "backend_env": {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"},
 }
 DEFAULTS = {
