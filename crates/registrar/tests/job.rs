@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farandole_config::PortRange;
 use farandole_registrar::{
-    Error, ExitKind, ExitReport, FormationOutcome, JobEvent, Registrar, RegistrarOptions,
-    RegistrarOrder, TaskClient, Ticket, host,
+    Error, ExitKind, ExitReport, FormationOutcome, GenerationVerdict, JobEvent, Registrar,
+    RegistrarOptions, RegistrarOrder, TaskClient, Ticket, host,
 };
 use farandole_telemetry::{OutputStream, WorkerRecord};
 use farandole_world::{Generation, HostFacts, Rank, TaskId};
