@@ -225,7 +225,7 @@ def test_a_lease_that_an_earlier_training_of_this_process_could_not_delete_is_ta
     first.acquire_lease()
     with pytest.raises(RunInUseError, match="another training of this process has it"):
         run_lease.RunLease(url, "r").acquire_lease()
-    first.leave_lease()
+    first.hand_over_lease()
     second = run_lease.RunLease(url, "r")
     second.acquire_lease()
     second.renew_or_raise()

@@ -500,7 +500,7 @@ impl AgentRun {
 
     /// Reports a success and waits until the other workers have ended, or until the agent is
     /// cancelled.
-    fn report_success_together(
+    fn report_success_and_await_others(
         &self,
         client: &TaskClient,
         exit: &ExitReport,
@@ -555,7 +555,8 @@ impl AgentRun {
         let WorkerExit { exit_kind: how, stderr_tail, result } = remains;
         let stopped = matches!(ended_by, Some(AgentSignal::Stop(_)));
         let deadline = Instant::now() + self.report_timeout(ended_by.as_ref());
-        let peer_error = !how.is_success() && stderr_tail.iter().any(|line| is_peer_error(line));
+        let peer_error =
+            !how.is_success() && stderr_tail.iter().any(|line| is_peer_error_line(line));
         let exit =
             ExitReport { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
         let told = client.flush_records(deadline).and_then(|()| {
@@ -572,7 +573,7 @@ impl AgentRun {
                                                              driver");
         }
         let verdict = if self.task.wait_for_peers && how.is_success() && ended_by.is_none() {
-            self.report_success_together(client, &exit)
+            self.report_success_and_await_others(client, &exit)
         } else {
             client.report_exit(&exit, deadline)
         };
@@ -622,7 +623,7 @@ impl AgentRun {
 }
 
 /// Returns whether a line ends a traceback with an error of a peer.
-fn is_peer_error(line: &str) -> bool {
+fn is_peer_error_line(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();
     PEER_ERROR_CLASSES.contains(&name) && !class.starts_with(char::is_whitespace)
@@ -634,9 +635,11 @@ mod tests {
 
     #[test]
     fn a_peer_error_is_known_by_the_last_line_of_its_traceback() {
-        assert!(is_peer_error("farandole.common.exceptions.FarandoleInternalError: lost rank 1"));
-        assert!(is_peer_error("HorovodInternalError"));
-        assert!(!is_peer_error("    raise FarandoleInternalError(message)"));
-        assert!(!is_peer_error("ValueError: not a FarandoleInternalError"));
+        assert!(is_peer_error_line(
+            "farandole.common.exceptions.FarandoleInternalError: lost rank 1"
+        ));
+        assert!(is_peer_error_line("HorovodInternalError"));
+        assert!(!is_peer_error_line("    raise FarandoleInternalError(message)"));
+        assert!(!is_peer_error_line("ValueError: not a FarandoleInternalError"));
     }
 }

@@ -230,7 +230,7 @@ impl<'a> JobRun<'a> {
                     }
                 }
                 JobEvent::Aborted { verdict, .. } => {
-                    self.reports.record_verdict(verdict);
+                    self.reports.record_mapping_verdict(verdict);
                     self.over_at.get_or_insert_with(Instant::now);
                 }
                 _ => {}

@@ -51,7 +51,7 @@ impl RegistrarReports {
         self.results.insert(task, data);
     }
 
-    pub(crate) fn record_verdict(&mut self, verdict: GenerationVerdict) {
+    pub(crate) fn record_mapping_verdict(&mut self, verdict: GenerationVerdict) {
         self.verdict.get_or_insert(verdict);
     }
 
@@ -126,7 +126,7 @@ mod tests {
         assert!(reports.is_settled(0) && !reports.is_settled(1));
         let verdict =
             GenerationVerdict { reason: "why".to_owned(), cause: Some(TaskId(1)), retry: false };
-        reports.record_verdict(verdict);
+        reports.record_mapping_verdict(verdict);
         assert!(reports.is_settled(1));
         let (first, second) =
             (reports.take_outcome(0, false).unwrap(), reports.take_outcome(1, false).unwrap());

@@ -20,7 +20,7 @@
 //!
 //! Every call carries the token of the [`Ticket`]. The client accepts only the certificate whose
 //! digest is in the ticket. `farandole_world::assign_ranks` assigns the ranks; if another launcher
-//! has assigned them, the task numbers are the ranks ([`Registrar::start_in_order`]). Both ends
+//! has assigned them, the task numbers are the ranks ([`Registrar::start_with_ranked_tasks`]). Both ends
 //! compute the ranks from the same registrations.
 //!
 //! Invariants: `MB-1` to `MB-5` of `membership`, and

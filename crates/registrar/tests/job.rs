@@ -362,7 +362,7 @@ fn meet(client: &TaskClient, ranks: Option<&[u32]>) -> Result<FormationOutcome, 
 fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
     let registrar = registrar(4);
     let agents = agents(&registrar, 4);
-    let before = registrar.admitted_calls();
+    let before = registrar.admitted_call_count();
     let all: Vec<Vec<Bytes>> = thread::scope(|scope| {
         let asking: Vec<_> = agents.iter().map(|agent| scope.spawn(|| meet(agent, None))).collect();
         let cards = |answer| match answer {
@@ -372,7 +372,7 @@ fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
         asking.into_iter().map(|thread| cards(thread.join().unwrap())).collect()
     });
     assert_eq!(all, vec![["card 0", "card 1", "card 2", "card 3"].map(Bytes::from); 4]);
-    assert_eq!(registrar.admitted_calls() - before, 4);
+    assert_eq!(registrar.admitted_call_count() - before, 4);
 }
 
 #[test]

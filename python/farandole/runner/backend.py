@@ -15,7 +15,11 @@ from farandole.runner import outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
 from farandole.runner.gang import JobOutput, pickle_payload, run_gang
-from farandole.runner.limits import elastic_sizes, elastic_timeout_seconds, start_timeout_seconds
+from farandole.runner.limits import (
+    elastic_timeout_seconds,
+    elastic_worker_counts,
+    start_timeout_seconds,
+)
 from farandole.runner.local import LocalAgentPool, LocalAgents
 from farandole.runner.show import training
 from farandole.runner.slots import SlotQueue
@@ -143,7 +147,7 @@ class LocalBackend(Backend):
             _core_count() if num_proc is None else integer_at_least(1)("num_proc", num_proc)
         )
         if num_proc is None and self._bounds:
-            self._num_proc = elastic_sizes(None, min_num_proc, max_num_proc, _core_count)[0]
+            self._num_proc = elastic_worker_counts(None, min_num_proc, max_num_proc, _core_count)[0]
         limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
         self._limits = {name: value for name, value in limits.items() if value is not None}
         if self._limits and not self._bounds:
@@ -228,7 +232,7 @@ class LocalBackend(Backend):
         """Waits for cores, inside a search of Spark; yields the seconds that are left for the
         start.
         """
-        if type(self) is not LocalBackend or not warm_workers.in_search():
+        if type(self) is not LocalBackend or not warm_workers.is_called_by_parameter_search():
             yield start_timeout_seconds(self._start_timeout)
             return
         most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
@@ -286,7 +290,7 @@ def elastic_bounds(first: int | None, least: int | None, most: int | None) -> di
     given = {"min_num_proc": least, "max_num_proc": most}
     bounds = {name: value for name, value in given.items() if value is not None}
     if bounds and (first is not None or most is not None):
-        elastic_sizes(first, least, most, lambda: 1)
+        elastic_worker_counts(first, least, most, lambda: 1)
     for name, value in bounds.items():
         integer_at_least(1)(name, value)
     return bounds
@@ -308,7 +312,7 @@ def make_elastic_registrar(
     from farandole.common import logs  # noqa: PLC0415
 
     logs.start_logging()
-    first, least, most = elastic_sizes(
+    first, least, most = elastic_worker_counts(
         first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
     )
     patience, resets = (

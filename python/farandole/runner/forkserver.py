@@ -56,7 +56,7 @@ class ForkedWorker:
     pidfd: int
     stand_in: socket.socket
 
-    def open_descriptors(self) -> list[int]:
+    def owned_descriptors(self) -> list[int]:
         """Descriptors that no other worker may hold."""
         return [self.pidfd, self.stand_in.fileno()]
 
@@ -165,7 +165,7 @@ class ForkServer:
             self._handle_ready(poll, ready)
             if self._listener.fileno() in ready:
                 busy = time.monotonic()
-                if not self._fork_worker(poll) and self._is_stale() and not self._children:
+                if not self._fork_worker(poll) and self._has_stale_imports() and not self._children:
                     return None  # a fresh one does better
 
     def _handle_ready(self, poll: select.poll, ready: dict[int, int]) -> None:
@@ -192,7 +192,7 @@ class ForkServer:
             stand_in.settimeout(_HANDSHAKE_TIMEOUT)
             if not _is_same_user(stand_in):
                 return self._decline_request(stand_in)
-            if self._unusable_reason or _fork_obstacle() or self._is_stale():
+            if self._unusable_reason or _fork_obstacle() or self._has_stale_imports():
                 return self._decline_request(stand_in)
             stand_in.sendall(b"r")
             message, descriptors = _receive_request(stand_in)
@@ -201,7 +201,7 @@ class ForkServer:
                 others = [
                     number
                     for child in self._children.values()
-                    for number in child.open_descriptors()
+                    for number in child.owned_descriptors()
                 ]
                 _become_worker(
                     message,
@@ -223,7 +223,7 @@ class ForkServer:
             stand_in.sendall(b"n")
         stand_in.close()
 
-    def _is_stale(self) -> bool:
+    def _has_stale_imports(self) -> bool:
         """Returns whether an imported file has changed. One check serves all workers that are
         requested together.
         """

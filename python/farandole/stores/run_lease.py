@@ -155,7 +155,7 @@ class RunLease:
                 "another process has taken it from this one, which was cut off or stopped for long"
             )
 
-    def leave_lease(self) -> None:
+    def hand_over_lease(self) -> None:
         """Holds the lease no longer, and leaves its file to the next rank 0 of this job."""
         if self._lease_file is not None:
             self._lease_file.stop_renewing()

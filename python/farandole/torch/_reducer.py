@@ -16,7 +16,7 @@ from farandole.common.resource_limits import usable_cores
 from farandole.common.util import Max
 from farandole.torch._allreduce import allreduce_
 from farandole.torch._buckets import GradientBucket, GradientSlot, ReductionOptions, ViewBucket
-from farandole.torch._device import is_captured
+from farandole.torch._device import is_in_cuda_graph_capture
 from farandole.torch._names import batch_parameters
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class GradientReducer:
             if bucket.views:
                 bucket.adopt_gradient(slot)
             # A replayed graph calls no hooks: `finish_step` starts the reductions of its gradients.
-            if reducer.paused or is_captured(slot.parameter):
+            if reducer.paused or is_in_cuda_graph_capture(slot.parameter):
                 return
             slot.left -= 1
             if slot.left == 0:
@@ -232,7 +232,7 @@ def _enter_world_in_reducers() -> None:
         reducer.enter_world()
 
 
-basics.on_init(_enter_world_in_reducers)
+basics.call_on_each_init(_enter_world_in_reducers)
 
 
 def _has_spare_core(world: engine.World, cores: int) -> bool:

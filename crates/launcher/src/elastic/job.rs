@@ -131,7 +131,7 @@ impl ElasticJob {
         let mut options = RegistrarOptions::from_config(self.rules.first, &self.program.config);
         if fixed {
             self.check_slots(&found)?;
-            if found.all_are_local() {
+            if found.are_all_hosts_local() {
                 // No other host needs to connect to it.
                 options.host = Some("127.0.0.1".to_owned());
                 options.bind = String::new();

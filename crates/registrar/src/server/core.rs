@@ -284,7 +284,7 @@ impl RegistrarCore {
 
     /// Reports a worker's end to the driver.
     pub(super) fn report_exit(&self, task: TaskId, generation: Generation, exit: ExitReport) {
-        let rank = self.last_rank(task);
+        let rank = self.last_rank_of_task(task);
         if !self.is_elastic {
             self.end_formations_with(generation, rank, &exit);
         }
@@ -309,7 +309,7 @@ impl RegistrarCore {
         if self.is_current_generation(&membership, generation)
             && self.delivered_events.lock().enter_generation(generation).results.insert(task)
         {
-            self.events.push(JobEvent::Result { task, rank: self.last_rank(task), data });
+            self.events.push(JobEvent::Result { task, rank: self.last_rank_of_task(task), data });
         }
     }
 
@@ -323,7 +323,7 @@ impl RegistrarCore {
         self.is_elastic || membership.generation() == generation
     }
 
-    fn last_rank(&self, task: TaskId) -> Rank {
+    fn last_rank_of_task(&self, task: TaskId) -> Rank {
         let present = self.board.borrow().task_rank(task);
         present.or_else(|| self.last_ranks.lock().get(&task).copied()).unwrap_or_default()
     }

@@ -198,7 +198,10 @@ impl Registrar {
     ///
     /// # Errors
     /// Like [`Registrar::start_job`].
-    pub fn start_in_order(options: RegistrarOptions, secret: Option<&JobSecret>) -> Result<Self> {
+    pub fn start_with_ranked_tasks(
+        options: RegistrarOptions,
+        secret: Option<&JobSecret>,
+    ) -> Result<Self> {
         let known = match secret {
             None => RegistrarIdentity::new_random(options.job_id.clone())?,
             Some(secret) => RegistrarIdentity {
@@ -336,7 +339,7 @@ impl Registrar {
         // A worker with relayed links has a separate connection for them.
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
-        let places = descriptors::allow_connections(
+        let places = descriptors::raise_limit_for_connections(
             both(connected.least),
             incoming::max_wanted_connections(workers(connected.most)),
         )?;
@@ -363,7 +366,7 @@ impl Registrar {
             &ListeningRegistrar { ticket: &ticket, identity: &identity, port },
         )?);
         let gate = AuthInterceptor::new(token, options.tasks);
-        let calls = gate.admitted_calls();
+        let calls = gate.admitted_call_count();
         let registrar =
             RegistrarServer::new(RegistrarService::new(Arc::clone(&core), options.relays))
                 .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -430,7 +433,7 @@ impl Registrar {
     }
 
     /// Returns the number of calls admitted so far.
-    pub fn admitted_calls(&self) -> u64 {
+    pub fn admitted_call_count(&self) -> u64 {
         self.calls.load(Ordering::Relaxed)
     }
 

@@ -61,7 +61,7 @@ struct AssignedConnection {
 static ASSIGNED_CONNECTION: Mutex<Option<AssignedConnection>> = Mutex::new(None);
 
 /// One rank's search for the other ranks.
-struct RankSearch<'a> {
+struct RankZeroSearch<'a> {
     config: &'a Config,
     detected: &'a DetectedRank,
     job: &'a JobId,
@@ -121,7 +121,7 @@ pub(crate) fn connect_detected_rank(
         }
         RankZeroRendezvous::File { .. } | RankZeroRendezvous::Address { .. } => {}
     }
-    let search = RankSearch {
+    let search = RankZeroSearch {
         config,
         detected: &started,
         job: &job,
@@ -215,7 +215,7 @@ fn ticket_folders() -> TicketFolders {
     TicketFolders { local, home }
 }
 
-impl RankSearch<'_> {
+impl RankZeroSearch<'_> {
     /// Runs as rank 0: starts the registrar, and publishes its address until all ranks have
     /// registered.
     fn admit_ranks(&self, interrupted: &mut Interrupted<'_>) -> Result<(TaskClient, Registrar)> {
@@ -232,7 +232,7 @@ impl RankSearch<'_> {
         {
             options.host = Some("127.0.0.1".to_owned());
         }
-        let registrar = Registrar::start_in_order(options, secret)?;
+        let registrar = Registrar::start_with_ranked_tasks(options, secret)?;
         let written = match self.rendezvous {
             RankZeroRendezvous::File { folders, private, name } => {
                 let text = registrar.ticket().encode_text();
@@ -443,7 +443,7 @@ pub fn host_registrar(size: u32, one_host: bool) -> Result<String> {
     if one_host && options.host.is_none() && options.bind.is_empty() {
         options.host = Some("127.0.0.1".to_owned());
     }
-    let registrar = Registrar::start_in_order(options, None)?;
+    let registrar = Registrar::start_with_ranked_tasks(options, None)?;
     let ticket = registrar.ticket().encode_text();
     let earlier = HOSTED_REGISTRAR.lock().replace((process::id(), registrar));
     drop(earlier);

@@ -142,7 +142,7 @@ impl RecordSeal {
     }
 
     /// Returns the error for an invalid record at this position.
-    pub(crate) fn tampered_record(&self) -> TamperedRecord {
+    pub(crate) fn tampered_record_error(&self) -> TamperedRecord {
         TamperedRecord { record: self.record }
     }
 }

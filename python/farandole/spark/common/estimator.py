@@ -35,7 +35,7 @@ from farandole.spark.common.backend import SparkBackend
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.common.data.encoded_copies import use_encoded_copy
 from farandole.spark.common.data.existing_data import ExistingDataPaths, share_prepared_data
-from farandole.spark.common.data.prepare import declare_same_rows, find_data, prepare_data
+from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.data.training_statistics import with_statistics, with_stored_statistics
 from farandole.spark.common.model.base import (
@@ -288,7 +288,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         with share_prepared_data(
             where
         ):  # before the data is opened, so that it is not deleted in between
-            found = find_data(store, self._column_roles(), dataset_idx, where)
+            found = find_existing_data(store, self._column_roles(), dataset_idx, where)
             if store.saving_runs():
                 store.check_writable()
             backend.check()
@@ -320,7 +320,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         if both:
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         if not self._filesystem_store().saving_runs():
-            self._check_without_runs()
+            self._refuse_options_that_need_runs()
         fill = self.getFill()
         unused = (
             sorted(set(fill) - {"*", *self._column_roles().stored_columns})
@@ -354,7 +354,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 f"{weights}"
             )
 
-    def _check_without_runs(self) -> None:
+    def _refuse_options_that_need_runs(self) -> None:
         """Refuses what needs a store that saves runs."""
         if self.getOnFailure() == "restart":
             raise ValueError(
@@ -399,7 +399,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 tracker.log_report(record)
             if stop is not None:
                 stop.raise_if_ended()
-                if stop.is_newly_asked():
+                if stop.is_stop_newly_requested():
                     shown.show_message("stopping, as asked for in the notebook")
                     run.add_event("stop", "asked for in the notebook")
 

@@ -164,13 +164,13 @@ class DataServiceRegistryServer:
             except OSError:
                 # A stranger that went away, or no descriptor is left: the next try may come too
                 # early.
-                self._evict_oldest_unproven()
+                self._evict_oldest_unproven_connection()
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, ACCEPT_RETRY_SECONDS)
                 continue
             with self._changed:
                 full = len(self._unproven_connections) + self._proven_count >= self._max_connections
-            if full and not self._evict_oldest_unproven():
+            if full and not self._evict_oldest_unproven_connection():
                 line.close()
                 continue
             with self._changed:
@@ -178,10 +178,10 @@ class DataServiceRegistryServer:
             try:
                 threading.Thread(target=self._handle_connection, args=(line,), daemon=True).start()
             except RuntimeError:  # no thread is left
-                self._drop_unproven(line)
+                self._forget_unproven_connection(line)
                 line.close()
 
-    def _evict_oldest_unproven(self) -> bool:
+    def _evict_oldest_unproven_connection(self) -> bool:
         """Closes the connection that has waited longest for a proof of the key; whether there
         was one.
         """
@@ -194,7 +194,7 @@ class DataServiceRegistryServer:
             oldest.shutdown(socket.SHUT_RDWR)
         return True
 
-    def _drop_unproven(self, line: socket.socket) -> None:
+    def _forget_unproven_connection(self, line: socket.socket) -> None:
         with self._changed:
             self._unproven_connections.pop(line, None)
 
@@ -217,7 +217,7 @@ class DataServiceRegistryServer:
             # An invalid request gets no answer. The caller notices the closed connection.
             return
         finally:
-            self._drop_unproven(line)
+            self._forget_unproven_connection(line)
             with self._changed:
                 self._proven_count -= proven
 

@@ -194,12 +194,12 @@ class BatchSource:
         self._start_position = EpochPosition()
 
     @property
-    def own_steps(self) -> int:
+    def own_step_count(self) -> int:
         """Batches in which this process has rows, one at least."""
         return max(1, -(-self.own // self._batch_size))
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_rows_on_ranks(self) -> bool:
         """Whether every process has as many rows as the others in every step."""
         return (
             self.total % self._size == 0
@@ -223,11 +223,11 @@ class BatchSource:
             found += range(first + self.steps, steps, self.steps)
         return found
 
-    def begin_at(self, place: EpochPosition) -> None:
+    def set_epoch_start(self, place: EpochPosition) -> None:
         """Sets the position at which epochs begin or continue, until the next call.
 
         Args:
-            place: the beginning, or a result of `place_after` from any number of processes.
+            place: the beginning, or a result of `position_after_steps` from any number of processes.
         """
         self._start_position = place
 
@@ -240,7 +240,7 @@ class BatchSource:
             1, -(-(self.total - self._start_position.row) // whole)
         )
 
-    def place_after(self, number: int, steps: int) -> EpochPosition:
+    def position_after_steps(self, number: int, steps: int) -> EpochPosition:
         """Returns the position of all processes after some steps of an epoch.
 
         Args:
@@ -248,23 +248,23 @@ class BatchSource:
             steps: that are done.
         """
         begun, done = self._start_position, steps - self._start_position.steps
-        rows = self._rows_until(steps)
+        rows = self._row_count_until_step(steps)
         passes, row = divmod(begun.row + rows, self.total) if done else (0, begun.row)
         return EpochPosition(
             steps, begun.rows + rows, self._first_pass_number(number, steps) + passes, row
         )
 
-    def rows_in(self, first: int, last: int) -> int:
+    def row_count_in_steps(self, first: int, last: int) -> int:
         """Returns the rows of all processes in the steps from `first` up to, not including,
         `last` of an epoch.
         """
-        return self._rows_until(last) - self._rows_until(first)
+        return self._row_count_until_step(last) - self._row_count_until_step(first)
 
     def loss_factor(self, rows: SourceBatch) -> float:
         """Returns the factor of the mean loss over a batch, before gradients are averaged over
         processes.
         """
-        return rows.valid * self._size / self.rows_in(rows.step, rows.step + 1)
+        return rows.valid * self._size / self.row_count_in_steps(rows.step, rows.step + 1)
 
     def epoch(self, number: int, steps: int) -> Generator[SourceBatch]:
         """Yields the batches of an epoch, or of the rest of an epoch.
@@ -295,7 +295,7 @@ class BatchSource:
             return self._start_position.number
         return number * max(1, math.ceil(steps / max(self.steps, 1)))
 
-    def _rows_until(self, steps: int) -> int:
+    def _row_count_until_step(self, steps: int) -> int:
         """Returns the rows of all processes in the steps from the place where the epoch
         continues up to `steps`.
         """

@@ -144,7 +144,7 @@ def check_fingerprint(
         )
     if different:
         tell(f"run {run_id} continues although it was started with something else: {different}")
-    if before.has_other_weights(now):
+    if before.has_other_initial_weights(now):
         tell(
             f"the model of run {run_id} had other initial weights; the weights of its checkpoint "
             "are used"

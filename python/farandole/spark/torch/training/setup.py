@@ -80,7 +80,7 @@ def check_device_agreement(device: torch.device) -> None:
         )
 
 
-def move_loss(loss: Any, device: torch.device) -> Any:
+def move_loss_to_device(loss: Any, device: torch.device) -> Any:
     """Returns a loss with its own tensors where the outputs are."""
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
 
