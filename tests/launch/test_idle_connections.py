@@ -63,9 +63,13 @@ def end_hosts(bed):
         bed[name].end()
 
 
+ELASTIC = ("--min-num-proc", 1, "--max-num-proc", 2)
+
+
+@pytest.mark.parametrize("arguments", [(), ELASTIC], ids=["static", "elastic"])
 @pytest.mark.parametrize("silent", [["h2"], ["h1", "h2"]])
-def test_a_job_whose_connections_fall_silent_succeeds(hosts, silent):
-    bed, running = start(hosts, BUSY, said="goes on")
+def test_a_job_whose_connections_fall_silent_succeeds(hosts, silent, arguments):
+    bed, running = start(hosts, BUSY, *arguments, said="goes on")
     silence(bed, *silent)
     finish(bed)
     assert running.wait(30.0) == 0, running.said
@@ -109,8 +113,24 @@ def test_a_failure_behind_a_silent_connection_is_reported(hosts):
     end_hosts(bed)
 
 
-def test_ctrl_c_reaches_workers_behind_a_silent_connection(hosts):
-    bed, running = start(hosts, IDLE)
+# Ranks of one world that end when they are interrupted.
+ASKED = """
+import signal, sys, time
+import farandole.numpy as hvd
+hvd.init()
+def ask(number, frame):
+    print("asked", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGINT, ask)
+print(f"up {hvd.rank()}", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ELASTIC], ids=["static", "elastic"])
+def test_ctrl_c_reaches_workers_behind_a_silent_connection(hosts, arguments):
+    bed, running = start(hosts, ASKED, *arguments)
     silence(bed, "h1", "h2")
     running.send(signal.SIGINT)
     began = time.monotonic()

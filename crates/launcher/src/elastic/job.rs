@@ -28,6 +28,8 @@ use crate::worker_program::WorkerProgram;
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest wait for the last messages of a host whose agent fell silent.
 const SILENT_HOST_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest silence of a connection after the registrar has reported the ends of all its workers.
+const EXIT_CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest time in which a host must end its workers.
 const JOB_END_TIMEOUT: Duration = Duration::from_secs(20);
 /// Longest time in which a dismissed worker must end while the job continues: its script may have
@@ -150,6 +152,7 @@ impl ElasticJob {
             outcomes: ElasticJobOutcomes::default(),
             ending_since: BTreeMap::new(),
             silent_since: BTreeMap::new(),
+            exited_at: BTreeMap::new(),
             over_at: None,
             stop_level: StopLevel::Continue,
         };
@@ -215,6 +218,8 @@ struct ElasticJobRun<'a> {
     ending_since: BTreeMap<u32, Instant>,
     /// Workers whose agents were lost, and when.
     silent_since: BTreeMap<u32, Instant>,
+    /// Workers whose ends the registrar has reported, and when.
+    exited_at: BTreeMap<u32, Instant>,
     over_at: Option<Instant>,
     stop_level: StopLevel,
 }
@@ -298,6 +303,7 @@ impl ElasticJobRun<'_> {
                 JobEvent::Exited { task, exit, .. } => {
                     self.silent_since.remove(&task.0);
                     self.adopted_tasks.remove(&task.0);
+                    self.exited_at.entry(task.0).or_insert_with(Instant::now);
                     self.outcomes.record_exit(task.0, &exit);
                 }
                 JobEvent::Result { task, data, .. } => self.outcomes.record_result(task.0, data),
@@ -422,7 +428,15 @@ impl ElasticJobRun<'_> {
         };
         let unheard = passed(self.over_at.as_ref(), self.report_timeout);
         self.adopted_tasks.retain(|task| !unheard && !gone(task));
-        let given_up = |host: &RemoteHost| late || host.open_tasks.iter().all(&gone);
+        let exited = &self.exited_at;
+        let confirmed = |host: &RemoteHost, task: &u32| {
+            let silent_since = host.agent.last_received_at();
+            let since = exited.get(task).map(|at| silent_since.max(*at));
+            passed(since.as_ref(), EXIT_CONFIRMATION_TIMEOUT)
+        };
+        let given_up = |host: &RemoteHost| {
+            late || host.open_tasks.iter().all(|task| gone(task) || confirmed(host, task))
+        };
         for (host, tasks) in self.agent_pool.close_connections(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");
         }

@@ -319,7 +319,7 @@ mod tests {
         let listens = stranger(way.cut());
         let lasted = match ended.recv_timeout(LONG) {
             Ok(order) => {
-                let RegistrarOrder::Stop(verdict) = order else { panic!("{order:?}") };
+                let RegistrarOrder::Stop(verdict) = order else { panic!("a stop was expected") };
                 assert!(verdict.reason.starts_with("lost the registrar"), "{}", verdict.reason);
                 began.elapsed()
             }

@@ -72,7 +72,7 @@ fn a_mark_that_is_deleted_during_its_renewal_stays_deleted() {
         let now = SystemTime::now();
         let lease = acquire_lease(&store, now, None, None).unwrap().unwrap();
         // Another process deletes the mark between the read and the write.
-        let delete = |text: &[u8]| {
+        let delete = |text: &[u8]| -> Result<Option<Bytes>> {
             store.delete(&lease)?;
             Ok(Some(Bytes::copy_from_slice(text)))
         };
