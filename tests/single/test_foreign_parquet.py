@@ -22,7 +22,7 @@ from farandole.data import Pad, ParquetLoader, prepare_data
 from farandole.data.columns import ColumnRoles
 from farandole.data.datasets import linked_dataset_url, open_dataset
 from farandole.spark.common import LocalStore
-from farandole.spark.common.data.prepare import find_data
+from farandole.spark.common.data.prepare import find_existing_data
 from farandole.spark.common.util import get_simple_meta_from_parquet
 
 
@@ -208,12 +208,12 @@ def test_a_delta_table_is_read_by_its_log(tmp_path):
     assert sorted(zip(*arrays(opened, "x", "n"), strict=True)) == [(1, 1), (3, 2), (4, 2), (5, 3)]
 
     store = LocalStore(str(tmp_path))
-    found = find_data(store, ColumnRoles(("x",), ("n",)))
+    found = find_existing_data(store, ColumnRoles(("x",), ("n",)))
     deltalake.DeltaTable(path).delete("x > 3")
     assert sorted(arrays(reader.Dataset.open_url(found.train_url), "x")[0]) == [1, 3, 4, 5], (
         "a run sees one version"
     )
-    assert find_data(store, ColumnRoles(("x",), ("n",))).train_rows == 2
+    assert find_existing_data(store, ColumnRoles(("x",), ("n",))).train_rows == 2
     rows, held_out, columns, _ = get_simple_meta_from_parquet(store, ["n"])
     assert (rows, held_out, sorted(columns)) == (2, 0, ["day", "n", "x"])
 

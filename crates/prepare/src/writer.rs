@@ -14,7 +14,7 @@ use farandole_store::Store;
 
 use crate::convert::{ConversionContext, ConvertedColumn, convert_column, is_vector};
 use crate::error::{Error, Result};
-use crate::side_writer::{SideFileSpec, SideWriter};
+use crate::side_writer::{SplitFileSpec, SplitFileWriter};
 use crate::spec::{PrepareSpec, ValidationRule};
 use crate::split::{
     SplitMasks, hash_rows, split_by_column, split_by_fraction, split_by_hash_bound,
@@ -25,8 +25,8 @@ use crate::summary::PartitionSummary;
 struct PartitionLayout {
     schema: SchemaRef,
     columns: Vec<ManifestColumn>,
-    train: SideWriter,
-    val: Option<SideWriter>,
+    train: SplitFileWriter,
+    val: Option<SplitFileWriter>,
 }
 
 /// Writer of one attempt of one partition. Dropping it leaves no file.
@@ -228,8 +228,8 @@ impl PartitionWriter {
         } else {
             Vec::new()
         };
-        let side = |path: &str| -> Result<SideWriter> {
-            Ok(SideWriter::new(SideFileSpec {
+        let side = |path: &str| -> Result<SplitFileWriter> {
+            Ok(SplitFileWriter::new(SplitFileSpec {
                 store: self.store.resolve_path(path)?,
                 file: format!("part-{:05}-{}.parquet", self.partition, self.attempt),
                 schema: Arc::clone(&schema),
@@ -253,7 +253,7 @@ impl PartitionWriter {
             None => (None, None),
             Some(layout) => (
                 layout.train.finish_file()?,
-                layout.val.map(SideWriter::finish_file).transpose()?.flatten(),
+                layout.val.map(SplitFileWriter::finish_file).transpose()?.flatten(),
             ),
         };
         for (side, sum) in [(&mut train, self.content_hashes.0), (&mut val, self.content_hashes.1)]
@@ -275,7 +275,7 @@ fn find_column<'a>(batch: &'a RecordBatch, name: &str) -> Result<&'a ArrayRef> {
 }
 
 /// Updates the statistics and writes the rows.
-fn append_rows(side: &mut SideWriter, batch: RecordBatch) -> Result<()> {
+fn append_rows(side: &mut SplitFileWriter, batch: RecordBatch) -> Result<()> {
     for (column, array) in side.columns_mut().iter_mut().zip(batch.columns()) {
         if !column.shape.is_empty()
             || matches!(column.element, ElementType::Utf8 | ElementType::Binary)

@@ -245,7 +245,7 @@ impl DecodePlan {
                 FetchedRanges::new(dataset.store(), &data.path, &chunk, data.bytes)?
             };
             verify_chunk(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
-            let source = self.library_chunk(bytes, leaf, part, &origin);
+            let source = self.parquet_library_chunk(bytes, leaf, part, &origin);
             let values = parquet_library::read_column(source, selected)?;
             copy_all_bytes(&values, out, &origin)?;
         }
@@ -260,7 +260,7 @@ impl DecodePlan {
 }
 
 impl DecodePlan {
-    fn library_chunk<'a>(
+    fn parquet_library_chunk<'a>(
         &'a self,
         fetched: FetchedRanges,
         leaf: usize,
@@ -306,7 +306,7 @@ impl DecodePlan {
                 };
                 verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 parquet_library::read_variable_length(
-                    self.library_chunk(bytes, *leaf, part, &origin),
+                    self.parquet_library_chunk(bytes, *leaf, part, &origin),
                 )?
             }
             Some(ColumnDecoding::Nulls) => {

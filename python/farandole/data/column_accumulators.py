@@ -126,12 +126,12 @@ class QuantileSketch:
         seen, lower = 0, None
         for key in sorted(self.cells):
             if lower is not None:
-                return (lower + self._cell_number(key)) / 2
+                return (lower + self._cell_key_to_float(key)) / 2
             seen += self.cells[key]
             if seen > target:
-                return self._cell_number(key)
+                return self._cell_key_to_float(key)
             if seen == target:
-                lower = self._cell_number(key)
+                lower = self._cell_key_to_float(key)
         return lower
 
     def sorted_numbers(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -139,7 +139,7 @@ class QuantileSketch:
         import numpy as np  # noqa: PLC0415 - as above
 
         keys = sorted(self.cells)
-        return np.array([self._cell_number(key) for key in keys]), np.array(
+        return np.array([self._cell_key_to_float(key) for key in keys]), np.array(
             [self.cells[key] for key in keys], np.int64
         )
 
@@ -161,7 +161,7 @@ class QuantileSketch:
                 return self._cell_maximum(key)
         return self._cell_maximum(keys[-2]) if len(keys) > 1 else None
 
-    def cell_end_at(self, share: float) -> float | None:
+    def quantile_cell_end(self, share: float) -> float | None:
         """Returns the least number that ends a cell and that at least a share of the rows does not
         exceed.
 
@@ -177,7 +177,7 @@ class QuantileSketch:
 
     def _cell_maximum(self, key: int) -> float:
         """Returns the largest number of a cell."""
-        return self._cell_number((key << self.dropped) + (1 << self.dropped) - 1, whole=True)
+        return self._cell_key_to_float((key << self.dropped) + (1 << self.dropped) - 1, whole=True)
 
     def _add_counts(self, pairs: Any) -> None:
         for key, count in pairs:
@@ -193,7 +193,7 @@ class QuantileSketch:
         for key, count in before.items():
             self.cells[key >> bits] = self.cells.get(key >> bits, 0) + count
 
-    def _cell_number(self, key: int, *, whole: bool = False) -> float:
+    def _cell_key_to_float(self, key: int, *, whole: bool = False) -> float:
         import numpy as np  # noqa: PLC0415 - as above
 
         ordered = key if whole else key << self.dropped

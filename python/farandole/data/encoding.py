@@ -147,7 +147,7 @@ class ColumnEncoding:
         )
 
     @property
-    def split_arguments(self) -> dict[str, Any]:
+    def writer_split_arguments(self) -> dict[str, Any]:
         """Arguments for the native writer about the split, if the spec does not contain all of
         it.
         """

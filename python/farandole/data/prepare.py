@@ -288,7 +288,7 @@ def writer_spec(
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": fill_texts(cast("Mapping[str, Any]", filled)),
+        "fill": fill_values_as_texts(cast("Mapping[str, Any]", filled)),
         "allow_nan": allow_nan,
     }
 
@@ -321,7 +321,7 @@ def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str,
     return {"below": largest if sides[1] else least + 1}
 
 
-def fill_texts(fill: Mapping[str, Any]) -> dict[str, str]:
+def fill_values_as_texts(fill: Mapping[str, Any]) -> dict[str, str]:
     """Values for missing ones, as text for the native writer.
 
     Args:
@@ -338,18 +338,23 @@ def _encoded_units(
 ) -> list[SourceUnit]:
     """Returns the rows as they are written."""
     if encoding is None:
-        return source.units(roles.read_columns)
+        return source.units(roles.source_columns_to_read)
 
     def encode_unit(unit: SourceUnit) -> SourceUnit:
         def encode_batches() -> Iterator[pa.RecordBatch]:
-            return (encoding.encode_batch(batch, roles.read_columns) for batch in unit.batches())
+            return (
+                encoding.encode_batch(batch, roles.source_columns_to_read)
+                for batch in unit.batches()
+            )
 
         return SourceUnit(unit.name, encode_batches, unit.is_one_partition)
 
     side = [] if encoding.sides is None else [encoding.sides.split.column]
     return [
         encode_unit(unit)
-        for unit in source.units(source_columns([*roles.read_columns, *side], source.schema.names))
+        for unit in source.units(
+            source_columns([*roles.source_columns_to_read, *side], source.schema.names)
+        )
     ]
 
 
@@ -383,7 +388,8 @@ def prepare_source(
         key = f"once-{uuid.uuid4().hex}"
     else:
         told = json.dumps(
-            [_FORMAT_VERSION, source.fingerprint, spec, *wish.key_values()], sort_keys=True
+            [_FORMAT_VERSION, source.fingerprint, spec, *wish.prepared_data_key_values()],
+            sort_keys=True,
         )
         key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
         place = (
@@ -394,7 +400,11 @@ def prepare_source(
     encoding = learn_encoding(source, roles, wish, threads) if encodes else None
     units = _encoded_units(source, roles, encoding)
     if encoding is not None:
-        spec = {**spec, "fill": fill_texts(encoding.uncategorized_fill), **encoding.split_arguments}
+        spec = {
+            **spec,
+            "fill": fill_values_as_texts(encoding.uncategorized_fill),
+            **encoding.writer_split_arguments,
+        }
     resumable = source.fingerprint is not None and source.ordered
     place, begun = prepared_directories.acquire_directory(
         store, key, resumable=resumable, replace=not reuse
