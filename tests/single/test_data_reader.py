@@ -218,16 +218,24 @@ def test_lists_of_every_type_are_read_by_their_leaves(tmp_path, kind):
     assert (np.frombuffer(batch.column("r"), kind).reshape(20, 2) == values).all()
 
 
-def test_files_that_disagree_are_refused(tmp_path):
+def test_columns_about_which_files_disagree_are_refused(tmp_path):
+    def read(*columns):
+        opened = Dataset.open_url(str(tmp_path))
+        return Reader(opened, batch_size=2, columns=list(columns) or None)
+
     pq.write_table(pa.table({"a": [1], "b": [1.0]}), tmp_path / "0.parquet")
     pq.write_table(pa.table({"a": [1]}), tmp_path / "1.parquet")
-    with pytest.raises(ValueError, match=r"no column b in .*1\.parquet"):
-        Dataset.open_url(str(tmp_path))
+    for columns in ((), ("b",), ("a", "b")):
+        with pytest.raises(ValueError, match=r"no column b in .*1\.parquet"):
+            read(*columns)
+    assert [one.name for one in read("a").columns] == ["a"]
     pq.write_table(pa.table({"a": ["x"], "b": [1.0]}), tmp_path / "1.parquet")
-    with pytest.raises(
-        ValueError, match=r"column a is Utf8 in .*1\.parquet, elsewhere it is Int64"
-    ):
-        Dataset.open_url(str(tmp_path))
+    for columns in ((), ("a",)):
+        with pytest.raises(
+            ValueError, match=r"column a is Utf8 in .*1\.parquet, elsewhere it is Int64"
+        ):
+            read(*columns)
+    assert [one.name for one in read("b").columns] == ["b"]
 
 
 def test_columns_of_one_name_are_refused(tmp_path):
