@@ -6,9 +6,11 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
+use bytes::Bytes;
 use farandole::store::{self, Error, Fault, LayoutOverrides};
 use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 use crate::error::error_chain_message;
@@ -69,12 +71,25 @@ impl Store {
     }
 
     fn read<'py>(&self, py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let bytes = py.detach(|| self.0.read(path)).map_err(store_exception)?;
-        Ok(PyBytes::new(py, &bytes))
+        let read = store::read_stable(|| {
+            let file = py.detach(|| self.0.open_file(path))?;
+            let size = file.size()?;
+            let mut failure = None;
+            // The content goes into the bytes object itself: large checkpoints fit into memory once.
+            let bytes = PyBytes::new_with(py, size, |buffer| {
+                py.detach(|| file.read_into(buffer)).map_err(|error| {
+                    let refused = PyOSError::new_err(error.to_string());
+                    failure = Some(error);
+                    refused
+                })
+            });
+            failure.map_or(Ok(bytes), Err)
+        });
+        read.map_err(store_exception)?
     }
 
-    fn create_if_absent(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<bool> {
-        let data = data.to_vec().into();
+    fn create_if_absent(&self, py: Python<'_>, path: &str, data: PyBackedBytes) -> PyResult<bool> {
+        let data = Bytes::from_owner(data);
         py.detach(|| self.0.create_if_absent(path, data)).map_err(store_exception)
     }
 
@@ -117,9 +132,17 @@ impl Store {
         py.detach(|| self.0.remove_partial_uploads()).map_err(store_exception)
     }
 
-    fn write(&self, py: Python<'_>, path: &str, data: &[u8]) -> PyResult<()> {
-        let data = data.to_vec().into();
+    fn write(&self, py: Python<'_>, path: &str, data: PyBackedBytes) -> PyResult<()> {
+        let data = Bytes::from_owner(data);
         py.detach(|| self.0.write(path, data)).map_err(store_exception)
+    }
+
+    fn copy(&self, py: Python<'_>, path: &str, name: &str) -> PyResult<()> {
+        py.detach(|| self.0.copy(path, name)).map_err(store_exception)
+    }
+
+    fn find_foreign_file(&self, py: Python<'_>, val: &Self) -> PyResult<Option<String>> {
+        py.detach(|| store::find_foreign_file(&self.0, &val.0)).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]
@@ -155,7 +178,7 @@ impl Store {
         py: Python<'_>,
         older_than: Option<f64>,
         max_size: Option<u64>,
-    ) -> PyResult<Vec<(String, usize, u64)>> {
+    ) -> PyResult<(Vec<(String, usize, u64)>, Vec<(String, String)>)> {
         let age = |seconds| {
             Duration::try_from_secs_f64(seconds)
                 .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))
@@ -164,7 +187,9 @@ impl Store {
         let swept = py
             .detach(|| store::sweep_stale_data(&self.0, limits, SystemTime::now()))
             .map_err(store_exception)?;
-        Ok(swept.into_iter().map(|one| (one.path, one.files, one.bytes)).collect())
+        let gone = swept.stale.into_iter().map(|one| (one.path, one.files, one.bytes));
+        let left = swept.left.into_iter().map(|one| (one.path, one.reason));
+        Ok((gone.collect(), left.collect()))
     }
 
     fn size(&self, py: Python<'_>, path: &str) -> PyResult<u64> {

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +17,7 @@ from tests.single.training import Here, estimator, linear
 
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepare_data
+from farandole.data.prepared_directories import acquire_directory
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.torch import TorchEstimator
@@ -155,6 +158,28 @@ def test_a_store_is_tidied_by_age_by_size_or_by_both(tmp_path):
     last = sum(file.stat().st_size for file in folders[2].iterdir())
     assert store.gc(timedelta(days=30), max_size=last) == [folder.name for folder in folders[:2]]
     assert store.gc(max_size=0) == [folders[2].name]
+
+
+@pytest.mark.parametrize("place", ["train", "val", "link", "moved"])
+def test_a_place_with_files_of_a_user_is_neither_swept_nor_prepared_again(tmp_path, place, caplog):
+    store = LocalStore(str(tmp_path / "store"))
+    with prepare_data(rows(0), store, label_cols=["y"], validation=0.2) as data:
+        key = json.loads(store.read(f"{data.train_url}/_manifest.json"))["fingerprint"]
+    train, val = (Path(NativeStore(url).local_path) for url in (data.train_url, data.val_url))
+    mine = {"train": train, "val": val, "link": tmp_path, "moved": train}[place] / "mine.parquet"
+    mine.write_bytes(b"mine")
+    if place == "link":
+        (train / "link").symlink_to(tmp_path)
+    if place == "moved":
+        train.rename(tmp_path / "elsewhere")
+        train.symlink_to(tmp_path / "elsewhere")
+    assert store.gc(0) == []
+    assert f"intermediate_train_data.{data.index}" in caplog.text
+    held, resumed = acquire_directory(store, key, resumable=False, replace=True)
+    assert held.index != data.index
+    assert not resumed
+    held.discard_data()
+    assert mine.read_bytes() == b"mine"
 
 
 def test_sizes_are_bytes():

@@ -12,7 +12,7 @@ use clap::builder::ArgPredicate;
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use farandole::config::environment_variable;
 use farandole::store::{
-    BackendOptions, Store, SweepLimits, configure_options, find_stale_data, is_free,
+    BackendOptions, StaleData, Store, SweepLimits, configure_options, find_stale_data, is_free,
     sweep_stale_data,
 };
 
@@ -257,13 +257,17 @@ pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
             };
             let now = SystemTime::now();
             let dry = matches.get_flag("dry-run");
-            let gone = if dry {
+            let StaleData { stale, left } = if dry {
                 find_stale_data(&store, limits, now)?
             } else {
                 sweep_stale_data(&store, limits, now)?
             };
+            for one in left {
+                eprintln!("left: {}: {}", one.path, one.reason);
+            }
             let state = if dry { "would go" } else { "deleted" };
-            gone.into_iter()
+            stale
+                .into_iter()
                 .map(|one| StoreRow {
                     path: one.path,
                     files: Some(one.files),
@@ -301,7 +305,7 @@ fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
 
 fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
     let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
-    for entry in store.list("")? {
+    for entry in store.list_with_links("")?.0 {
         let mut parts = entry.path.split('/');
         let first = parts.next().unwrap_or_default();
         let name = match (parts.next(), parts.next()) {

@@ -142,6 +142,12 @@ fn duration_limits(key: &str) -> DurationLimits {
             365 * ONE_DAY,
             "a duration from 100ms to 8760h: seconds, or a number with ms, s, m or h",
         ),
+        // Requests are signed once: S3 and Azure refuse a signature that is 15 minutes old.
+        "store_timeout" => (
+            Duration::from_secs(1),
+            Duration::from_secs(600),
+            "a duration from 1s to 10m: seconds, or a number with ms, s, m or h",
+        ),
         "spin" => (
             Duration::ZERO,
             Duration::from_secs(1),
@@ -239,6 +245,10 @@ knobs! {
     /// Time after which a silent peer counts as lost: a stopped process, a lost host, a network
     /// partition.
     peer_timeout: Duration = "5", "PEER_TIMEOUT", Some("--peer-timeout"), true;
+    /// Time for which an operation on a store over the network is repeated while the service is
+    /// busy, refuses connections or does not answer. It counts for each request: a read, each part
+    /// of a large file, each page of a listing.
+    store_timeout: Duration = "180", "STORE_TIMEOUT", None, true;
     /// Largest size of a fused operation.
     fusion_threshold: u64 = "128MiB", "FUSION_THRESHOLD", Some("--fusion-threshold"), true;
     /// Fuses the tensors of a group only with each other.
@@ -340,6 +350,16 @@ impl Config {
     /// Like [`Config::read`].
     pub fn from_env() -> Result<Self, KnobError> {
         Self::read(environment_variable, &BTreeMap::new())
+    }
+
+    /// Returns `FARANDOLE_STORE_TIMEOUT` of this process without reading the other knobs.
+    ///
+    /// # Errors
+    /// A value that does not parse or is outside of the limits.
+    pub fn store_timeout_from_env() -> Result<Duration, KnobError> {
+        let (key, name) = ("store_timeout", "STORE_TIMEOUT");
+        let default = KNOBS.iter().find(|knob| knob.key == key).map_or("", |knob| knob.default);
+        read_knob(key, name, default, &environment_variable, &BTreeMap::new())
     }
 }
 

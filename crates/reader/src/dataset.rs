@@ -71,8 +71,6 @@ impl ParquetDataset {
         let found = match store.read(MANIFEST_FILE_NAME) {
             Ok(text) => Some(Manifest::parse_json(&text)?),
             Err(farandole_store::Error::Missing { .. }) => None,
-            // For a path below a file, local file systems return another error than "missing".
-            Err(_) if store.size("").is_ok() => return Err(Error::IsFile { url: store.url() }),
             Err(error) => return Err(error.into()),
         };
         let dataset = match found {
@@ -161,10 +159,10 @@ impl ParquetDataset {
     ) -> Result<Self> {
         if entries.is_empty() {
             let url = store.url();
-            return Err(if store.size("").is_ok() {
-                Error::IsFile { url }
-            } else {
-                Error::NotADataset { url }
+            return Err(match store.size("") {
+                Ok(_) => Error::IsFile { url },
+                Err(farandole_store::Error::Missing { .. }) => Error::NotADataset { url },
+                Err(error) => error.into(),
             });
         }
         let footers = load_footers(&store, &entries)?;

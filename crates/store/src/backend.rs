@@ -5,7 +5,9 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::time::Duration;
 
+use farandole_config::Config;
 use object_store::ObjectStore;
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
@@ -15,6 +17,7 @@ use crate::error::Result;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
 use crate::remote;
+use crate::store_operation::StoreOperation;
 
 /// The memory stores of this process, by name.
 static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
@@ -22,7 +25,7 @@ static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
 
 /// Identity of a remote backend: stores with the same identity share connections. The process id is
 /// part of it, because a forked child cannot use its parent's connections.
-type Recipe = (u32, String, BackendOptions);
+type Recipe = (u32, String, BackendOptions, Duration);
 
 /// The remote backends of this process.
 static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<Recipe, Arc<dyn ObjectStore>>>> =
@@ -34,7 +37,16 @@ pub(crate) enum StoreBackend {
     /// A backend that is ready at once.
     InProcess(Arc<dyn ObjectStore>),
     /// A backend over the network; its connections are looked up at every use.
-    Remote(StorageService, String, BackendOptions),
+    Remote {
+        /// The service.
+        service: StorageService,
+        /// Scheme with bucket, container or name node.
+        root: String,
+        /// The user's options.
+        options: BackendOptions,
+        /// Longest time for repetitions of a request.
+        timeout: Duration,
+    },
 }
 
 impl StoreBackend {
@@ -50,8 +62,12 @@ impl StoreBackend {
                 Self::InProcess(stores.entry(name.clone()).or_default().clone())
             }
             StoreLocation::Remote { service, root, .. } => {
-                let backend =
-                    Self::Remote(*service, root.clone(), options::options_for_url(&location.url()));
+                let backend = Self::Remote {
+                    service: *service,
+                    root: root.clone(),
+                    options: options::options_for_url(&location.url()),
+                    timeout: Config::store_timeout_from_env()?,
+                };
                 // Wrong options must fail here, not at the first read in another process. HDFS
                 // contacts its name node when it is opened, so only readers and writers open it.
                 if *service != StorageService::Hdfs {
@@ -69,13 +85,13 @@ impl StoreBackend {
     pub(crate) fn object_store(&self) -> Result<Arc<dyn ObjectStore>> {
         match self {
             Self::InProcess(backend) => Ok(Arc::clone(backend)),
-            Self::Remote(service, root, options) => {
-                let recipe = (std::process::id(), root.clone(), options.clone());
+            Self::Remote { service, root, options, timeout } => {
+                let recipe = (std::process::id(), root.clone(), options.clone(), *timeout);
                 let mut opened = REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(backend) = opened.get(&recipe) {
                     return Ok(Arc::clone(backend));
                 }
-                let backend = remote::open_backend(*service, root, options)?;
+                let backend = remote::open_backend(*service, root, options, *timeout)?;
                 opened.insert(recipe, Arc::clone(&backend));
                 Ok(backend)
             }
@@ -86,7 +102,21 @@ impl StoreBackend {
     pub(crate) fn backend_waiter(&self) -> BackendWaiter {
         match self {
             Self::InProcess(_) => BackendWaiter::CallingThread,
-            Self::Remote(..) => BackendWaiter::Runtime,
+            Self::Remote { .. } => BackendWaiter::Runtime,
+        }
+    }
+
+    /// Begins an operation over a network; `None` for other backends.
+    pub(crate) fn begin_operation(
+        &self,
+        action: &'static str,
+        path: String,
+    ) -> Option<Arc<StoreOperation>> {
+        match self {
+            Self::InProcess(_) => None,
+            Self::Remote { root, timeout, .. } => {
+                Some(StoreOperation::new(root, action, path, *timeout))
+            }
         }
     }
 }

@@ -3,6 +3,8 @@
 
 //! Errors of a store.
 
+use crate::store_operation::StoreOperation;
+
 /// Result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -80,13 +82,38 @@ pub enum Error {
         /// Length of the wait.
         patience: std::time::Duration,
     },
-    /// A local directory that cannot be removed.
-    #[error("cannot delete {path}: {source}")]
-    Directory {
-        /// Path of the directory.
+    /// The service was busy, refused connections or was silent until the end of the timeout.
+    #[error(
+        "cannot {action} {path}: the service did not serve the request for {timeout:?} \
+         (FARANDOLE_STORE_TIMEOUT allows more): {source}"
+    )]
+    Unavailable {
+        /// The operation that was tried.
+        action: &'static str,
+        /// The whole path.
         path: String,
-        /// The system's error.
-        source: std::io::Error,
+        /// Time for which the request was repeated.
+        timeout: std::time::Duration,
+        /// The backend's last error.
+        source: Box<object_store::Error>,
+    },
+    /// A file that was replaced while it was being read.
+    #[error("another process has replaced the file while it was being read: {path}")]
+    Replaced {
+        /// Whole path of the file.
+        path: String,
+    },
+    /// A setting of this process that cannot be used.
+    #[error("{0}")]
+    Setting(#[from] farandole_config::KnobError),
+    /// A symbolic link to a directory below a local store.
+    #[error(
+        "a listing does not follow symbolic links, and this one leads to a directory: {path} (give \
+         that directory itself as the path, or mount it there)"
+    )]
+    LinkedDirectory {
+        /// Whole path of the link.
+        path: String,
     },
     /// An upload was used after its end.
     #[error("upload already ended: {path}")]
@@ -112,13 +139,26 @@ impl Error {
             Self::Url { .. }
             | Self::Scheme { .. }
             | Self::Option { .. }
+            | Self::Setting(_)
             | Self::UploadEnded { .. } => Fault::Usage,
             Self::Runtime { .. }
             | Self::Missing { .. }
             | Self::Refused { .. }
             | Self::Backend { .. }
             | Self::TimedOut { .. }
-            | Self::Directory { .. } => Fault::Environment,
+            | Self::Unavailable { .. }
+            | Self::Replaced { .. }
+            | Self::LinkedDirectory { .. } => Fault::Environment,
+        }
+    }
+
+    /// Adds the timeout, if the operation was repeated until its end.
+    pub(crate) fn with_timeout(self, operation: Option<&StoreOperation>) -> Self {
+        match (self, operation.and_then(StoreOperation::exhausted_timeout)) {
+            (Self::Backend { action, path, source }, Some(timeout)) => {
+                Self::Unavailable { action, path, timeout, source }
+            }
+            (other, _) => other,
         }
     }
 
@@ -130,6 +170,12 @@ impl Error {
     ) -> Self {
         match (&source, io_kind(&source)) {
             (object_store::Error::NotFound { .. }, _) => Self::Missing { path },
+            // A name below a file does not exist, either.
+            (_, Some(std::io::ErrorKind::NotADirectory))
+                if matches!(action, "read" | "look up" | "list" | "delete") =>
+            {
+                Self::Missing { path }
+            }
             (
                 object_store::Error::PermissionDenied { .. }
                 | object_store::Error::Unauthenticated { .. },

@@ -18,24 +18,18 @@ use futures::{StreamExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetResult, ListResult, MultipartUpload, ObjectMeta,
-    ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
-    RenameOptions, Result,
+    CopyOptions, Error, GetOptions, GetRange, GetResult, GetResultPayload, ListResult,
+    MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
+    PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 use tokio::time::{Instant, sleep, timeout};
 
-/// Pause after the first failure; it doubles with every further failure.
-const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Longest pause.
-const MAX_RETRY_PAUSE: Duration = Duration::from_secs(5);
-/// Longest wait for another name node of a name service to take over.
-const NAME_SERVICE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longest wait for a single name node to restart.
-const NAME_NODE_TIMEOUT: Duration = Duration::from_secs(16);
-/// Longest wait for an answer without data.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
-/// Slowest accepted transfer, in bytes a second.
-const MIN_BYTES_PER_SECOND: u64 = 256 << 10;
+use crate::http_deadlines::MIN_BYTES_PER_SECOND;
+use crate::remote::{FIRST_RETRY_PAUSE, longest_retry_pause};
+use crate::store_operation::note_failed_attempt;
+
+/// Longest time for the first byte of an answer.
+const MAX_ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Most concurrent deletions.
 const MAX_CONCURRENT_DELETIONS: usize = 10;
 
@@ -91,12 +85,11 @@ impl<S> Clone for RetryingHdfs<S> {
 }
 
 impl<S: ObjectStore> RetryingHdfs<S> {
-    /// Wraps `inner`. `root` is the URL without a path; without a port, it is a name service.
-    pub(crate) fn new(inner: S, root: &str) -> Self {
-        let authority = root.split_once("://").map_or("", |(_, authority)| authority);
-        let patience =
-            if authority.contains(':') { NAME_NODE_TIMEOUT } else { NAME_SERVICE_TIMEOUT };
-        Self { inner: Arc::new(inner), retry_timeout: patience, answer_timeout: ANSWER_TIMEOUT }
+    /// Wraps `inner`, whose requests are repeated for `timeout`: name nodes fail over within a
+    /// minute, and restart within several.
+    pub(crate) fn new(inner: S, timeout: Duration) -> Self {
+        let answer_timeout = MAX_ANSWER_TIMEOUT.min(timeout / 6);
+        Self { inner: Arc::new(inner), retry_timeout: timeout, answer_timeout }
     }
 
     /// Repeats a request until it succeeds or fails permanently. `bytes` are transferred with it.
@@ -107,16 +100,23 @@ impl<S: ObjectStore> RetryingHdfs<S> {
         let (started, mut pause) = (Instant::now(), FIRST_RETRY_PAUSE);
         let limit = self.answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND);
         loop {
-            let error = match timeout(limit, question()).await {
+            let (error, transient) = match timeout(limit, question()).await {
                 Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(error)) => error,
-                Err(_) => return Err(generic_error(format!("no answer within {limit:?}"))),
+                Ok(Err(error)) => {
+                    let transient = is_transient(&error);
+                    (translate_error(error), transient)
+                }
+                Err(_) => (generic_error(format!("no answer within {limit:?}")), true),
             };
-            if !is_transient(&error) || started.elapsed() + pause > self.retry_timeout {
-                return Err(translate_error(error));
+            if !transient {
+                return Err(error);
             }
-            sleep(pause).await;
-            pause = (pause * 2).min(MAX_RETRY_PAUSE);
+            note_failed_attempt(&error.to_string());
+            if started.elapsed() > self.retry_timeout {
+                return Err(error);
+            }
+            sleep(pause.mul_f64(rand::random_range(0.5..=1.0))).await;
+            pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
     }
 }
@@ -240,7 +240,21 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         if !options.head {
             check_reader_process()?;
         }
-        self.ask_with_retries(0, || self.inner.get_opts(location, options.clone())).await
+        let Some(GetRange::Bounded(range)) = options.range.clone() else {
+            return self
+                .ask_with_retries(0, || self.inner.get_opts(location, options.clone()))
+                .await;
+        };
+        // The connection may break in the content, so a part is read and repeated as a whole.
+        let read = || async {
+            let answer = self.inner.get_opts(location, options.clone()).await?;
+            let (meta, range, attributes) =
+                (answer.meta.clone(), answer.range.clone(), answer.attributes.clone());
+            let content = answer.bytes().await?;
+            let payload = GetResultPayload::Stream(stream::iter([Ok(content)]).boxed());
+            Ok(GetResult { payload, meta, range, attributes })
+        };
+        self.ask_with_retries(range_length(&range), read).await
     }
 
     async fn get_ranges(&self, location: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
@@ -281,7 +295,9 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        self.inner.copy_opts(from, to, options).await.map_err(translate_error)
+        // The client copies the bytes itself.
+        let bytes = self.head(from).await?.size;
+        self.ask_with_retries(bytes, || self.inner.copy_opts(from, to, options.clone())).await
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
@@ -296,6 +312,8 @@ mod tests {
     use object_store::memory::InMemory;
 
     use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     /// An in-memory store that returns these errors, the last first, before it answers.
     #[derive(Debug, Default)]
@@ -395,7 +413,7 @@ mod tests {
 
     #[tokio::test]
     async fn temporary_errors_are_retried_for_every_call() {
-        let store = RetryingHdfs::new(Moody::default(), "hdfs://service");
+        let store = RetryingHdfs::new(Moody::default(), TIMEOUT);
         let at = Path::from("a/b");
         says(&store, [standby(), refused()]);
         store.put(&at, "text".into()).await.unwrap();
@@ -415,25 +433,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_lasting_error_is_returned_after_the_retries() {
-        let told = |root| RetryingHdfs::new(Moody::default(), root).retry_timeout;
-        assert!(told("hdfs://service") > told("hdfs://node:8020"), "one of several takes over");
-        let store = RetryingHdfs {
-            retry_timeout: FIRST_RETRY_PAUSE * 8,
-            ..RetryingHdfs::new(Moody::default(), "hdfs://service")
-        };
+    async fn a_lasting_error_is_returned_after_the_timeout() {
+        let timeout = FIRST_RETRY_PAUSE * 12;
+        let store = RetryingHdfs::new(Moody::default(), timeout);
         says(&store, std::iter::repeat_with(standby).take(1000));
         let started = Instant::now();
         let error = store.head(&Path::from("x")).await.unwrap_err().to_string();
-        assert!(started.elapsed() >= FIRST_RETRY_PAUSE * 7, "after pauses of one, two and four");
-        assert_eq!(store.inner.errors.lock().unwrap().len(), 1000 - 4);
+        assert!(started.elapsed() > timeout);
+        let attempts = 1000 - store.inner.errors.lock().unwrap().len();
+        assert!((12..=25).contains(&attempts), "pauses of 50 to 100 ms: {attempts}");
         assert!(error.contains("StandbyException: not me") && !error.contains("Java"), "{error}");
     }
 
     #[tokio::test]
     async fn of_many_creators_one_succeeds_though_its_answer_was_lost() {
         let lossy = Moody { after: true, ..Moody::default() };
-        let store = RetryingHdfs::new(lossy, "hdfs://service");
+        let store = RetryingHdfs::new(lossy, TIMEOUT);
         let (at, create) = (Path::from("lease"), PutOptions::from(PutMode::Create));
         says(&store, [refused()]);
         store.put_opts(&at, "mine".into(), create.clone()).await.unwrap();
@@ -444,7 +459,7 @@ mod tests {
 
     #[tokio::test]
     async fn refusals_are_reported_at_once_like_those_of_other_services() {
-        let store = RetryingHdfs::new(Moody::default(), "hdfs://service");
+        let store = RetryingHdfs::new(Moody::default(), TIMEOUT);
         let at = Path::from("x");
         let class = "org.apache.hadoop.security.AccessControlException";
         let denied =
@@ -468,22 +483,24 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn silence_ends() {
+    async fn silence_is_repeated_until_the_timeout() {
         let answer = Duration::from_millis(50);
         let store = RetryingHdfs {
             answer_timeout: answer,
-            ..RetryingHdfs::new(Moody::default(), "hdfs://service")
+            ..RetryingHdfs::new(Moody::default(), Duration::from_millis(200))
         };
-        let error =
-            store.ask_with_retries(0, std::future::pending::<Result<()>>).await.unwrap_err();
+        let attempts = std::cell::Cell::new(0);
+        let silent = || {
+            attempts.set(attempts.get() + 1);
+            std::future::pending::<Result<()>>()
+        };
+        let error = store.ask_with_retries(0, silent).await.unwrap_err();
         assert!(error.to_string().contains("no answer within 50ms"), "{error}");
-        let error = store
-            .ask_with_retries(MIN_BYTES_PER_SECOND, std::future::pending::<Result<()>>)
-            .await
-            .unwrap_err();
+        assert!(attempts.get() > 1);
+        let data = store.ask_with_retries(MIN_BYTES_PER_SECOND, silent).await.unwrap_err();
         assert!(
-            error.to_string().contains("no answer within 1.05s"),
-            "data may take longer: {error}"
+            data.to_string().contains("no answer within 1.05s"),
+            "data may take longer: {data}"
         );
     }
 

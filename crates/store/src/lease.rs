@@ -13,7 +13,8 @@
 //!                  delete our lease; wait until later leases are deleted
 //! mark_in_use:     create a use mark -> if there is a valid lease, delete our use mark
 //! downgrade_lease: create a use mark -> delete our lease
-//! clear_directory: delete the manifest -> other files -> our lease -> the directory, if empty
+//! clear_directory: mark the deletion -> delete the manifest -> other files -> the mark -> our lease
+//!                  -> the directory, if empty
 //! ```
 //!
 //! A writer and a reader first create their own mark and then look for other marks. So if both
@@ -34,10 +35,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::mark_names::{EMPTY_MARK_LIFETIME, LEASE_PREFIX, USE_PREFIX, is_mark};
+use crate::prepared_files::{self, MANIFEST_FILE, PREPARATION_FILE};
 use crate::store::{DirectoryItem, Store};
-
-/// File without which a directory has no complete data.
-const MANIFEST_FILE: &str = "_manifest.json";
 
 /// Time for which the mark of a process is valid if the process cannot be observed.
 const UNSEEN_HOLDER_LIFETIME: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -301,15 +300,19 @@ pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<St
 /// # Errors
 /// A backend that does not answer or does not delete. Some files may be deleted by then.
 pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
+    // If this process is killed, the mark shows that the remaining files may be deleted.
+    prepared_files::mark_deletion(store)?;
     store.delete(MANIFEST_FILE)?;
-    let entries = store.list("")?;
+    let (entries, links) = store.list_with_links("")?;
+    let paths = entries.iter().map(|entry| entry.path.as_str()).chain(links.iter().map(|p| &**p));
     let files: Vec<&str> =
-        entries.iter().map(|entry| entry.path.as_str()).filter(|path| !is_mark(path)).collect();
+        paths.filter(|path| !is_mark(path) && *path != PREPARATION_FILE).collect();
     store.delete_files("", files.iter().copied())?;
     for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {
         store.delete_all(&item.name)?;
     }
     store.remove_partial_uploads()?;
+    store.delete(PREPARATION_FILE)?;
     store.delete(lease)?;
     store.remove_empty_directories()?;
     Ok(files.len())

@@ -21,6 +21,11 @@
 //! - `ST-5`: a directory of prepared data has either one writer or any number of readers, on all
 //!   hosts together.
 //! - `ST-4`: no option's value appears in an error or in debug output.
+//! - `ST-6`: a transfer over the network ends by its progress, not by its size: a file is read and
+//!   written in parts, and each part is repeated for `FARANDOLE_STORE_TIMEOUT`.
+//! - `ST-7`: recursive operations on local directories do not follow symbolic links.
+//! - `ST-8`: only ENOENT and ENOTDIR mean that a local file does not exist.
+//! - `ST-9`: prepared data is deleted only if a preparation has named every file of it.
 //! - `ST-3`: `localized_path(full_path(path)) == path` for absolute paths; characters are never
 //!   escaped.
 
@@ -31,24 +36,34 @@ mod backend_wait;
 mod data_sweep;
 mod error;
 mod hdfs_retry;
+mod http_deadlines;
 mod layout;
 mod lease;
 mod local_files;
+mod local_tree;
 mod location;
 mod mark_names;
+mod opened_file;
 mod options;
+mod prepared_files;
+mod ranged_reads;
 mod remote;
 mod store;
+mod store_operation;
 mod upload;
 
-pub use data_sweep::{SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data};
+pub use data_sweep::{
+    LeftDirectory, StaleData, SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data,
+};
 pub use error::{Error, Fault, Result};
 pub use layout::{LayoutOverrides, StoreLayout};
 pub use lease::{
     acquire_lease, clear_directory, downgrade_lease, is_free, mark_in_use, renew_mark,
 };
 pub use location::{full_path, localized_path};
+pub use opened_file::OpenedFile;
 pub use options::{BackendOptions, configure_options};
+pub use prepared_files::find_foreign_file;
 pub use remote::object_store_options;
-pub use store::{DirectoryItem, FileEntry, Store};
+pub use store::{DirectoryItem, FileEntry, Store, read_stable};
 pub use upload::StoreUpload;

@@ -14,6 +14,7 @@ use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
 
+use crate::local_tree;
 use crate::mark_names;
 
 /// Largest gap between two ranges that are read together.
@@ -59,6 +60,19 @@ fn take_buffer(bytes: usize) -> Vec<u8> {
         Some(index) => free.swap_remove(index),
         None => Vec::with_capacity(bytes),
     }
+}
+
+/// Opens a file and returns its size. A directory is no file.
+///
+/// # Errors
+/// The operating system's error.
+pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
+    let file = File::open(path)?;
+    let found = file.metadata()?;
+    if found.is_dir() {
+        return Err(Error::new(ErrorKind::NotFound, "it is a directory"));
+    }
+    Ok((file, found.len()))
 }
 
 /// Returns the bytes of each range.
@@ -185,6 +199,19 @@ static STAGED_FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 /// # Errors
 /// The operating system's error; the previous content is then unchanged.
 pub(crate) fn write_file(path: &Path, data: &[u8]) -> Result<()> {
+    write_file_by(path, |file| file.write_all(data))
+}
+
+/// Copies a file like [`write_file`].
+///
+/// # Errors
+/// The operating system's error; the previous content is then unchanged.
+pub(crate) fn copy_file(from: &Path, to: &Path) -> Result<()> {
+    let (mut source, _) = open_file(from)?;
+    write_file_by(to, |file| std::io::copy(&mut source, file).map(drop))
+}
+
+fn write_file_by(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Result<()> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
     let mut staged = PathBuf::new();
     let mut file = create_in_directory(directory, create_directories, || {
@@ -192,7 +219,7 @@ pub(crate) fn write_file(path: &Path, data: &[u8]) -> Result<()> {
         staged = name;
         Ok(file)
     })?;
-    let written = file.write_all(data).and_then(|()| file.sync_all());
+    let written = write(&mut file).and_then(|()| file.sync_all());
     drop(file);
     written
         .and_then(|()| std::fs::rename(&staged, path))
@@ -263,12 +290,15 @@ pub(crate) fn remove_partial_uploads(directory: &Path) -> Result<()> {
     for entry in entries {
         let (name, path) = entry.map(|entry| (entry.file_name(), entry.path()))?;
         let name = name.to_string_lossy().into_owned();
-        let number = name.rsplit_once('#').map(|(_, number)| number);
-        let leaving = number.is_some_and(|number| {
-            !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-        });
-        let written = || std::fs::metadata(&path).and_then(|meta| meta.modified()).ok();
-        if leaving && !mark_names::may_become_mark(&name, written) {
+        if !local_tree::is_staged_name(&name) {
+            continue;
+        }
+        let written = match std::fs::symlink_metadata(&path).and_then(|found| found.modified()) {
+            Ok(written) => written,
+            Err(error) if local_tree::is_absence(&error) => continue,
+            Err(error) => return Err(error),
+        };
+        if !mark_names::may_become_mark(&name, || Some(written)) {
             match std::fs::remove_file(&path) {
                 Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
                 Ok(()) | Err(_) => {}

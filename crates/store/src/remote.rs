@@ -17,6 +17,7 @@ use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 use crate::backend_wait;
 use crate::error::{Error, Result};
 use crate::hdfs_retry::{RetryingHdfs, translate_error};
+use crate::http_deadlines::DeadlineConnector;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
 
@@ -44,18 +45,23 @@ const AZURE_OPTION_NAMES: &[(&str, &str)] = &[
     ("anon", "azure_skip_signature"),
 ];
 
-/// Returns the retry settings: enough for a service that is busy for a moment, while a missing one
-/// is reported within a minute.
-fn retry_config() -> RetryConfig {
-    RetryConfig {
-        backoff: BackoffConfig {
-            init_backoff: Duration::from_millis(100),
-            max_backoff: Duration::from_secs(5),
-            base: 2.0,
-        },
-        max_retries: 8,
-        retry_timeout: Duration::from_secs(60),
-    }
+/// First pause between two attempts.
+pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
+
+/// Returns the longest pause between two attempts.
+pub(crate) fn longest_retry_pause(timeout: Duration) -> Duration {
+    Duration::from_secs(15).min(timeout / 12).max(FIRST_RETRY_PAUSE)
+}
+
+/// Returns the retry settings. Only the time limits them, because services ask for minutes of
+/// patience: S3 while it splits a partition. The pauses grow and are random.
+fn retry_config(timeout: Duration) -> RetryConfig {
+    let max_backoff = longest_retry_pause(timeout);
+    let backoff = BackoffConfig { init_backoff: FIRST_RETRY_PAUSE, max_backoff, base: 2.0 };
+    // More pauses than the timeout has room for.
+    let pauses = 2 * timeout.as_millis() / FIRST_RETRY_PAUSE.as_millis();
+    let max_retries = usize::try_from(pauses).unwrap_or(usize::MAX);
+    RetryConfig { backoff, max_retries, retry_timeout: timeout }
 }
 
 /// Opens the backend of `root`, which is scheme and bucket.
@@ -63,14 +69,26 @@ pub(crate) fn open_backend(
     service: StorageService,
     root: &str,
     options: &BackendOptions,
+    timeout: Duration,
 ) -> Result<Arc<dyn ObjectStore>> {
     let refuse = |source: object_store::Error| {
         Error::from_backend("open", root.to_owned(), redact_options(options, source))
     };
+    let has_own_timeout = options.0.contains_key("timeout");
+    let connector = DeadlineConnector { timeout, has_own_timeout };
     Ok(match service {
-        StorageService::S3 => Arc::new(s3_builder(root, options)?.build().map_err(refuse)?),
-        StorageService::Gcs => Arc::new(gcs_builder(root, options)?.build().map_err(refuse)?),
-        StorageService::Azure => Arc::new(azure_builder(root, options)?.build().map_err(refuse)?),
+        StorageService::S3 => {
+            let builder = s3_builder(root, options)?.with_retry(retry_config(timeout));
+            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+        }
+        StorageService::Gcs => {
+            let builder = gcs_builder(root, options)?.with_retry(retry_config(timeout));
+            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+        }
+        StorageService::Azure => {
+            let builder = azure_builder(root, options)?.with_retry(retry_config(timeout));
+            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+        }
         StorageService::Hdfs => {
             let builder = HdfsObjectStoreBuilder::new()
                 .with_url(root)
@@ -78,7 +96,7 @@ pub(crate) fn open_backend(
                 .with_io_runtime(backend_wait::runtime_handle()?);
             Arc::new(RetryingHdfs::new(
                 builder.build().map_err(|source| refuse(translate_error(source)))?,
-                root,
+                timeout,
             ))
         }
     })
@@ -163,7 +181,7 @@ fn is_plain_http(endpoint: Option<&String>) -> bool {
 
 fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
     let url = root.replacen("s3n://", "s3://", 1);
-    let mut builder = AmazonS3Builder::from_env().with_url(url).with_retry(retry_config());
+    let mut builder = AmazonS3Builder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::S3, root, options)? {
         builder = builder.with_config(key, value);
     }
@@ -173,8 +191,7 @@ fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
 
 fn gcs_builder(root: &str, options: &BackendOptions) -> Result<GoogleCloudStorageBuilder> {
     let url = root.replacen("gcs://", "gs://", 1);
-    let mut builder =
-        GoogleCloudStorageBuilder::from_env().with_url(url).with_retry(retry_config());
+    let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::Gcs, root, options)? {
         builder = builder.with_config(key, value);
     }
@@ -184,7 +201,7 @@ fn gcs_builder(root: &str, options: &BackendOptions) -> Result<GoogleCloudStorag
 }
 
 fn azure_builder(root: &str, options: &BackendOptions) -> Result<MicrosoftAzureBuilder> {
-    let mut builder = MicrosoftAzureBuilder::from_env().with_url(root).with_retry(retry_config());
+    let mut builder = MicrosoftAzureBuilder::from_env().with_url(root);
     for (key, value) in typed_options(StorageService::Azure, root, options)? {
         builder = builder.with_config(key, value);
     }
@@ -230,9 +247,13 @@ mod tests {
     #[test]
     fn a_value_that_was_parsed_as_a_file_name_is_not_in_the_message() {
         for secret in ["ya29.hidden-token", r#"{"private_key": "hidden-token"}"#] {
-            let error =
-                open_backend(StorageService::Gcs, "gs://data", &options(&[("token", secret)]))
-                    .unwrap_err();
+            let error = open_backend(
+                StorageService::Gcs,
+                "gs://data",
+                &options(&[("token", secret)]),
+                Duration::from_secs(1),
+            )
+            .unwrap_err();
             let mut shown = format!("{error} {error:?}");
             let mut source = std::error::Error::source(&error);
             while let Some(error) = source {

@@ -4,30 +4,38 @@
 //! Writes a file in pieces; it appears when it is complete.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use object_store::MultipartUpload;
+use object_store::{MultipartUpload, ObjectMeta, PutPayload};
 use tokio::task::JoinHandle;
+use tokio::time::timeout;
 
 use crate::backend_wait::{BackendWaiter, runtime_handle};
 use crate::error::{Error, Result};
 use crate::local_files;
+use crate::ranged_reads::{MAX_PARTS_IN_FLIGHT, PART_BYTES};
+use crate::store::Store;
+use crate::store_operation::StoreOperation;
 
-/// Smallest part. Smaller pieces are joined, because object stores reject small parts.
-const MIN_PART_BYTES: usize = 8 << 20;
-/// Most parts in flight over a network, while the writer continues.
-const MAX_PARTS_IN_FLIGHT: usize = 4;
+/// Number of parts after which the size of a part doubles. Services take 10,000 parts, which are
+/// then half a terabyte.
+const PARTS_OF_ONE_SIZE: usize = 2000;
+
+/// Longest time to delete the parts of an upload that has failed. The service may be unreachable.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A file in progress. It is invisible before [`StoreUpload::finish`]; dropping the upload leaves
 /// no file.
 pub struct StoreUpload {
     inner: Option<Box<dyn MultipartUpload>>,
-    waiter: BackendWaiter,
-    sent: VecDeque<JoinHandle<object_store::Result<()>>>,
+    store: Store,
+    name: String,
     path: String,
-    /// Path at which the file appears, on a local file system.
-    local: Option<PathBuf>,
+    operation: Option<Arc<StoreOperation>>,
+    sent: VecDeque<JoinHandle<object_store::Result<()>>>,
+    sent_parts: usize,
     pending: Vec<Bytes>,
     pending_bytes: usize,
     bytes: u64,
@@ -36,17 +44,18 @@ pub struct StoreUpload {
 impl StoreUpload {
     pub(crate) fn new(
         inner: Box<dyn MultipartUpload>,
-        waiter: BackendWaiter,
-        path: String,
-        local: Option<PathBuf>,
+        store: Store,
+        name: String,
+        operation: Option<Arc<StoreOperation>>,
     ) -> Self {
-        let sent = VecDeque::new();
         Self {
             inner: Some(inner),
-            waiter,
-            sent,
-            path,
-            local,
+            path: store.display_path(&name),
+            store,
+            name,
+            operation,
+            sent: VecDeque::new(),
+            sent_parts: 0,
             pending: Vec::new(),
             pending_bytes: 0,
             bytes: 0,
@@ -63,15 +72,22 @@ impl StoreUpload {
         self.bytes
     }
 
-    /// Appends a piece.
+    /// Appends a piece. A large one is sent in parts without a copy.
     ///
     /// # Errors
     /// The backend's error; the upload cannot continue after it.
-    pub fn write_piece(&mut self, piece: Bytes) -> Result<()> {
+    pub fn write_piece(&mut self, mut piece: Bytes) -> Result<()> {
         self.bytes += piece.len() as u64;
-        self.pending_bytes += piece.len();
-        self.pending.push(piece);
-        if self.pending_bytes >= MIN_PART_BYTES { self.send_pending() } else { Ok(()) }
+        while !piece.is_empty() {
+            let part_bytes = PART_BYTES << (self.sent_parts / PARTS_OF_ONE_SIZE).min(4);
+            let take = piece.len().min(part_bytes - self.pending_bytes);
+            self.pending_bytes += take;
+            self.pending.push(piece.split_to(take));
+            if self.pending_bytes == part_bytes {
+                self.send_pending()?;
+            }
+        }
+        Ok(())
     }
 
     fn send_pending(&mut self) -> Result<()> {
@@ -79,19 +95,17 @@ impl StoreUpload {
             return Ok(());
         }
         self.pending_bytes = 0;
-        let payload = self.pending.drain(..).collect::<object_store::PutPayload>();
+        self.sent_parts += 1;
+        let payload = self.pending.drain(..).collect::<PutPayload>();
         let inner =
             self.inner.as_mut().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         let part = inner.put_part(payload);
-        match self.waiter {
-            BackendWaiter::CallingThread => {
-                self.waiter.wait(part)?.map_err(|source| self.upload_error("write", source))
-            }
-            BackendWaiter::Runtime => {
-                self.sent.push_back(runtime_handle()?.spawn(part));
-                self.wait_for_parts(MAX_PARTS_IN_FLIGHT)
-            }
-        }
+        let Some(operation) = self.operation.clone() else {
+            let sent = self.store.backend_waiter().wait(part)?;
+            return sent.map_err(|source| self.upload_error("write", source));
+        };
+        self.sent.push_back(runtime_handle()?.spawn(async move { operation.run(part).await }));
+        self.wait_for_parts(MAX_PARTS_IN_FLIGHT)
     }
 
     /// Waits until at most `left` parts are in flight.
@@ -99,7 +113,7 @@ impl StoreUpload {
         while self.sent.len() > left
             && let Some(part) = self.sent.pop_front()
         {
-            let part = self.waiter.wait(part)?.unwrap_or_else(|source| Err(source.into()));
+            let part = BackendWaiter::Runtime.wait(part)?.unwrap_or_else(|error| Err(error.into()));
             part.map_err(|source| self.upload_error("write", source))?;
         }
         Ok(())
@@ -107,6 +121,7 @@ impl StoreUpload {
 
     fn upload_error(&self, action: &'static str, source: object_store::Error) -> Error {
         Error::from_backend(action, self.path.clone(), source)
+            .with_timeout(self.operation.as_deref())
     }
 
     /// Completes the file, which then appears; returns its size.
@@ -118,10 +133,20 @@ impl StoreUpload {
         self.wait_for_parts(0)?;
         let mut inner =
             self.inner.take().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
-        match self.waiter.wait(inner.complete())? {
+        let waiter = self.store.backend_waiter();
+        let before = match &self.operation {
+            Some(_) => self.store.file_version(&self.name)?,
+            None => None,
+        };
+        let completed = match &self.operation {
+            Some(operation) => waiter.wait(operation.run(inner.complete()))?,
+            None => waiter.wait(inner.complete())?,
+        };
+        match completed {
             Ok(_) => {
                 // Manifests name such files, so the files must survive a power failure.
-                let synced = self.local.as_deref().map_or(Ok(()), local_files::sync_file);
+                let local = self.store.local_path().map(|base| base.join(&self.name));
+                let synced = local.as_deref().map_or(Ok(()), local_files::sync_file);
                 let source = |source: std::io::Error| object_store::Error::Generic {
                     store: "LocalFileSystem",
                     source: Box::new(source),
@@ -129,10 +154,24 @@ impl StoreUpload {
                 synced.map_err(|error| self.upload_error("complete", source(error)))?;
                 Ok(self.bytes)
             }
+            Err(_) if self.was_completed(before.as_ref()) => Ok(self.bytes),
             Err(source) => {
                 self.inner = Some(inner);
                 Err(self.upload_error("complete", source))
             }
+        }
+    }
+
+    /// Returns whether an earlier attempt completed the file although its answer was lost. Then the
+    /// service does not know the upload any more, but has another file than `before`.
+    fn was_completed(&self, before: Option<&ObjectMeta>) -> bool {
+        let repeated = self.operation.as_ref().is_some_and(|operation| operation.was_repeated());
+        if !repeated {
+            return false;
+        }
+        match self.store.file_version(&self.name) {
+            Ok(Some(found)) => found.size == self.bytes && before != Some(&found),
+            Ok(None) | Err(_) => false,
         }
     }
 }
@@ -142,7 +181,15 @@ impl Drop for StoreUpload {
         if let Some(mut inner) = self.inner.take() {
             // If the cleanup fails, the remaining file has a name that no reader opens.
             self.sent.drain(..).for_each(|part| part.abort());
-            drop(self.waiter.wait(inner.abort()));
+            match self.store.backend_waiter() {
+                BackendWaiter::CallingThread => {
+                    drop(BackendWaiter::CallingThread.wait(inner.abort()));
+                }
+                BackendWaiter::Runtime => {
+                    let aborted = async { timeout(ABORT_TIMEOUT, inner.abort()).await };
+                    drop(BackendWaiter::Runtime.wait(aborted));
+                }
+            }
         }
     }
 }

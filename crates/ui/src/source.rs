@@ -74,7 +74,7 @@ impl RunSource {
     /// # Errors
     /// A store that cannot be asked.
     pub(crate) fn list_runs(root: &Store) -> Result<BTreeMap<String, Files>> {
-        let entries = root.list("")?;
+        let (entries, _) = root.list_with_links("")?;
         let runs: BTreeSet<&str> =
             entries.iter().filter_map(|entry| run_directory_of(&entry.path)).collect();
         let mut found: BTreeMap<String, Files> =

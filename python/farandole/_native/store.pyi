@@ -30,6 +30,12 @@ class Store:
     def read(self, path: str) -> bytes: ...
     def write(self, path: str, data: bytes) -> None:
         """Writes a file so that no reader sees half of it; makes directories as needed."""
+    def copy(self, path: str, name: str) -> None:
+        """Copies a file to another name in the store. Object stores copy it themselves."""
+    def find_foreign_file(self, val: Store) -> str | None:
+        """Returns the whole path of a file that no preparation wrote in this directory of training
+        data or in `val`; `None` if both may be emptied.
+        """
     def create_if_absent(self, path: str, data: bytes) -> bool:
         """Writes a small file unless there is one of this name; of many processes that try, one
         does.
@@ -68,12 +74,13 @@ class Store:
         """Files and directories directly in `path`, by name."""
     def sweep_stale_data(
         self, older_than: float | None = None, max_size: int | None = None
-    ) -> list[tuple[str, int, int]]:
+    ) -> tuple[list[tuple[str, int, int]], list[tuple[str, str]]]:
         """Deletes unused prepared data older than so many seconds, and the oldest until all has at
         most so many bytes.
 
         Returns:
-            Relative path, files and bytes of each directory.
+            Relative path, files and bytes of each deleted directory; relative path and reason of
+            each directory that was left because of files of others.
         """
     def size(self, path: str) -> int: ...
     def list(self, path: str = "") -> list[tuple[str, int]]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ _PREPARATION_FILE = "_preparation.json"
 _LAST_USE_FILE = "_used.json"
 _FINISHED_PARTITION_PREFIX = "_done-"
 _MARK_FILE_PREFIXES = ("_lease-", "_use-")
+_log = logging.getLogger("farandole")
 _RETENTION_SECONDS = 7 * 24 * 3600.0
 
 
@@ -63,8 +65,9 @@ class PreparedDirectory(LeaseFile):
             key: The key of the data, which identifies its source.
         """
         train = NativeStore(self.train_url)
-        train.delete(MANIFEST_FILE)  # first: no reader may find a manifest without its files
+        # First: files without a mark are never deleted, by a later preparation either.
         train.write(_PREPARATION_FILE, _to_json({"key": key, "time": time.time()}))
+        train.delete(MANIFEST_FILE)  # then: no reader may find a manifest without its files
         for name, _ in train.list():
             if name != _PREPARATION_FILE and not name.startswith(_MARK_FILE_PREFIXES):
                 train.delete(name)
@@ -111,8 +114,16 @@ class PreparedDirectory(LeaseFile):
         """Lets go of the place and deletes everything in it."""
         with self._file_lock:
             if self._stop_holding():
-                NativeStore(self.val_url).delete_all()
-                NativeStore(self.train_url).clear_directory(self._file_name)
+                train, val = NativeStore(self.train_url), NativeStore(self.val_url)
+                foreign = train.find_foreign_file(val)
+                if foreign is not None:
+                    _log.warning("prepared data is not deleted, because of a file: %s", foreign)
+                    train.delete(self._file_name)
+                    return
+                # If this process is killed now, the mark shows that the rest may be deleted.
+                train.write(_PREPARATION_FILE, _to_json({"key": "once deleted", "time": 0}))
+                val.delete_all()
+                train.clear_directory(self._file_name)
 
 
 def note_finished_partition(
@@ -257,6 +268,8 @@ def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> boo
     """Returns whether a place may be emptied if no process uses it."""
     url = store.get_train_data_path(index)
     directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
+    if directory.find_foreign_file(beside) is not None:
+        return False
     theirs = [name for name, _ in directory.list() if not name.startswith(_MARK_FILE_PREFIXES)]
     manifest = _read_manifest(url)
     key = manifest["fingerprint"] if manifest is not None else _unfinished_key(url)

@@ -10,9 +10,9 @@ and the directory is synchronized:
     checkpoint             the last checkpoint
     checkpoint.previous    the checkpoint before
 
-Object stores show a file only when it is complete. There, the previous checkpoint is copied, then
-the new checkpoint is written. On HDFS the previous checkpoint is renamed, and the settings of the
-data nodes decide whether files survive a loss of power.
+Object stores show a file only when it is complete. There, the store copies the previous checkpoint,
+then the new checkpoint is written. On HDFS this process copies it, and the settings of the data
+nodes decide whether files survive a loss of power.
 
 Checkpoints of PyTorch, Lightning and Keras are zip archives, whose checksums show whether a file is
 complete.
@@ -107,8 +107,9 @@ def write_durably(
     if store.local_path is not None:
         _write_locally(Path(store.local_path), name, data, keeps=keeps, disk=disk)
         return
-    if keeps and store.exists(name):
-        store.write(name + PREVIOUS_SUFFIX, store.read(name))
+    if keeps:
+        with contextlib.suppress(FileNotFoundError):  # the first checkpoint
+            store.copy(name, name + PREVIOUS_SUFFIX)
     store.write(name, data)
 
 

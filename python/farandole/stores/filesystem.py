@@ -125,8 +125,13 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
             self.rm_file(one)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
-        """Copies a file."""
-        self.pipe_file(path2, self.cat_file(path1))
+        """Copies a file; within a directory, the store copies it itself."""
+        source, name = self._store_and_name(path1)
+        target, copy = self._store_and_name(path2)
+        if source.url == target.url:
+            source.copy(name, copy)
+        else:
+            target.write(copy, source.read(name))
 
     def mkdir(self, path: str, create_parents: bool = True, **_: Any) -> None:
         """Does nothing: directories come with their files."""

@@ -22,6 +22,7 @@ processes; the environment is not.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from datetime import timedelta
 from numbers import Real
@@ -39,6 +40,7 @@ from farandole.stores.remote_store import RemoteStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+_log = logging.getLogger("farandole")
 _URL_SECRET_PATTERN = re.compile(r"://[^/@]*:[^/@]*@|[?&](sig|X-Amz-Signature)=")
 _PATH_ARGUMENTS = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
 _SCHEME_PATTERN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
@@ -268,7 +270,8 @@ class AbstractFilesystemStore(Store):
         """Deletes prepared data below the prefix that is old, or too much, and that no process
         uses.
 
-        Runs, checkpoints and files of others are never touched.
+        Runs, checkpoints, test data and files of others are never touched. A directory of training
+        or validation data with a file that no preparation wrote is left, and a warning names it.
 
         Args:
             older_than: age of a data set's newest file, as a timedelta or in seconds.
@@ -292,9 +295,10 @@ class AbstractFilesystemStore(Store):
             raise ValueError(f"older_than must be at least 0: {older_than!r}")
         seconds = None if age is None else float(age)
         size = None if max_size is None else byte_count("max_size", max_size)
-        return [
-            path for path, _, _ in native.Store(self.prefix_path).sweep_stale_data(seconds, size)
-        ]
+        gone, left = native.Store(self.prefix_path).sweep_stale_data(seconds, size)
+        for path, reason in left:
+            _log.warning("gc leaves %s/%s: %s", self.prefix_path, path, reason)
+        return [path for path, _, _ in gone]
 
     def __repr__(self) -> str:
         """Shows the prefix."""

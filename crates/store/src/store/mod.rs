@@ -11,16 +11,45 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
-use object_store::{ObjectStore, ObjectStoreExt, PutMode};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode};
 
 use crate::backend::StoreBackend;
 use crate::backend_wait::BackendWaiter;
 use crate::error::{Error, Result};
 use crate::hdfs_retry::is_partial_upload;
 use crate::local_files;
+use crate::local_tree;
 use crate::location::{StorageService, StoreLocation};
 use crate::mark_names;
+use crate::opened_file::{FileSource, OpenedFile};
+use crate::ranged_reads::{self, MAX_SINGLE_REQUEST_BYTES};
+use crate::store_operation::StoreOperation;
 use crate::upload::StoreUpload;
+
+/// Largest object that S3 copies by one request.
+const MAX_S3_COPY_BYTES: u64 = 5 << 30;
+/// Most attempts to read a file that other processes replace again and again.
+const MAX_STABLE_READS: u32 = 5;
+
+/// Repeats a read if the file was replaced while it was being read.
+///
+/// # Errors
+/// Those of `read`.
+pub fn read_stable<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
+    for _ in 1..MAX_STABLE_READS {
+        match read() {
+            Err(Error::Replaced { .. }) => {}
+            done => return done,
+        }
+    }
+    read()
+}
+
+/// Returns the local path of a file of a store. A path with a slash at its end, as `join` makes it
+/// of an empty name, would follow a link and name no file.
+fn local_file(base: &std::path::Path, path: &str) -> PathBuf {
+    if path.is_empty() { base.to_owned() } else { base.join(path) }
+}
 
 /// A file in a listing.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -107,7 +136,7 @@ impl Store {
     pub fn open_child(&self, path: &str) -> Result<Self> {
         let prefix = self.object_path(path)?;
         let location = match &self.location {
-            StoreLocation::Local(base) => StoreLocation::Local(base.join(path)),
+            StoreLocation::Local(base) => StoreLocation::Local(local_file(base, path)),
             StoreLocation::Memory { name, .. } => {
                 StoreLocation::Memory { name: name.clone(), path: prefix.to_string() }
             }
@@ -180,6 +209,11 @@ impl Store {
         self.backend_error(action, path)(source)
     }
 
+    /// Returns the way to wait for the backend.
+    pub(crate) fn backend_waiter(&self) -> BackendWaiter {
+        self.backend.backend_waiter()
+    }
+
     /// Sends a request to the backend and waits for the answer.
     fn ask_backend<T, F>(
         &self,
@@ -190,17 +224,77 @@ impl Store {
     where
         F: Future<Output = object_store::Result<T>>,
     {
+        let operation = self.backend.begin_operation(action, self.display_path(path));
+        self.ask_for_operation(action, path, operation.as_ref(), question)
+    }
+
+    /// Like [`Store::ask_backend`], as a part of an operation.
+    fn ask_for_operation<T, F>(
+        &self,
+        action: &'static str,
+        path: &str,
+        operation: Option<&Arc<StoreOperation>>,
+        question: impl FnOnce(Arc<dyn ObjectStore>) -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
         let future = question(self.backend.object_store()?);
-        self.backend.backend_waiter().wait(future)?.map_err(self.backend_error(action, path))
+        let waiter = self.backend.backend_waiter();
+        let answer = match operation {
+            Some(operation) => waiter.wait(operation.run(future))?,
+            None => waiter.wait(future)?,
+        };
+        let error = self.backend_error(action, path);
+        answer.map_err(|source| error(source).with_timeout(operation.map(AsRef::as_ref)))
+    }
+
+    /// Opens a file, so that its size is known before its content is read.
+    ///
+    /// # Errors
+    /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
+    pub fn open_file(&self, path: &str) -> Result<OpenedFile> {
+        let at = self.object_path(path)?;
+        let whole = self.display_path(path);
+        if let StoreLocation::Local(base) = &self.location {
+            let (file, bytes) = local_files::open_file(&local_file(base, path))
+                .map_err(|source| self.local_error("read", path, source))?;
+            return Ok(OpenedFile { source: FileSource::Local(file), bytes, path: whole });
+        }
+        // The client of HDFS reads ahead, so its files are opened by the reads of their parts.
+        let only_size =
+            matches!(self.location, StoreLocation::Remote { service: StorageService::Hdfs, .. });
+        let operation = self.backend.begin_operation("read", whole.clone());
+        let (meta, first) =
+            self.ask_for_operation("read", path, operation.as_ref(), async |backend| {
+                if only_size {
+                    return Ok((backend.head(&at).await?, None));
+                }
+                let answer = backend.get(&at).await?;
+                Ok((answer.meta.clone(), Some(Box::new(answer))))
+            })?;
+        let bytes = meta.size;
+        let source = FileSource::Backend {
+            backend: self.backend.object_store()?,
+            waiter: self.backend.backend_waiter(),
+            operation,
+            meta: Box::new(meta),
+            first,
+        };
+        Ok(OpenedFile { source, bytes, path: whole })
     }
 
     /// Reads a whole file.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
+    /// Like [`Store::open_file`].
     pub fn read(&self, path: &str) -> Result<Bytes> {
-        let at = self.object_path(path)?;
-        self.ask_backend("read", path, async |backend| backend.get(&at).await?.bytes().await)
+        read_stable(|| {
+            let file = self.open_file(path)?;
+            let mut buffer = vec![0; file.size()?];
+            file.read_into(&mut buffer)?;
+            Ok(buffer.into())
+        })
     }
 
     /// Reads ranges of a file; neighbouring ranges are fetched together.
@@ -210,10 +304,12 @@ impl Store {
     pub fn read_ranges(&self, path: &str, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            return local_files::read_ranges(&base.join(path), ranges)
+            return local_files::read_ranges(&local_file(base, path), ranges)
                 .map_err(|source| self.local_error("read", path, source));
         }
-        self.ask_backend("read", path, async |backend| backend.get_ranges(&at, ranges).await)
+        self.ask_backend("read", path, async |backend| {
+            ranged_reads::read_ranges(backend.as_ref(), &at, ranges).await
+        })
     }
 
     /// Returns the size of a file.
@@ -226,13 +322,27 @@ impl Store {
             .map(|meta| meta.size)
     }
 
+    /// Returns the version of a file, or `None` if it does not exist.
+    ///
+    /// # Errors
+    /// Like [`Store::read`].
+    pub(crate) fn file_version(&self, path: &str) -> Result<Option<ObjectMeta>> {
+        let at = self.object_path(path)?;
+        match self.ask_backend("look up", path, async |backend| backend.head(&at).await) {
+            Ok(meta) => Ok(Some(meta)),
+            Err(Error::Missing { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Returns whether a file with this name exists, or any file below it.
     ///
     /// # Errors
     /// A backend that cannot be asked.
     pub fn exists(&self, path: &str) -> Result<bool> {
         if let StoreLocation::Local(base) = &self.location {
-            return Ok(if path.is_empty() { base.exists() } else { base.join(path).exists() });
+            return local_tree::path_exists(&local_file(base, path))
+                .map_err(|source| self.local_error("look up", path, source));
         }
         match self.size(path) {
             Ok(_) => Ok(true),
@@ -285,9 +395,33 @@ impl Store {
     /// Returns all files below `path`, sorted by path; none if the directory does not exist.
     ///
     /// # Errors
-    /// A backend that cannot be asked.
+    /// A backend that cannot be asked; a symbolic link to a directory, whose files would be
+    /// missing in the listing.
     pub fn list(&self, path: &str) -> Result<Vec<FileEntry>> {
+        let (files, links) = self.list_with_links(path)?;
+        match links.first() {
+            None => Ok(files),
+            Some(link) => Err(Error::LinkedDirectory { path: self.display_path(link) }),
+        }
+    }
+
+    /// Returns all files below `path`, sorted by path, and the symbolic links to directories, which
+    /// are not followed. Only file systems have such links.
+    ///
+    /// # Errors
+    /// A backend that cannot be asked.
+    pub fn list_with_links(&self, path: &str) -> Result<(Vec<FileEntry>, Vec<String>)> {
         let at = self.object_path(path)?;
+        if let StoreLocation::Local(base) = &self.location {
+            let tree = local_tree::list_tree(&local_file(base, path))
+                .map_err(|source| self.local_error("list", path, source))?;
+            let below = |inner: String| {
+                if path.is_empty() { inner } else { format!("{path}/{inner}") }
+            };
+            let files = tree.files.into_iter();
+            let files = files.map(|file| FileEntry { path: below(file.path), ..file }).collect();
+            return Ok((files, tree.linked_directories.into_iter().map(below).collect()));
+        }
         let below = |whole: &str| {
             whole
                 .strip_prefix(self.prefix.as_ref())
@@ -304,7 +438,7 @@ impl Store {
             backend.list(Some(&at)).map_ok(entry).try_collect().await
         })?;
         entries.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(entries)
+        Ok((entries, Vec::new()))
     }
 
     /// Writes a file that is visible completely or not at all; on a local file system even after a
@@ -315,11 +449,51 @@ impl Store {
     pub fn write(&self, path: &str, data: Bytes) -> Result<()> {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
-            return local_files::write_file(&base.join(path), &data)
+            return local_files::write_file(&local_file(base, path), &data)
                 .map_err(|source| self.local_error("write", path, source));
+        }
+        // The client of HDFS writes a file as a stream, which is repeated as a whole.
+        let in_parts = matches!(
+            self.location,
+            StoreLocation::Remote { service, .. } if service != StorageService::Hdfs
+        );
+        if in_parts && data.len() > MAX_SINGLE_REQUEST_BYTES {
+            let mut upload = self.start_upload(path)?;
+            upload.write_piece(data)?;
+            return upload.finish().map(drop);
         }
         self.ask_backend("write", path, async |backend| backend.put(&at, data.into()).await)
             .map(drop)
+    }
+
+    /// Copies a file of this store, which is then visible completely or not at all. Object stores
+    /// copy it themselves.
+    ///
+    /// # Errors
+    /// Like [`Store::write`], and [`Error::Missing`].
+    pub fn copy(&self, from: &str, to: &str) -> Result<()> {
+        let (source, target) = (self.object_path(from)?, self.object_path(to)?);
+        match &self.location {
+            StoreLocation::Local(base) => {
+                return local_files::copy_file(&local_file(base, from), &local_file(base, to))
+                    .map_err(|source| self.local_error("copy", from, source));
+            }
+            StoreLocation::Remote { service: StorageService::S3, .. }
+                if self.size(from)? > MAX_S3_COPY_BYTES =>
+            {
+                return read_stable(|| self.copy_by_parts(from, to));
+            }
+            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
+        }
+        self.ask_backend("copy", from, async |backend| backend.copy(&source, &target).await)
+    }
+
+    /// Copies a file through this process, with a few parts of it in memory.
+    fn copy_by_parts(&self, from: &str, to: &str) -> Result<()> {
+        let file = self.open_file(from)?;
+        let mut upload = self.start_upload(to)?;
+        file.read_parts(|part| upload.write_piece(part))?;
+        upload.finish().map(drop)
     }
 
     /// Writes a small file unless a file with this name exists; returns whether it was written. Of
@@ -331,17 +505,30 @@ impl Store {
         let at = self.object_path(path)?;
         if let StoreLocation::Local(base) = &self.location {
             // The backend would use hard links, which some mounts do not support.
-            return local_files::create_file(&base.join(path), &data)
+            return local_files::create_file(&local_file(base, path), &data)
                 .map_err(|source| self.local_error("write", path, source));
         }
-        let put = async |backend: Arc<dyn ObjectStore>| {
-            backend.put_opts(&at, data.into(), PutMode::Create.into()).await
-        };
-        let wrote = self.backend.backend_waiter().wait(put(self.backend.object_store()?))?;
-        match wrote {
-            Ok(_) => Ok(true),
-            Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
-            Err(source) => Err(self.backend_error("write", path)(source)),
+        let operation = self.backend.begin_operation("write", self.display_path(path));
+        let created =
+            self.ask_for_operation("write", path, operation.as_ref(), async |backend| {
+                let put = backend.put_opts(&at, data.clone().into(), PutMode::Create.into());
+                match put.await {
+                    Ok(_) => Ok(true),
+                    Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+                    Err(error) => Err(error),
+                }
+            })?;
+        // An earlier attempt may have succeeded although its answer was lost. Then the file has
+        // exactly this content.
+        let repeated = operation.is_some_and(|operation| operation.was_repeated());
+        if created || !repeated || data.is_empty() {
+            return Ok(created);
+        }
+        match self.read(path) {
+            Ok(found) => Ok(found == data),
+            // Another process has deleted the file of yet another one.
+            Err(Error::Missing { .. }) => Ok(false),
+            Err(error) => Err(error),
         }
     }
 
@@ -372,10 +559,11 @@ impl Store {
     /// Like [`Store::write`].
     pub fn start_upload(&self, path: &str) -> Result<StoreUpload> {
         let at = self.object_path(path)?;
-        let inner =
-            self.ask_backend("write", path, async |backend| backend.put_multipart(&at).await)?;
-        let local = self.local_path().map(|base| base.join(path));
-        Ok(StoreUpload::new(inner, self.backend.backend_waiter(), self.display_path(path), local))
+        let operation = self.backend.begin_operation("write", self.display_path(path));
+        let inner = self.ask_for_operation("write", path, operation.as_ref(), async |backend| {
+            backend.put_multipart(&at).await
+        })?;
+        Ok(StoreUpload::new(inner, self.clone(), path.to_owned(), operation))
     }
 
     /// Deletes a file; a missing file is not an error.
@@ -397,53 +585,53 @@ impl Store {
     /// Like [`Store::delete`], and [`Error::TimedOut`].
     pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
         let at = self.object_path(path)?;
-        let backend = self.backend.object_store()?;
-        let asked = match self.backend.backend_waiter() {
-            BackendWaiter::CallingThread => {
-                BackendWaiter::CallingThread.wait(backend.delete(&at))?
-            }
-            BackendWaiter::Runtime => {
-                let late = || Error::TimedOut {
-                    action: "delete",
-                    path: self.display_path(path),
-                    patience,
-                };
-                let timed = async { tokio::time::timeout(patience, backend.delete(&at)).await };
-                BackendWaiter::Runtime.wait(timed)?.map_err(|_| late())?
-            }
-        };
-        match asked.map_err(self.backend_error("delete", path)) {
+        if self.backend.backend_waiter() == BackendWaiter::CallingThread {
+            return self.delete(path);
+        }
+        let late = || Error::TimedOut { action: "delete", path: self.display_path(path), patience };
+        let deleted =
+            self.ask_backend("delete", path, async |backend| {
+                match tokio::time::timeout(patience, backend.delete(&at)).await {
+                    Ok(deleted) => deleted.map(Some),
+                    Err(_) => Ok(None),
+                }
+            });
+        match deleted {
             Err(Error::Missing { .. }) => Ok(()),
-            other => other,
+            deleted => deleted?.ok_or_else(late),
         }
     }
 
-    /// Deletes all files and directories below `path`; returns the number of files.
+    /// Deletes all files and directories below `path`; returns the number of files. Symbolic links
+    /// are deleted and not followed, also if `path` is one.
     ///
     /// # Errors
     /// Like [`Store::write`]. Some files may be deleted by then.
     pub fn delete_all(&self, path: &str) -> Result<usize> {
+        if let StoreLocation::Local(base) = &self.location {
+            let directory = local_file(base, path);
+            let failed = |source| self.local_error("delete", path, source);
+            let is_link = local_tree::is_link(&directory).map_err(failed)?;
+            let files = if is_link { 0 } else { self.list_with_links(path)?.0.len() };
+            local_tree::remove_tree(&directory).map_err(failed)?;
+            return Ok(files);
+        }
         let entries = self.list(path)?;
         self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
-        match &self.location {
-            StoreLocation::Local(base) => {
-                let directory = base.join(path);
-                match std::fs::remove_dir_all(&directory) {
-                    Err(source) if directory.is_dir() => {
-                        return Err(Error::Directory {
-                            path: directory.display().to_string(),
-                            source,
-                        });
-                    }
-                    Ok(()) | Err(_) => {}
-                }
-            }
-            StoreLocation::Remote { service: StorageService::Hdfs, .. } => {
-                self.remove_directories(path)?
-            }
-            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
+        if let StoreLocation::Remote { service: StorageService::Hdfs, .. } = &self.location {
+            self.remove_directories(path)?;
         }
         Ok(entries.len())
+    }
+
+    /// Returns whether `path` is a symbolic link.
+    ///
+    /// # Errors
+    /// A file system that cannot be asked.
+    pub(crate) fn is_link(&self, path: &str) -> Result<bool> {
+        let StoreLocation::Local(base) = &self.location else { return Ok(false) };
+        local_tree::is_link(&local_file(base, path))
+            .map_err(|source| self.local_error("look up", path, source))
     }
 
     /// Deletes several files below `path`; missing files are not an error.

@@ -35,6 +35,11 @@ fn contract(store: &Store) {
     drop(store.start_upload("a/v").unwrap());
     assert!(!store.exists("a/v").unwrap());
 
+    store.copy("a/b.bin", "a/copy").unwrap();
+    assert_eq!(store.read("a/copy").unwrap(), "0123456789");
+    assert!(matches!(store.copy("nowhere", "a/x").unwrap_err(), Error::Missing { .. }));
+    store.delete("a/copy").unwrap();
+
     store.delete("c").unwrap();
     store.delete("c").unwrap();
     assert_eq!(store.delete_all("a").unwrap(), 2);
@@ -88,4 +93,117 @@ fn a_store_resolves_urls_paths_and_names() {
     assert_eq!(store.resolve_path("data").unwrap().url(), "file:///tmp/prefix/data");
     assert_eq!(store.resolve_path("/other").unwrap().url(), "file:///other");
     assert_eq!(store.resolve_path("memory://m/y").unwrap().url(), "memory://m/y");
+}
+
+/// A recursive operation on a directory.
+type TreeOperation = (&'static str, fn(&Store));
+
+/// Every recursive operation, on a store with a directory `d`.
+const TREE_OPERATIONS: [TreeOperation; 5] = [
+    ("list", |store| drop(store.list("d"))),
+    ("list with links", |store| drop(store.list_with_links("d").unwrap())),
+    ("delete all", |store| assert!(store.delete_all("d").unwrap() > 0)),
+    ("delete all of a child", |store| {
+        assert!(store.open_child("d").unwrap().delete_all("").unwrap() > 0);
+    }),
+    ("clear", |store| {
+        let child = store.open_child("d").unwrap();
+        let now = SystemTime::now();
+        let lease = crate::acquire_lease(&child, now, None, None).unwrap().unwrap();
+        assert!(crate::clear_directory(&child, &lease).unwrap() > 0);
+    }),
+];
+
+#[test]
+fn st_7_no_recursive_operation_leaves_its_directory_through_a_link() {
+    use std::os::unix::fs::symlink;
+    let links: [(&str, fn(&std::path::Path, &std::path::Path)); 4] = [
+        ("a link to a directory", |base, other| symlink(other, base.join("d/link")).unwrap()),
+        ("a deep link", |base, other| {
+            std::fs::create_dir_all(base.join("d/x/y")).unwrap();
+            symlink(other, base.join("d/x/y/link")).unwrap();
+        }),
+        ("a link to a file", |base, other| {
+            symlink(other.join("theirs"), base.join("d/link")).unwrap();
+        }),
+        ("a link to the directory above", |base, _| symlink(base, base.join("d/up")).unwrap()),
+    ];
+    for (operation, operate) in TREE_OPERATIONS {
+        for (kind, place_link) in links {
+            for base_is_link in [false, true] {
+                let places = tempfile::tempdir().unwrap();
+                let (base, other) = (places.path().join("store"), places.path().join("other"));
+                std::fs::create_dir_all(base.join("d")).unwrap();
+                std::fs::create_dir_all(&other).unwrap();
+                std::fs::write(other.join("theirs"), b"x").unwrap();
+                std::fs::write(base.join("d/ours"), b"x").unwrap();
+                std::fs::write(base.join("beside"), b"x").unwrap();
+                place_link(&base, &other);
+                let mut path = base.clone();
+                if base_is_link {
+                    path = places.path().join("linked");
+                    symlink(&base, &path).unwrap();
+                }
+                let store = Store::open(path.to_str().unwrap()).unwrap();
+                operate(&store);
+                let case = format!("{operation}, {kind}, base is a link: {base_is_link}");
+                assert!(other.join("theirs").exists() && base.join("beside").exists(), "{case}");
+                let deletes = !operation.starts_with("list");
+                assert_eq!(base.join("d/ours").exists(), !deletes, "{case}");
+                let (files, _) = store.list_with_links("").unwrap();
+                assert!(!files.iter().any(|file| file.path.ends_with("theirs")), "{case}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_listing_names_a_link_to_a_directory_instead_of_omitting_its_files() {
+    let places = tempfile::tempdir().unwrap();
+    let inside = places.path().join("store/x=1");
+    std::fs::create_dir_all(places.path().join("store")).unwrap();
+    std::fs::create_dir_all(places.path().join("other")).unwrap();
+    std::os::unix::fs::symlink(places.path().join("other"), &inside).unwrap();
+    let store = Store::open(places.path().join("store").to_str().unwrap()).unwrap();
+    let error = store.list("").unwrap_err().to_string();
+    assert!(error.contains(inside.to_str().unwrap()), "{error}");
+}
+
+#[test]
+fn a_child_that_is_a_link_is_deleted_as_a_link() {
+    let places = tempfile::tempdir().unwrap();
+    let other = places.path().join("other");
+    std::fs::create_dir_all(&other).unwrap();
+    std::fs::write(other.join("theirs"), b"x").unwrap();
+    let link = places.path().join("link");
+    std::os::unix::fs::symlink(&other, &link).unwrap();
+    let store = Store::open(link.to_str().unwrap()).unwrap();
+    assert_eq!(store.read("theirs").unwrap(), "x", "a base may be a link");
+    assert_eq!(store.delete_all("").unwrap(), 0);
+    assert!(other.join("theirs").exists() && !link.exists());
+}
+
+#[test]
+fn st_8_a_file_system_that_cannot_be_asked_is_an_error_and_not_absence() {
+    let places = tempfile::tempdir().unwrap();
+    std::fs::write(places.path().join("file"), b"x").unwrap();
+    let store = Store::open(places.path().to_str().unwrap()).unwrap();
+    // The name of a loop of links: the system answers ELOOP, also to the superuser.
+    std::os::unix::fs::symlink("loop", places.path().join("loop")).unwrap();
+    let long = "x".repeat(300);
+    for name in ["loop/x", "loop", long.as_str()] {
+        assert!(store.exists(name).is_err(), "exists {name}");
+        assert!(store.stat(name).is_err(), "stat {name}");
+        let read = store.read(name).unwrap_err();
+        assert!(!matches!(read, Error::Missing { .. }), "read {name}: {read}");
+        let listed = store.list(&format!("{name}/y"));
+        assert!(listed.is_err(), "list {name}: {listed:?}");
+    }
+    for name in ["nowhere", "nowhere/x", "file/x"] {
+        assert!(!store.exists(name).unwrap(), "{name}");
+        assert!(matches!(store.read(name).unwrap_err(), Error::Missing { .. }), "{name}");
+        assert_eq!(store.list(name).unwrap(), [], "{name}");
+        store.delete(name).unwrap();
+        assert_eq!(store.delete_all(name).unwrap(), 0, "{name}");
+    }
 }

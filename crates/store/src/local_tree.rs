@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Recursive operations on local directories. They never follow a symbolic link below the
+//! directory at which they begin, so they read and delete nothing outside of it. The directory
+//! itself may be a link, because administrators place stores so.
+
+use std::fs::File;
+use std::io::{Error, ErrorKind, Result};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, Stat, openat, statat};
+use rustix::io::Errno;
+
+use crate::store::FileEntry;
+
+/// Files below a directory.
+#[derive(Debug, Default)]
+pub(crate) struct LocalTree {
+    /// The files, with paths relative to the directory. A link to a file counts as a file.
+    pub(crate) files: Vec<FileEntry>,
+    /// Links to directories, whose content is not listed.
+    pub(crate) linked_directories: Vec<String>,
+}
+
+/// Returns whether an error means that there is no such file. All others mean that the file system
+/// could not be asked.
+pub(crate) fn is_absence(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory)
+}
+
+/// Returns whether a file or directory exists.
+///
+/// # Errors
+/// A file system that cannot be asked.
+pub(crate) fn path_exists(path: &Path) -> Result<bool> {
+    match std::fs::metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if is_absence(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns whether the path itself is a symbolic link.
+///
+/// # Errors
+/// A file system that cannot be asked.
+pub(crate) fn is_link(path: &Path) -> Result<bool> {
+    match std::fs::symlink_metadata(path) {
+        Ok(found) => Ok(found.is_symlink()),
+        Err(error) if is_absence(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns everything below a directory, sorted; nothing if it does not exist.
+///
+/// # Errors
+/// A directory that cannot be read, or a name that is not UTF-8.
+pub(crate) fn list_tree(directory: &Path) -> Result<LocalTree> {
+    let mut tree = LocalTree::default();
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match openat(CWD, directory, flags, Mode::empty()) {
+        Ok(opened) => list_directory(&File::from(opened), "", &mut tree)?,
+        Err(Errno::NOENT | Errno::NOTDIR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    tree.files.sort_by(|a, b| a.path.cmp(&b.path));
+    tree.linked_directories.sort();
+    Ok(tree)
+}
+
+fn list_directory(opened: &File, above: &str, tree: &mut LocalTree) -> Result<()> {
+    for entry in Dir::read_from(opened)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name == c"." || name == c".." {
+            continue;
+        }
+        let text = name.to_str().map_err(|_| {
+            let text = format!("a name in {above:?} is not UTF-8: {name:?}");
+            Error::new(ErrorKind::InvalidData, text)
+        })?;
+        let path = if above.is_empty() { text.to_owned() } else { format!("{above}/{text}") };
+        let flags = AtFlags::SYMLINK_NOFOLLOW;
+        // A file may be deleted between the listing of its name and the look at it.
+        let Some(found) = present(statat(opened, name, flags))? else { continue };
+        match FileType::from_raw_mode(found.st_mode) {
+            FileType::Directory => {
+                let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let inner = present(openat(opened.as_fd(), name, flags, Mode::empty()))?;
+                if let Some(inner) = inner {
+                    list_directory(&File::from(inner), &path, tree)?;
+                }
+            }
+            FileType::Symlink => match statat(opened, name, AtFlags::empty()) {
+                Ok(target) if FileType::from_raw_mode(target.st_mode).is_dir() => {
+                    tree.linked_directories.push(path);
+                }
+                Ok(target) => push_file(path, &target, tree),
+                // The target does not exist, or the link leads to itself.
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+                Err(error) => return Err(error.into()),
+            },
+            _ => push_file(path, &found, tree),
+        }
+    }
+    Ok(())
+}
+
+/// Returns the answer, or `None` if the file does not exist any more.
+fn present<T>(asked: rustix::io::Result<T>) -> Result<Option<T>> {
+    match asked {
+        Ok(found) => Ok(Some(found)),
+        // A directory may be replaced by a link in between: the link is not followed.
+        Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn push_file(path: String, found: &Stat, tree: &mut LocalTree) {
+    let regular = FileType::from_raw_mode(found.st_mode).is_file();
+    if !regular || is_staged_name(&path) {
+        return;
+    }
+    let seconds = u64::try_from(found.st_mtime).ok();
+    let nanoseconds = u32::try_from(found.st_mtime_nsec).unwrap_or_default();
+    let modified =
+        seconds.map(|seconds| SystemTime::UNIX_EPOCH + Duration::new(seconds, nanoseconds));
+    let bytes = u64::try_from(found.st_size).unwrap_or_default();
+    tree.files.push(FileEntry { path, bytes, modified });
+}
+
+/// Returns whether a path is the temporary name of a file that is being written: it ends in `#` and
+/// a number. Listings do not show such files.
+pub(crate) fn is_staged_name(path: &str) -> bool {
+    path.rsplit('/').next().and_then(|name| name.rsplit_once('#')).is_some_and(|(_, number)| {
+        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+    })
+}
+
+/// Deletes a directory and everything in it, links as links. If the path itself is a link, only the
+/// link is deleted.
+///
+/// # Errors
+/// The system's; a missing directory is no error.
+pub(crate) fn remove_tree(directory: &Path) -> Result<()> {
+    // The standard library opens each directory relative to the one above it, without following
+    // links, and deletes a link that it is given.
+    std::fs::remove_dir_all(directory).or_else(ignore_absence)
+}
+
+fn ignore_absence(error: Error) -> Result<()> {
+    if is_absence(&error) { Ok(()) } else { Err(error) }
+}

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Tells prepared data from files that users wrote: only files that a preparation has named may be
+//! deleted.
+//!
+//! The mark of a preparation is a file in the directory of the training data: `_preparation.json`
+//! from its begin to its end, then `_manifest.json`, which names the files. The directory of the
+//! validation data has its own manifest at the end.
+
+use std::collections::HashSet;
+
+use bytes::Bytes;
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::hdfs_retry::is_partial_upload;
+use crate::mark_names::is_mark;
+use crate::store::{FileEntry, Store};
+
+/// File that names the files of complete data.
+pub(crate) const MANIFEST_FILE: &str = "_manifest.json";
+/// Mark of a preparation that has not ended.
+pub(crate) const PREPARATION_FILE: &str = "_preparation.json";
+/// Further files of a preparation: the time of the last use, statistics, encodings.
+const OTHER_PREPARED_FILES: [&str; 3] = ["_used.json", "_statistics.json", "_encoding.json"];
+/// Prefix of the notes about finished partitions.
+const FINISHED_PARTITION_PREFIX: &str = "_done-";
+
+/// The fields by which a manifest of ours is recognized.
+#[derive(Deserialize)]
+struct ManifestNames {
+    #[serde(rename = "fingerprint")]
+    _fingerprint: String,
+    files: Vec<NamedFile>,
+}
+
+#[derive(Deserialize)]
+struct NamedFile {
+    path: String,
+}
+
+/// Returns the names in the manifest of a directory; `None` if it has no manifest of ours.
+fn manifest_names(directory: &Store) -> Result<Option<HashSet<String>>> {
+    match directory.read(MANIFEST_FILE) {
+        Ok(text) => Ok(serde_json::from_slice::<ManifestNames>(&text)
+            .ok()
+            .map(|manifest| manifest.files.into_iter().map(|file| file.path).collect())),
+        Err(Error::Missing { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Returns the whole path of a file that no preparation wrote in the directories of a set; `None`
+/// if the set may be emptied. A directory that does not exist is empty.
+///
+/// # Errors
+/// A backend that does not answer.
+pub fn find_foreign_file(train: &Store, val: &Store) -> Result<Option<String>> {
+    let unfinished = match train.read(PREPARATION_FILE) {
+        Ok(_) => true,
+        Err(Error::Missing { .. }) => false,
+        Err(error) => return Err(error),
+    };
+    for directory in [train, val] {
+        if let Some(path) = foreign_file_of(directory, unfinished)? {
+            return Ok(Some(path));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns the first file of a directory that no manifest names and that is not the work of an
+/// unfinished preparation.
+///
+/// # Errors
+/// A backend that does not answer.
+pub(crate) fn foreign_file_of(directory: &Store, unfinished: bool) -> Result<Option<String>> {
+    let names = manifest_names(directory)?;
+    let is_marked = names.is_some() || unfinished;
+    let named = |file: &FileEntry| {
+        let path = file.path.as_str();
+        let by_manifest = names.as_ref().is_some_and(|names| names.contains(path));
+        let kept_beside = path == MANIFEST_FILE && names.is_some()
+            || path == PREPARATION_FILE
+            || OTHER_PREPARED_FILES.contains(&path)
+            || path.starts_with(FINISHED_PARTITION_PREFIX) && path.ends_with(".json");
+        let part = unfinished
+            && !path.contains('/')
+            && path.starts_with("part-")
+            && path.ends_with(".parquet");
+        is_mark(path)
+            || is_marked && (by_manifest || kept_beside || part || is_partial_upload(path))
+    };
+    let (files, links) = directory.list_with_links("")?;
+    let foreign = files.iter().find(|file| !named(file)).map(|file| &file.path);
+    Ok(links.first().or(foreign).map(|path| directory.display_path(path)))
+}
+
+/// Marks a directory as one whose content is being deleted, so that a later sweep may continue.
+///
+/// # Errors
+/// A backend that does not answer or does not write.
+pub(crate) fn mark_deletion(directory: &Store) -> Result<()> {
+    let text = r#"{"key": "once deleted", "time": 0}"#;
+    directory.write(PREPARATION_FILE, Bytes::from_static(text.as_bytes()))
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! One operation of a caller on a store over the network: its failed attempts, and the log lines
+//! that say when operations begin and end to wait for a service.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Time after which repeated attempts are logged. Object stores answer single requests with
+/// "slow down" all the time.
+const UNLOGGED_WAIT: Duration = Duration::from_secs(1);
+
+/// Number of waiting operations, and the begin of the first wait, by process and service. A forked
+/// child has none of its parent's operations.
+static WAITING_OPERATIONS: Mutex<BTreeMap<(u32, String), (usize, Instant)>> =
+    Mutex::new(BTreeMap::new());
+
+tokio::task_local! {
+    /// The operation to which requests of the current task belong.
+    static CURRENT_OPERATION: Arc<StoreOperation>;
+}
+
+/// An operation, such as a read of one file.
+#[derive(Debug)]
+pub(crate) struct StoreOperation {
+    /// The service: scheme with bucket, container or name node.
+    service: String,
+    action: &'static str,
+    path: String,
+    /// Longest time for repetitions of one request.
+    timeout: Duration,
+    started: Instant,
+    failed_attempts: AtomicU32,
+    waits: AtomicBool,
+}
+
+impl StoreOperation {
+    pub(crate) fn new(
+        service: &str,
+        action: &'static str,
+        path: String,
+        timeout: Duration,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            service: service.to_owned(),
+            action,
+            path,
+            timeout,
+            started: Instant::now(),
+            failed_attempts: AtomicU32::new(0),
+            waits: AtomicBool::new(false),
+        })
+    }
+
+    /// Runs `future` as a part of this operation.
+    pub(crate) async fn run<T>(self: &Arc<Self>, future: impl Future<Output = T>) -> T {
+        CURRENT_OPERATION.scope(Arc::clone(self), future).await
+    }
+
+    /// Returns whether requests had to be repeated, so that an earlier one may have had an effect.
+    pub(crate) fn was_repeated(&self) -> bool {
+        self.failed_attempts.load(Ordering::Relaxed) > 0
+    }
+
+    /// Returns the timeout if the operation has failed attempts and lasted that long.
+    pub(crate) fn exhausted_timeout(&self) -> Option<Duration> {
+        (self.was_repeated() && self.started.elapsed() >= self.timeout).then_some(self.timeout)
+    }
+
+    fn note_failure(&self, reason: &str) {
+        self.failed_attempts.fetch_add(1, Ordering::Relaxed);
+        if self.started.elapsed() < UNLOGGED_WAIT || self.waits.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let mut waiting = WAITING_OPERATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = waiting.entry((std::process::id(), self.service.clone()));
+        let (count, _) = entry.or_insert_with(|| (0, self.started));
+        *count += 1;
+        if *count == 1 {
+            tracing::warn!(
+                "{} does not serve requests: {reason}. Waiting to {} {}, for at most {:?} \
+                 (FARANDOLE_STORE_TIMEOUT)",
+                self.service,
+                self.action,
+                self.path,
+                self.timeout
+            );
+        }
+    }
+}
+
+impl Drop for StoreOperation {
+    fn drop(&mut self) {
+        if !self.waits.load(Ordering::Relaxed) {
+            return;
+        }
+        let key = (std::process::id(), self.service.clone());
+        let mut waiting = WAITING_OPERATIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((count, since)) = waiting.get_mut(&key) else { return };
+        *count = count.saturating_sub(1);
+        if *count == 0 {
+            let seconds = since.elapsed().as_secs_f64();
+            tracing::warn!("no operation waits for {} any more, after {seconds:.1} s", key.1);
+            waiting.remove(&key);
+        }
+    }
+}
+
+/// Records a failed attempt of the current operation, which is going to be repeated.
+pub(crate) fn note_failed_attempt(reason: &str) {
+    // The error means that the request belongs to no operation, which is fine.
+    CURRENT_OPERATION.try_with(|operation| operation.note_failure(reason)).unwrap_or_default();
+}
