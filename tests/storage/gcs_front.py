@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The uploads of Google's XML API in front of fake-gcs-server, which knows only the JSON API's.
 
-Reads, listings and deletions pass through as they are; uploads, in one piece or in parts, become
-the JSON API's.
+Reads, listings and deletions pass through as they are; copies and uploads, in one piece or in
+parts, become the JSON API's.
 """
 
 import itertools
@@ -93,9 +93,21 @@ class Handler(BaseHTTPRequestHandler):
         )
         return status, text, f'"{json.loads(text).get("etag", "x")}"' if status == 200 else ""
 
+    def copy(self, source):
+        (from_bucket, _, from_name), (bucket, _, name) = (
+            unquote(path).lstrip("/").partition("/") for path in (source, urlsplit(self.path).path)
+        )
+        path = f"/storage/v1/b/{from_bucket}/o/{quote(from_name, safe='')}/rewriteTo"
+        status, text, _ = self.ask("POST", f"{path}/b/{bucket}/o/{quote(name, safe='')}", b"")
+        self.answer(status, text)
+
     def do_PUT(self):
         parts, data = urlsplit(self.path), self.body()
         query = parse_qs(parts.query)
+        source = self.headers.get("x-goog-copy-source")
+        if source is not None:
+            self.copy(source)
+            return
         if "uploadId" in query:
             self.server.uploads[query["uploadId"][0]][int(query["partNumber"][0])] = data
             self.answer(200, ETag=f'"part-{query["partNumber"][0]}"')
@@ -116,7 +128,10 @@ class Handler(BaseHTTPRequestHandler):
             )
             self.answer(200, text.encode())
             return
-        pieces = self.server.uploads.pop(query["uploadId"][0])
+        pieces = self.server.uploads.pop(query["uploadId"][0], None)
+        if pieces is None:
+            self.answer(404, b"<Error><Code>NoSuchUpload</Code></Error>")
+            return
         status, text, tag = self.create(
             parts.path, b"".join(pieces[number] for number in sorted(pieces))
         )

@@ -120,12 +120,14 @@ def test_pandas_and_pyarrow_go_through_the_same_door(store):
 
 
 def test_old_prepared_data_is_swept_and_runs_stay(store):
-    store.write_text(f"{store.get_train_data_path(0)}/part.parquet", "x")
+    prepare_data({"x": np.arange(10)}, store).release()
+    store.write_text(f"{store.get_train_data_path(1)}/mine.parquet", "x")
     store.write_text(f"{store.get_run_path('r')}/checkpoint", "x")
     assert store.gc(older_than=3600) == []
     assert store.gc(older_than=-0.0) == ["intermediate_train_data.0"]
     assert store.gc(older_than=-0.0) == [], "nothing of it is left, directories neither"
     assert store.exists(f"{store.get_run_path('r')}/checkpoint")
+    assert store.exists(f"{store.get_train_data_path(1)}/mine.parquet")
 
 
 def test_of_many_creators_of_a_file_one_succeeds(store):
