@@ -106,7 +106,7 @@ fn read_knob<T: KnobValue>(
         None => Err(KnobError { name: source, expected: T::EXPECTED_FORMAT, value: text }),
         Some(value) => {
             let limits = duration_limits(key);
-            if value.as_duration().is_none_or(|duration| limits.allow_duration(duration)) {
+            if value.as_duration().is_none_or(|duration| limits.allows_duration(duration)) {
                 return Ok(value);
             }
             Err(KnobError { name: source, expected: limits.expected, value: text })
@@ -122,7 +122,7 @@ struct DurationLimits {
 }
 
 impl DurationLimits {
-    fn allow_duration(&self, duration: Duration) -> bool {
+    fn allows_duration(&self, duration: Duration) -> bool {
         (self.least..=self.most).contains(&duration)
     }
 }

@@ -149,7 +149,7 @@ fn process_start_time(pid: u32) -> Option<u64> {
 }
 
 /// Returns whether the mark `item` is valid for a process of `job`.
-fn mark_counts(
+fn is_mark_valid(
     store: &Store,
     item: &DirectoryItem,
     now: SystemTime,
@@ -187,7 +187,7 @@ fn list_marks(
     items
         .into_iter()
         .filter(ours)
-        .map(|item| Ok((item.name.clone(), mark_counts(store, &item, now, job)?)))
+        .map(|item| Ok((item.name.clone(), is_mark_valid(store, &item, now, job)?)))
         .collect()
 }
 

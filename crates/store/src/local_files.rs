@@ -98,9 +98,10 @@ pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Byte
         let count = joined.count();
         let whole = read_range(&mut file, start..end)?;
         for index in &rest[..count] {
-            let from = usize::try_from(ranges[*index].start - start).map_err(|_| too_large())?;
+            let from =
+                usize::try_from(ranges[*index].start - start).map_err(|_| too_large_error())?;
             let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start)
-                .map_err(|_| too_large())?;
+                .map_err(|_| too_large_error())?;
             found[*index] = whole.slice(from..to);
         }
         rest = &rest[count..];
@@ -108,13 +109,13 @@ pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Byte
     Ok(found)
 }
 
-fn too_large() -> Error {
+fn too_large_error() -> Error {
     Error::new(ErrorKind::InvalidInput, "a range is larger than memory")
 }
 
 fn read_range(file: &mut File, range: Range<u64>) -> Result<Bytes> {
     let wanted = range.end.saturating_sub(range.start);
-    let bytes = usize::try_from(wanted).map_err(|_| too_large())?;
+    let bytes = usize::try_from(wanted).map_err(|_| too_large_error())?;
     // The length may come from a damaged footer, so check it before it is allocated.
     if range.end > file.metadata()?.len() {
         let length = file.metadata()?.len();

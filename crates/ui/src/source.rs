@@ -53,7 +53,7 @@ impl RunSource {
     }
 
     /// Returns the number of files that are read at once.
-    pub(crate) fn reader_threads(&self) -> usize {
+    pub(crate) fn reader_thread_count(&self) -> usize {
         if self.store.is_remote() { 16 } else { 4 }
     }
 

@@ -155,7 +155,7 @@ def find_prepared(
     Returns:
         The prepared directory, or `None`.
     """
-    for index in _used_indices(store):
+    for index in _existing_directory_indices(store):
         if _is_complete(store, index, key, validates=validates):
             train = NativeStore(store.get_train_data_path(index))
             mark = train.mark_in_use()
@@ -184,25 +184,27 @@ def acquire_directory(
         The directory, and whether it has such a preparation; if not, the directory has been
         emptied.
     """
-    for index in _used_indices(store) if resumable else ():
+    for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
-        if _unfinished_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
+        if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
             mark = NativeStore(url).acquire_lease()
             if mark is None:
                 continue
             place = PreparedDirectory(store, index, mark)
-            if _unfinished_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
+            if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
+                MANIFEST_FILE
+            ):
                 return place, True
             place.delete_if_held()
     for index in itertools.count():
         own = key if replace else None
-        if not _is_free(store, index, own):
+        if not _is_reusable_directory(store, index, own):
             continue
         mark = NativeStore(store.get_train_data_path(index)).acquire_lease()
         if mark is None:
             continue
         place = PreparedDirectory(store, index, mark)
-        if _is_free(store, index, own):
+        if _is_reusable_directory(store, index, own):
             place.begin_preparation(key)
             return place, False
         place.delete_if_held()
@@ -213,7 +215,7 @@ def _to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def _used_indices(store: AbstractFilesystemStore) -> Iterator[int]:
+def _existing_directory_indices(store: AbstractFilesystemStore) -> Iterator[int]:
     return itertools.takewhile(
         lambda index: NativeStore(store.get_train_data_path(index)).exists(), itertools.count()
     )
@@ -245,7 +247,7 @@ def _is_complete(store: AbstractFilesystemStore, index: int, key: str, *, valida
     return True
 
 
-def _unfinished_key(url: str) -> str | None:
+def _unfinished_preparation_key(url: str) -> str | None:
     """Returns the key of a preparation that has not ended."""
     try:
         return str(json.loads(NativeStore(url).read(_PREPARATION_FILE))["key"])
@@ -253,7 +255,7 @@ def _unfinished_key(url: str) -> str | None:
         return None
 
 
-def _last_used(directory: NativeStore) -> float:
+def _last_use_time(directory: NativeStore) -> float:
     try:
         return float(json.loads(directory.read(_LAST_USE_FILE))["time"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -264,7 +266,7 @@ def _last_used(directory: NativeStore) -> float:
     return 0.0
 
 
-def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> bool:
+def _is_reusable_directory(store: AbstractFilesystemStore, index: int, own: str | None) -> bool:
     """Returns whether a place may be emptied if no process uses it."""
     url = store.get_train_data_path(index)
     directory, beside = NativeStore(url), NativeStore(store.get_val_data_path(index))
@@ -272,7 +274,7 @@ def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> boo
         return False
     theirs = [name for name, _ in directory.list() if not name.startswith(_MARK_FILE_PREFIXES)]
     manifest = _read_manifest(url)
-    key = manifest["fingerprint"] if manifest is not None else _unfinished_key(url)
+    key = manifest["fingerprint"] if manifest is not None else _unfinished_preparation_key(url)
     if key is None:
         return not theirs and (
             not beside.exists() or _read_manifest(store.get_val_data_path(index)) is not None
@@ -280,4 +282,4 @@ def _is_free(store: AbstractFilesystemStore, index: int, own: str | None) -> boo
     if key.startswith("once") or key == own:
         return True
     asked_for = manifest is not None and key.startswith("data")
-    return not asked_for and time.time() - _last_used(directory) > _RETENTION_SECONDS
+    return not asked_for and time.time() - _last_use_time(directory) > _RETENTION_SECONDS

@@ -109,7 +109,7 @@ impl RunOptions {
                 let networks = interface_networks(&interfaces)?;
                 remarks.extend(
                     networks
-                        .missing_warning()
+                        .missing_network_warning()
                         .map(|warning| format!("--network-interfaces: {warning}")),
                 );
                 given.insert("bind_address".to_owned(), networks.bind_list);
@@ -179,7 +179,7 @@ impl RunOptions {
     }
 
     /// Returns whether this process continues the job of an earlier one.
-    pub(crate) fn is_continued(&self) -> bool {
+    pub(crate) fn continues_earlier_job(&self) -> bool {
         // If the journal cannot be looked at, the job may be continued, so its output is kept.
         let left = |path: PathBuf| match path.metadata() {
             Ok(file) => file.len() > 0,
@@ -212,7 +212,7 @@ impl RunOptions {
         if !self.config.host_discovery_script.is_empty() {
             return Ok(JobPlacement {
                 hosts: Vec::new(),
-                num_proc: self.initial_processes()?,
+                num_proc: self.initial_process_count()?,
                 shell,
                 allocation: None,
             });
@@ -237,7 +237,7 @@ impl RunOptions {
     }
 
     /// Returns the initial number of processes of an elastic job, if no other source has it.
-    fn initial_processes(&self) -> Result<u32> {
+    fn initial_process_count(&self) -> Result<u32> {
         let first = self.num_proc.or(self.config.min_num_proc);
         first.context("say how many processes to start: -np N or --min-num-proc N")
     }

@@ -61,7 +61,7 @@ struct TrackNameArgs {
 }
 
 #[derive(Deserialize)]
-struct ListNumberArgs {
+struct ResponseListNumberArgs {
     list: u64,
 }
 
@@ -185,7 +185,9 @@ pub(super) fn track_name(record: &TraceRecord<'_>) -> Option<String> {
 
 /// Returns the list that an operation began in.
 pub(super) fn list_number(record: &TraceRecord<'_>) -> Option<u64> {
-    serde_json::from_str::<ListNumberArgs>(record.args?.get()).ok().map(|listed| listed.list)
+    serde_json::from_str::<ResponseListNumberArgs>(record.args?.get())
+        .ok()
+        .map(|listed| listed.list)
 }
 
 /// Calls `take` with the older records, if they are in their own file, and then with the records of
