@@ -344,9 +344,12 @@ mod tests {
         let sets = list_prepared_sets(&store, now).unwrap().0;
         let total: u64 = sets.iter().map(PreparedDataSet::total_bytes).sum();
         let find = |limits| find_stale_data(&store, limits, now).unwrap().stale;
-        // As if the five directories had 100 bytes each.
-        let most =
-            |bytes: u64| SweepLimits { older_than: None, max_size: Some(bytes * total / 500) };
+        // As if each of the five directories had 100 bytes, besides the mark of use.
+        let unit = sets.iter().flat_map(|set| &set.parts).map(|part| part.bytes).min().unwrap();
+        let most = |bytes: u64| SweepLimits {
+            older_than: None,
+            max_size: Some(bytes * unit / 100 + total - 5 * unit),
+        };
         assert_eq!(find(most(500)), [], "as large as it may be");
         let second = ["intermediate_train_data.2", "intermediate_val_data.2"];
         for bytes in [499, 300] {
