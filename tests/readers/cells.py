@@ -80,8 +80,9 @@ def judge_cell(cell: Cell, home: Path) -> list[str]:
     except Exception:  # noqa: BLE001 - a program that cannot write this type writes no file
         return []
     fill = FILL if "nulls" in cell.shape else None
-    is_text = pa.types.is_string(stored.type) or pa.types.is_binary(stored.type)
-    if is_text or pa.types.is_fixed_size_binary(stored.type):  # a type that the writer lacks
+    inner = flat_type(stored.type)
+    is_text = pa.types.is_string(inner) or pa.types.is_binary(inner)
+    if is_text or pa.types.is_fixed_size_binary(inner):  # a type that the writer lacks
         return []
     expected = kinds.batch_numbers(stored, filled_number(fill, stored.type))
     flat = np.array(expected, object).reshape(-1).tolist()
