@@ -110,7 +110,7 @@ pub(crate) fn partition_columns(
         let wrong = files.iter().find_map(|file| {
             let value = file.values.get(name)?;
             let fits = element.byte_width().is_none() || repeat_value(value, element, 1).is_some();
-            (!fits).then(|| (value, &file.path))
+            (!fits).then_some((value, &file.path))
         });
         if let Some((value, path)) = wrong {
             return Err(Error::ColumnChanged {

@@ -114,10 +114,13 @@ const TREE_OPERATIONS: [TreeOperation; 5] = [
     }),
 ];
 
+/// A link that is placed below a store's directory and leads to another one.
+type PlacedLink = (&'static str, fn(&std::path::Path, &std::path::Path));
+
 #[test]
 fn st_7_no_recursive_operation_leaves_its_directory_through_a_link() {
     use std::os::unix::fs::symlink;
-    let links: [(&str, fn(&std::path::Path, &std::path::Path)); 4] = [
+    let links: [PlacedLink; 4] = [
         ("a link to a directory", |base, other| symlink(other, base.join("d/link")).unwrap()),
         ("a deep link", |base, other| {
             std::fs::create_dir_all(base.join("d/x/y")).unwrap();

@@ -129,7 +129,8 @@ impl HostReducescatterJob {
             let peer = peers.member_of_link(link);
             HostReducescatterStream { out: queue(member, peer), incoming: queue(peer, member) }
         };
-        let carried = |of: &usize| part_carrier(hosts, host, *of) == member && parts[*of].len() > 0;
+        let carried =
+            |of: &usize| part_carrier(hosts, host, *of) == member && !parts[*of].is_empty();
         Self {
             streams: (0..peers.links.len()).map(stream).collect(),
             carried: (0..peers.member_count()).filter(carried).collect(),
