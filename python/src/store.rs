@@ -38,6 +38,9 @@ pub(crate) fn store_exception(error: Error) -> PyErr {
     }
 }
 
+/// Deleted directories with their numbers of files and bytes, and what was left with its reason.
+type SweptPaths = (Vec<(String, usize, u64)>, Vec<(String, String)>);
+
 /// Name, bytes, seconds since the epoch, whether it is a directory.
 type Item = (String, u64, Option<f64>, bool);
 
@@ -178,7 +181,7 @@ impl Store {
         py: Python<'_>,
         older_than: Option<f64>,
         max_size: Option<u64>,
-    ) -> PyResult<(Vec<(String, usize, u64)>, Vec<(String, String)>)> {
+    ) -> PyResult<SweptPaths> {
         let age = |seconds| {
             Duration::try_from_secs_f64(seconds)
                 .map_err(|_| PyValueError::new_err(format!("not an age in seconds: {seconds}")))

@@ -47,6 +47,8 @@ class TroubleProxy:
             self._until = None
         if trouble == "refused":
             self._start_clock()
+            while self._listener.fileno() != -1:
+                time.sleep(0.01)
 
     def _start_clock(self):
         if self._until is None:
