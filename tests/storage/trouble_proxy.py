@@ -55,7 +55,7 @@ class TroubleProxy:
             self._until = time.monotonic() + self._seconds
 
     def lasts(self):
-        """Whether the trouble has begun and not ended."""
+        """Returns whether the trouble has begun and not ended."""
         return self._until is not None and time.monotonic() < self._until
 
     def current_trouble(self):

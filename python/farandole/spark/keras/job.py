@@ -82,7 +82,7 @@ class KerasTrainingJob:
     passes: int = 1
     """Batches whose gradients make one step of the optimizer."""
     loss_reduction: str = "mean"
-    """What the model's loss is for a batch, see `loss_forms`."""
+    """The reduction of the model's loss over the rows of a batch, see `loss_forms`."""
 
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""

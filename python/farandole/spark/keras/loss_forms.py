@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What the loss of a Keras model is for a batch, and a trial of losses of an unknown form.
+"""The reduction of a Keras model's loss, and a trial of losses of an unknown form.
 
 Keras adds up the losses of outputs, of layers and of weights to one number. This number is a mean
 over the rows of a batch, or a sum over them, or something else, which several processes cannot
