@@ -78,7 +78,8 @@ impl Store {
             let file = py.detach(|| self.0.open_file(path))?;
             let size = file.size()?;
             let mut failure = None;
-            // The content goes into the bytes object itself: large checkpoints fit into memory once.
+            // The content goes into the bytes object itself: large checkpoints fit into memory
+            // once.
             let bytes = PyBytes::new_with(py, size, |buffer| {
                 py.detach(|| file.read_into(buffer)).map_err(|error| {
                     let refused = PyOSError::new_err(error.to_string());

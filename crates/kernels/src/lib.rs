@@ -4,8 +4,8 @@
 //! Tensors in the memory of one process: element types, buffers, and all arithmetic on them.
 //!
 //! This crate owns the bits of every result on a host: reductions, Adasum and compression. It knows
-//! no ranks, links, threads or GPUs: `collectives` moves the blocks, and `cuda` has its own kernels,
-//! which follow the same rules. Frameworks pass addresses, so none of them is linked.
+//! no ranks, links, threads or GPUs: `collectives` moves the blocks, and `cuda` has its own
+//! kernels, which follow the same rules. Frameworks pass addresses, so none of them is linked.
 //!
 //! ```text
 //!  address, length ── Buffer ── GatherList: fused tensors as one range of bytes

@@ -16,8 +16,8 @@ const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time for which ssh waits for a connection.
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Time between two keep-alive messages of ssh. Routers forget an idle connection after four minutes
-/// or more, and output does not use the connection.
+/// Time between two keep-alive messages of ssh. Routers forget an idle connection after four
+/// minutes or more, and output does not use the connection.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 /// Number of unanswered keep-alive messages after which ssh gives a connection up. The registrar
 /// detects lost hosts much earlier.

@@ -432,8 +432,8 @@ fn check_unique_names(columns: &[(ManifestColumn, Option<String>)], file: &str) 
 }
 
 /// Merges the columns of another file into `columns`; `full` is true if that file has rows. Returns
-/// the columns that the file lacks or has in another type. They become unreadable, because a request
-/// for other columns needs no agreement about them.
+/// the columns that the file lacks or has in another type. They become unreadable, because a
+/// request for other columns needs no agreement about them.
 fn merge_columns(
     columns: &mut [(ManifestColumn, Option<String>)],
     here: &[(ManifestColumn, Option<String>)],

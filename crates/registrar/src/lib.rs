@@ -20,8 +20,8 @@
 //!
 //! Every call carries the token of the [`Ticket`]. The client accepts only the certificate whose
 //! digest is in the ticket. `farandole_world::assign_ranks` assigns the ranks; if another launcher
-//! has assigned them, the task numbers are the ranks ([`Registrar::start_with_ranked_tasks`]). Both ends
-//! compute the ranks from the same registrations.
+//! has assigned them, the task numbers are the ranks ([`Registrar::start_with_ranked_tasks`]). Both
+//! ends compute the ranks from the same registrations.
 //!
 //! The exits of workers are types of `membership`. They are part of calls and events, so this crate
 //! exports them.

@@ -194,8 +194,8 @@ impl PeerWatch {
                 *pid
             }
             LivenessSource::Remote { beats, .. } => {
-                // A heartbeat that cannot be sent now is replaced by the next one. `read_liveness_updates`
-                // detects the end.
+                // A heartbeat that cannot be sent now is replaced by the next one.
+                // `read_liveness_updates` detects the end.
                 beats.send_heartbeat();
                 None
             }

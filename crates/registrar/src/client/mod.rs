@@ -498,10 +498,10 @@ impl TaskClient {
 
     /// Starts the heartbeats of this agent. Calls `on_order` from another thread with each order of
     /// the registrar. The last one is `Stop`: by the registrar's verdict, or because the registrar
-    /// has been gone for `patience`. If the registrar's process is stopped while its kernel accepts connections, the
-    /// wait is eight times as long. Another process that listens at the registrar's address does
-    /// not count as the registrar. Once the registrar is given up, current and later calls fail
-    /// with `Lost`.
+    /// has been gone for `patience`. If the registrar's process is stopped while its kernel accepts
+    /// connections, the wait is eight times as long. Another process that listens at the
+    /// registrar's address does not count as the registrar. Once the registrar is given up, current
+    /// and later calls fail with `Lost`.
     pub fn start_heartbeats(
         &self,
         patience: Duration,
