@@ -221,8 +221,8 @@ fn measure_directory(
     Ok((SweptDirectory { path, files, bytes }, newest))
 }
 
-/// Deletes the directories of [`find_stale_data`], and returns those that are gone and those that
-/// are left.
+/// Deletes the directories of [`find_stale_data`], and returns the deleted and the kept
+/// directories.
 ///
 /// # Errors
 /// A backend that does not answer or does not delete. Directories that were deleted before the

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Tells prepared data from files that users wrote: only files that a preparation has named may be
+//! Distinguishes prepared data from files of users: only files that a preparation has named may be
 //! deleted.
 //!
 //! The mark of a preparation is a file in the directory of the training data: `_preparation.json`

@@ -37,7 +37,7 @@ const MAX_STABLE_READS: u32 = 5;
 /// Repeats a read if the file was replaced while it was being read.
 ///
 /// # Errors
-/// Those of `read`.
+/// The errors of `read`.
 pub fn read_stable<T>(mut read: impl FnMut() -> Result<T>) -> Result<T> {
     for _ in 1..MAX_STABLE_READS {
         match read() {
