@@ -118,6 +118,7 @@ impl HttpService for DeadlineClient {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let limit = self.answer_limit(&request);
         let is_file_content = is_file_read(&request);
+        let has_range = request.headers().contains_key("range");
         let answer = match tokio::time::timeout(limit, self.client.execute(request)).await {
             // The backend repeats errors of this kind for every request. Callers that create files
             // know that an earlier attempt may have succeeded.
@@ -126,6 +127,10 @@ impl HttpService for DeadlineClient {
         };
         let response = answer.inspect_err(|error| note_failed_attempt(&error_chain(error)))?;
         let status = response.status();
+        // The backend takes the answer for the rest of an interrupted file, without a look.
+        if has_range && status.as_u16() == 200 {
+            return Err(HttpError::new(HttpErrorKind::Unknown, IgnoredRange));
+        }
         if status.is_server_error() || matches!(status.as_u16(), 408 | 429) {
             note_failed_attempt(&format!("status {status}"));
         }
@@ -140,6 +145,11 @@ impl HttpService for DeadlineClient {
         Ok(HttpResponse::from_parts(parts, whole.into()))
     }
 }
+
+/// A service answered a request for a part of a file with the whole file.
+#[derive(Debug, thiserror::Error)]
+#[error("the service ignored the range of a request, and sent the file from its beginning")]
+struct IgnoredRange;
 
 /// A body that fails if it is silent, or slower than [`MIN_BYTES_PER_SECOND`] on average.
 struct DeadlineBody {

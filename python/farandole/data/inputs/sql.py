@@ -148,4 +148,4 @@ def _stream_query(
         for batch in pa.RecordBatchReader.from_stream(frame):
             yield batch.select(columns)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"the query failed, which spills to {spill.path}: {error}") from error
+        raise ValueError(f"the query failed: {error} (it spills to {spill.path})") from error
