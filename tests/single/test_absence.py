@@ -210,7 +210,7 @@ ALLOWED_LOOKS = {
     "runner/bench.py": 1,
     "runner/show/training.py": 1,
     "runner/timelines.py": 1,
-    "stores/durable.py": 1,
+    "stores/durable.py": 2,
     "stores/store.py": 3,
     "tensorflow/data/compute_service.py": 1,
 }
@@ -227,6 +227,7 @@ STORE_LOOKS = {
     "spark/common/saving/save_directory.py": 3,
     "stores/filesystem.py": 1,
     "stores/lease_files.py": 1,
+    "stores/remote_store.py": 1,
     "stores/store.py": 1,
 }
 """Looks at directories of a store, which raises an error if the store cannot be asked."""
