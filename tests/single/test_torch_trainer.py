@@ -281,7 +281,8 @@ def test_a_run_continues_where_its_checkpoint_ends(data):
 def test_a_checkpoint_of_another_model_is_refused_with_its_run(data, capfd):
     fit(data, linear(), epochs=1, run_id="r")
     with pytest.raises(
-        ValueError, match=r"run 'r' belongs to another model or optimizer: .* file://.*/runs/r elsewhere: "
+        ValueError,
+        match=r"run 'r' belongs to another model or optimizer: .* file://.*/runs/r elsewhere: ",
     ):
         fit(data, torch.nn.Sequential(linear()), epochs=2, run_id="r", resume="force")
     fit(data, linear(), epochs=2, run_id="r", resume="force", verbose=1)

@@ -6,6 +6,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from tests.spark.test_saved import METADATA, WRITES, Broken, breaking
 
@@ -120,7 +121,7 @@ def test_pandas_and_pyarrow_go_through_the_same_door(store):
 
 
 def test_old_prepared_data_is_swept_and_runs_stay(store):
-    prepare_data({"x": np.arange(10)}, store).release()
+    prepare_data(pa.table({"x": np.arange(10)}), store).release()
     store.write_text(f"{store.get_train_data_path(1)}/mine.parquet", "x")
     store.write_text(f"{store.get_run_path('r')}/checkpoint", "x")
     assert store.gc(older_than=3600) == []

@@ -184,7 +184,9 @@ def test_a_lasting_outage_ends_in_an_error_that_names_file_and_setting(service, 
 
     def fail(action):
         started = time.monotonic()
-        with pytest.raises(OSError, match=f"cannot {action.split()[0]} ") as told:
+        # S3 copies by another way above a size, so a copy first looks the size up.
+        words = "(copy|look up)" if action == "copy" else action.removesuffix(" x")
+        with pytest.raises(OSError, match=f"cannot {words} ") as told:
             attempts[action]()
         return str(told.value), time.monotonic() - started
 
