@@ -11,6 +11,15 @@ import time
 from tests.launch.bed import until
 from tests.launch.conftest import BUSY, IDLE, WORLD, told
 
+# Processes that fail once the file `enough` exists.
+ENDS_WHEN_ASKED = """
+import os, sys, time
+print(f"up {os.environ['RANK']}", flush=True)
+while not os.path.exists("enough"):
+    time.sleep(0.05)
+sys.exit(3)
+"""
+
 
 def test_two_hosts_of_two_ranks_are_one_world_and_leave_nothing(hosts):
     bed = hosts("h1", "h2")
@@ -61,5 +70,19 @@ def test_processes_that_join_no_world_end_with_the_launcher_too(hosts):
     bed.write("idle.py", IDLE)
     running = bed.launch("-np", 2, "-H", "h1:2", sys.executable, "idle.py")
     running.until("[0]<stdout>:up 0", "[1]<stdout>:up 1")
+    running.send(signal.SIGKILL)
+    until(lambda: not bed["h1"].processes(), bed.processes, 10.0)
+
+
+def test_reports_of_workers_end_with_the_launcher(hosts):
+    bed = hosts("h1")
+    bed.write("ends.py", ENDS_WHEN_ASKED)
+    running = bed.launch("-np", 2, "-H", "h1:2", sys.executable, "ends.py")
+    running.until("[0]<stdout>:up 0", "[1]<stdout>:up 1")
+    # The registrar, in the launcher, receives no report before the launcher is killed.
+    running.send(signal.SIGSTOP)
+    bed["h1"].write("enough", "")
+    h1 = bed["h1"]
+    until(lambda: all("ends.py" not in worker.argv for worker in h1.processes()), h1.processes)
     running.send(signal.SIGKILL)
     until(lambda: not bed["h1"].processes(), bed.processes, 10.0)

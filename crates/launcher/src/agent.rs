@@ -139,19 +139,21 @@ enum AgentSignal {
     Exited,
     Stop(GenerationVerdict),
     Cancelled(StopSignal, String),
-    LauncherSilent,
 }
 
 enum AgentPhase {
     /// Nothing was started yet: cancelling breaks the connection.
     Starting(CancellationToken),
-    Running,
+    /// The worker runs, or its end is being reported.
+    Running(TaskClient),
     Cancelled(String),
+    Ended,
 }
 
 /// A running agent. Dropping it cancels it.
 pub struct Agent {
     task: TaskId,
+    peer_timeout: Duration,
     phase: Arc<Mutex<AgentPhase>>,
     signals: mpsc::Sender<AgentSignal>,
     outcome: Mutex<mpsc::Receiver<Result<WorkerOutcome>>>,
@@ -169,11 +171,12 @@ impl Agent {
         task.start_timeout = task.start_timeout.min(MAX_AGENT_TIMEOUT);
         task.peer_timeout = task.peer_timeout.clamp(MIN_PEER_TIMEOUT, MAX_AGENT_TIMEOUT);
         task.outage = task.outage.min(MAX_AGENT_TIMEOUT);
-        let number = task.task;
+        let (number, peer_timeout) = (task.task, task.peer_timeout);
         let cancel = CancellationToken::new();
         let phase = Arc::new(Mutex::new(AgentPhase::Starting(cancel.clone())));
         let (signals, received) = mpsc::channel();
         let (sender, outcome) = mpsc::channel();
+        let last_phase = Arc::clone(&phase);
         let run = AgentRun {
             task,
             phase: Arc::clone(&phase),
@@ -183,11 +186,13 @@ impl Agent {
         thread::Builder::new()
             .name(format!("farandole-agent-{number}"))
             .spawn(move || {
+                let outcome = run.run_task(cancel);
+                *last_phase.lock() = AgentPhase::Ended;
                 // A caller that no longer waits has cancelled the agent.
-                drop(sender.send(run.run_task(cancel)));
+                drop(sender.send(outcome));
             })
             .map_err(|source| Error::System { what: "starting a thread", source })?;
-        Ok(Self { task: number, phase, signals, outcome: Mutex::new(outcome) })
+        Ok(Self { task: number, peer_timeout, phase, signals, outcome: Mutex::new(outcome) })
     }
 
     /// Waits until the worker has ended and this was reported; `None` when `timeout` passes first.
@@ -218,14 +223,32 @@ impl Agent {
         self.request_end(StopSignal::Kill, reason);
     }
 
-    /// Ends the worker unless the registrar still answers: the launcher, which runs the registrar,
-    /// sends nothing more on its own connection.
+    /// Ends the worker, and reports of its end, unless the registrar still answers: the launcher,
+    /// which runs the registrar, sends nothing more on its own connection. The answer may take
+    /// `peer_timeout`, so a thread waits for it.
     pub fn check_launcher(&self) {
-        if matches!(*self.phase.lock(), AgentPhase::Running) {
-            // An agent that has ended receives no signals.
-            drop(self.signals.send(AgentSignal::LauncherSilent));
-        } else {
-            self.cancel_worker(LAUNCHER_GONE);
+        let client = match &*self.phase.lock() {
+            AgentPhase::Starting(_) => None,
+            AgentPhase::Running(client) => Some(client.clone()),
+            AgentPhase::Cancelled(_) | AgentPhase::Ended => return,
+        };
+        let Some(client) = client else { return self.cancel_worker(LAUNCHER_GONE) };
+        let (task, signals) = (self.task, self.signals.clone());
+        let deadline = Instant::now() + self.peer_timeout;
+        let check = move || {
+            if client.is_registrar_answering(deadline).unwrap_or(false) {
+                tracing::warn!(%task, "the launcher's connection to this host has ended, and the \
+                                       registrar answers: the worker continues");
+            } else {
+                client.give_up_registrar();
+                let reason = LAUNCHER_GONE.to_owned();
+                // An agent that has ended receives no signals.
+                drop(signals.send(AgentSignal::Cancelled(StopSignal::Terminate, reason)));
+            }
+        };
+        let thread = thread::Builder::new().name(format!("farandole-check-{task}"));
+        if let Err(error) = thread.spawn(check) {
+            self.cancel_worker(&format!("{LAUNCHER_GONE}, and no thread can be started: {error}"));
         }
     }
 
@@ -364,7 +387,7 @@ impl AgentRun {
                     ..WorkerOutcome::without_worker(reason.clone())
                 });
             }
-            *phase = AgentPhase::Running;
+            *phase = AgentPhase::Running(client.clone());
         }
         let exited = self.signals.clone();
         let (start, gathered) = self.worker_start_options(client, place);
@@ -383,7 +406,7 @@ impl AgentRun {
                 return Err(error);
             }
         };
-        let mut ended_by = match self.receive_signal(client) {
+        let mut ended_by = match self.received_signals.recv() {
             Ok(AgentSignal::Exited) => None,
             Ok(other) => {
                 let manner = match &other {
@@ -399,9 +422,7 @@ impl AgentRun {
         let remains = worker.collect_exit(|| {
             while let Ok(signal) = self.received_signals.try_recv() {
                 cancelled |= matches!(signal, AgentSignal::Cancelled(..));
-                if ended_by.is_none()
-                    && !matches!(signal, AgentSignal::Exited | AgentSignal::LauncherSilent)
-                {
+                if ended_by.is_none() && !matches!(signal, AgentSignal::Exited) {
                     ended_by = Some(signal);
                 }
             }
@@ -419,42 +440,6 @@ impl AgentRun {
             gathered.send_to_driver(client, LATE_REPORT_TIMEOUT);
         }
         Ok(outcome)
-    }
-
-    /// Returns the next signal that concerns the worker.
-    fn receive_signal(
-        &self,
-        client: &TaskClient,
-    ) -> std::result::Result<AgentSignal, mpsc::RecvError> {
-        loop {
-            match self.received_signals.recv()? {
-                AgentSignal::LauncherSilent => self.spawn_registrar_check(client),
-                signal => return Ok(signal),
-            }
-        }
-    }
-
-    /// Cancels this agent unless the registrar answers. The answer may take `peer_timeout`, so the
-    /// agent does not wait for it.
-    fn spawn_registrar_check(&self, client: &TaskClient) {
-        let (client, signals) = (client.clone(), self.signals.clone());
-        let deadline = Instant::now() + self.task.peer_timeout;
-        let task = self.task.task;
-        let check = move || {
-            if client.is_registrar_answering(deadline).unwrap_or(false) {
-                tracing::warn!(%task, "the launcher's connection to this host has ended, and the \
-                                       registrar answers: the worker continues");
-            } else {
-                let reason = LAUNCHER_GONE.to_owned();
-                // An agent that has ended receives no signals.
-                drop(signals.send(AgentSignal::Cancelled(StopSignal::Terminate, reason)));
-            }
-        };
-        let thread = thread::Builder::new().name(format!("farandole-check-{task}"));
-        if let Err(error) = thread.spawn(check) {
-            let reason = format!("{LAUNCHER_GONE}, and no thread can be started: {error}");
-            drop(self.signals.send(AgentSignal::Cancelled(StopSignal::Terminate, reason)));
-        }
     }
 
     fn worker_start_options(

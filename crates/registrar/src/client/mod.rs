@@ -118,7 +118,7 @@ struct ClientInner {
     session: u64,
     handle: Handle,
     cancel: CancellationToken,
-    /// Cancelled when the `RegistrarMonitor` has given the registrar up.
+    /// Cancelled when the registrar is given up, by the `RegistrarMonitor` or the caller.
     lost: CancellationToken,
     outbox: Arc<RecordOutbox>,
     offer: heartbeat::PendingRegistration,
@@ -527,6 +527,11 @@ impl TaskClient {
 
     fn malformed_reply(&self, call: &'static str, reason: String) -> Error {
         Error::Malformed { job: self.job_id().0.clone(), call, reason }
+    }
+
+    /// Makes current and later calls fail with `Lost`: the caller knows that the registrar has ended.
+    pub fn give_up_registrar(&self) {
+        self.inner.lost.cancel_calls();
     }
 
     fn check_own_process(&self) -> Result<()> {
