@@ -16,6 +16,7 @@ mod comment_width;
 mod config_docs;
 mod crate_dependencies;
 mod doc_openings;
+mod file_circles;
 mod naming;
 mod proto;
 mod source_files;
@@ -38,6 +39,7 @@ fn main() -> Result<()> {
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)
         }
+        Some("circles") => file_circles::print_circles(&root),
         Some("deps") => crate_dependencies::check_dependencies(&root),
         Some("docs") => config_docs::write_page(&root),
         Some("proto") => proto::write_generated(&root),
@@ -46,7 +48,7 @@ fn main() -> Result<()> {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)
         }
-        other => bail!("usage: cargo xtask check|deps|docs|names|proto|quiz, not {other:?}"),
+        other => bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz, not {other:?}"),
     }
 }
 
