@@ -119,7 +119,7 @@ impl RankFiles {
 fn warn_incomplete_once(error: &io::Error) {
     static INCOMPLETE_WARNING: std::sync::Once = std::sync::Once::new();
     INCOMPLETE_WARNING.call_once(|| {
-        crate::print_message(
+        crate::message::print_message(
             "farandole",
             &format!("the files of the ranks' output are incomplete: {error}"),
         )

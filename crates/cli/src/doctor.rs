@@ -5,6 +5,7 @@
 //! problems, and how to fix them.
 
 mod launcher;
+mod page;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,6 +23,7 @@ use farandole::registrar::{PROTOCOL_VERSION, Registrar, RegistrarOptions, TaskCl
 use farandole::transport::{LinkKind, MemoryRendezvous, Mesh, MeshOptions};
 use farandole::world::{Rank, TaskId};
 
+use self::page::DoctorPage;
 use crate::console::ConsoleSink;
 use crate::host_interpreter::{HostInterpreter, PythonDistribution, PythonInstallation};
 
@@ -45,48 +47,6 @@ const SPARK_PACKAGES: &[(&str, &str, &str)] = &[
     ("pyarrow", "PyArrow", "spark"),
     ("pandas", "pandas", "spark"),
 ];
-
-/// The page: its sections, with the problems at the end.
-#[derive(Default)]
-struct DoctorPage {
-    text: String,
-    problems: Vec<String>,
-}
-
-impl DoctorPage {
-    fn add_section(&mut self, title: &str) {
-        self.text.push_str(&format!("\n{title}\n"));
-    }
-
-    fn add_line(&mut self, name: &str, value: &str) {
-        self.text.push_str(&format!("    {name:<16}{value}\n"));
-    }
-
-    fn add_check(&mut self, works: bool, name: &str, detail: &str) {
-        let mark = if works { 'X' } else { ' ' };
-        self.text.push_str(&format!("    [{mark}] {name:<24}{detail}\n"));
-    }
-
-    /// Runs a trial, and records the advice as a problem if the trial fails.
-    fn run_and_record_trial(
-        &mut self,
-        name: &str,
-        advice: &str,
-        trial: impl FnOnce() -> Result<String>,
-    ) {
-        let started = Instant::now();
-        match trial() {
-            Ok(detail) => {
-                let took = format!("{detail} ({:.1} ms)", started.elapsed().as_secs_f64() * 1e3);
-                self.add_check(true, name, &took);
-            }
-            Err(error) => {
-                self.add_check(false, name, &format!("{error:#}"));
-                self.problems.push(format!("{name}: {error:#}. {advice}"));
-            }
-        }
-    }
-}
 
 /// Prints the page; returns the exit status, 1 if there are problems.
 pub(crate) fn run_doctor(surroundings: &dyn HostInterpreter) -> Result<i32> {

@@ -38,6 +38,7 @@ mod doctor;
 mod explain;
 mod host_interpreter;
 mod logging;
+mod message;
 #[cfg(test)]
 mod reference;
 mod run;
@@ -47,8 +48,6 @@ mod timeline;
 mod ui;
 
 pub use host_interpreter::{HostInterpreter, JobViewer, PythonDistribution, PythonInstallation};
-
-use std::io::Write as _;
 
 /// Name of the drop-in command.
 const HOROVODRUN_NAME: &str = "horovodrun";
@@ -84,14 +83,8 @@ pub fn main(argv: &[String], surroundings: &dyn HostInterpreter) -> i32 {
     match ended {
         Ok(status) => status,
         Err(error) => {
-            print_message(called, &format!("{error:#}"));
+            message::print_message(called, &format!("{error:#}"));
             1
         }
     }
-}
-
-/// Prints a message to stderr.
-fn print_message(called: &str, message: &str) {
-    // If stderr is closed, the message is lost.
-    drop(writeln!(std::io::stderr(), "{called}: {message}"));
 }

@@ -106,7 +106,7 @@ impl RecordSink for TimelineSink {
             WorkerRecord::Metric(metric) if metric.kind == TIMELINE_RECORD_KIND => {
                 let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Err(error) = pieces.add_piece(metric.task, &metric.data) {
-                    crate::print_message(
+                    crate::message::print_message(
                         "farandole",
                         &format!("a piece of a timeline is lost: {error}"),
                     );

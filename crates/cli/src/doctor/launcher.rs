@@ -7,7 +7,7 @@
 use farandole::launcher::HostSlots;
 use farandole::launcher::allocation::{BatchAllocation, LaunchEnvironment, detect_allocation};
 
-use super::DoctorPage;
+use super::page::DoctorPage;
 
 /// Largest number of hosts that are listed by name.
 const MAX_NAMED_HOSTS: usize = 16;

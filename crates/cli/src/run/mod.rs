@@ -77,7 +77,7 @@ pub(crate) fn run_job(
     }
     let options = RunOptions::from_matches(matches)?;
     logging::install_logging(options.config.log_level, options.config.log_hide_time);
-    let say = |message: &str| crate::print_message(called, message);
+    let say = |message: &str| crate::message::print_message(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
     let place = options.job_placement()?;
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
