@@ -12,7 +12,7 @@ use farandole_collectives::{DeviceEvent, Error as CollectiveError, Result, Resul
 use farandole_kernels::{Buffer, DeviceStream as Theirs, MemoryKind};
 use parking_lot::Mutex;
 
-use super::OpenGpu;
+use super::open_gpu::OpenGpu;
 use crate::driver::{PrimaryContext, Stream};
 use crate::nccl::CommunicatorStream;
 

@@ -9,11 +9,11 @@ use std::collections::VecDeque;
 use std::ffi::{c_char, c_uint, c_void};
 
 use farandole_collectives::{Device as _, Error as CollectiveError, ResultMemory};
-use farandole_kernels::{Buffer, HostMemory, MemoryKind};
+use farandole_kernels::{Buffer, DeviceStream as Theirs, HostMemory, MemoryKind};
 use farandole_testkit::{contents, filled};
 
 use super::*;
-use crate::driver::{DriverTable, IpcMemoryHandle, MemoryPool, PoolSettings};
+use crate::driver::{DriverTable, IpcMemoryHandle, Mark, MemoryPool, PoolSettings, Stream};
 use crate::nccl::CommunicatorStream as _;
 
 const NOT_READY: i32 = 600;

@@ -25,36 +25,10 @@ use farandole_collectives::{
 
 use super::caller::{NcclCaller, QueuedOperation, SubmittedOperation};
 use super::calls::{float8_reduction_support, is_nccl_operation};
-use super::{NcclLibrary, Stream, UniqueId};
+use super::communicator_stream::CommunicatorStream;
+use super::{NcclLibrary, UniqueId};
 use crate::Error;
 use crate::shutdown::{SHUTDOWN_TIMEOUT, drain_communicator, poll_until};
-
-/// The device's side of a communicator.
-pub trait CommunicatorStream: Send + Sync + 'static {
-    /// Returns the device's number.
-    fn device_ordinal(&self) -> u32;
-
-    /// Returns the stream that gets the work.
-    fn raw_stream(&self) -> Stream;
-
-    /// Returns an event after the work that was put there.
-    ///
-    /// # Errors
-    /// `Device`.
-    fn record_event(&self) -> Result<Arc<dyn DeviceEvent>>;
-
-    /// Returns memory of the device, for later work of the stream.
-    ///
-    /// # Errors
-    /// `Device`.
-    fn allocate_result(&self, bytes: usize) -> Result<Arc<dyn ResultMemory>>;
-
-    /// Does something while the device is the thread's current one.
-    ///
-    /// # Errors
-    /// `Device`.
-    fn with_current_device(&self, work: &mut dyn FnMut()) -> Result<()>;
-}
 
 /// Operations on the device at a time. The driver has room for some more; where it had none, calls
 /// would wait for kernels.

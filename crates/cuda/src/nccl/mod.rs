@@ -8,6 +8,7 @@
 mod caller;
 mod calls;
 mod communicator;
+mod communicator_stream;
 #[cfg(test)]
 pub(crate) mod fake;
 mod memory;
@@ -22,7 +23,8 @@ use crate::{CudaLibrary, Error, LibrarySearchPath, Result};
 
 pub use calls::is_nccl_operation;
 pub(crate) use calls::{MIN_ARCH_FOR_FLOAT8, MIN_VERSION_FOR_FLOAT8};
-pub use communicator::{CommunicatorStream, NcclCommunicator};
+pub use communicator::NcclCommunicator;
+pub use communicator_stream::CommunicatorStream;
 pub use memory::NcclMemory;
 
 /// A communicator of NCCL.
