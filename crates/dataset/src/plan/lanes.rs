@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use crate::manifest::Manifest;
-use crate::plan::to_index;
+use crate::plan::index::to_index;
 use crate::rng::{fold_hash, random_permutation};
 
 /// Most decoded bytes of a block; larger row groups are cut.

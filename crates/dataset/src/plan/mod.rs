@@ -3,6 +3,7 @@
 
 //! The plan that assigns rows to ranks and steps.
 
+mod index;
 mod lanes;
 mod step;
 #[cfg(test)]
@@ -16,6 +17,7 @@ use std::ops::Range;
 use farandole_world::Rank;
 
 use crate::error::{Error, Result};
+use crate::plan::index::to_index;
 use crate::plan::lanes::EpochOrder;
 
 /// Policy for rows that do not fill a batch on every rank.
@@ -354,9 +356,4 @@ fn check_request(request: &EpochRequest) -> Result<()> {
 
 fn gcd(a: u64, b: u64) -> u64 {
     if b == 0 { a } else { gcd(b, a % b) }
-}
-
-/// Converts a count to an index.
-pub(crate) fn to_index(count: u64) -> usize {
-    usize::try_from(count).unwrap_or(usize::MAX)
 }

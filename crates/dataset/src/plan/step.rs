@@ -3,7 +3,8 @@
 
 //! Plans the parts of one batch.
 
-use crate::plan::{EpochPlan, RankPhase, TailPolicy, to_index};
+use crate::plan::index::to_index;
+use crate::plan::{EpochPlan, RankPhase, TailPolicy};
 
 /// Rows of one part, in the part's order (after its permutation).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! Counts of rows, blocks and lanes as indexes.
+
+/// Converts a count to an index.
+pub(crate) fn to_index(count: u64) -> usize {
+    usize::try_from(count).unwrap_or(usize::MAX)
+}
