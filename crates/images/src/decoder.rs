@@ -15,9 +15,6 @@ use crate::pixels::PixelBuffer;
 use crate::transform::{ImageOutput, ImageTransform, ResizeMode};
 use crate::{jpeg, png};
 
-/// Most pixels of a file. The libraries take up to 16 bytes for each pixel in the header.
-pub const MAX_PIXELS: u64 = 32 << 20;
-
 /// Most bytes that are kept for the next image; the memory of larger images is freed.
 const MAX_KEPT_BYTES: usize = 64 << 20;
 
@@ -75,17 +72,6 @@ impl ImageDecoder {
         resize_image(steps, resizer, image, fitted, spare)?;
         steps.write_image(fitted, out)
     }
-}
-
-/// Compares a size with [`MAX_PIXELS`].
-///
-/// # Errors
-/// [`Error::TooManyPixels`].
-pub(crate) fn check_pixel_count(width: u32, height: u32) -> Result<()> {
-    if u64::from(width) * u64::from(height) > MAX_PIXELS {
-        return Err(Error::TooManyPixels { width, height, most: MAX_PIXELS });
-    }
-    Ok(())
 }
 
 /// Part of an image to resize, and the resulting size.
@@ -202,7 +188,8 @@ fn resize_image(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transform::{ChannelScale, ColorMode};
+    use crate::pixels::ColorMode;
+    use crate::transform::ChannelScale;
 
     fn steps(height: u32, width: u32, fit: ResizeMode) -> ImageTransform {
         ImageTransform {

@@ -8,11 +8,9 @@ use zune_jpeg::zune_core::bytestream::ZCursor;
 use zune_jpeg::zune_core::colorspace::ColorSpace;
 use zune_jpeg::zune_core::options::DecoderOptions;
 
-use crate::decoder::check_pixel_count;
 use crate::error::{Error, Result};
 use crate::exif::read_orientation;
-use crate::pixels::PixelBuffer;
-use crate::transform::ColorMode;
+use crate::pixels::{ColorMode, PixelBuffer, check_pixel_count};
 
 /// First bytes of a JPEG file.
 pub(crate) const FILE_SIGNATURE: &[u8] = b"\xFF\xD8\xFF";

@@ -30,6 +30,7 @@ mod pixels;
 mod png;
 mod transform;
 
-pub use decoder::{ImageDecoder, MAX_PIXELS};
+pub use decoder::ImageDecoder;
 pub use error::{Error, Result};
-pub use transform::{ChannelScale, ColorMode, ImageOutput, ImageTransform, ResizeMode};
+pub use pixels::{ColorMode, MAX_PIXELS};
+pub use transform::{ChannelScale, ImageOutput, ImageTransform, ResizeMode};

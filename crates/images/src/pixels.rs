@@ -1,9 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Decoded pixels and their color modes.
+//! Decoded pixels, their color modes and their largest number.
 
-use crate::transform::ColorMode;
+use crate::error::{Error, Result};
+
+/// Most pixels of a file. The libraries take up to 16 bytes for each pixel in the header.
+pub const MAX_PIXELS: u64 = 32 << 20;
+
+/// Channels of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ColorMode {
+    /// Red, green, blue.
+    Rgb,
+    /// Gray.
+    Gray,
+}
+
+impl ColorMode {
+    /// Returns the number of channels.
+    pub fn channel_count(self) -> usize {
+        match self {
+            Self::Rgb => 3,
+            Self::Gray => 1,
+        }
+    }
+}
 
 /// An image with 8 bits per channel, row by row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,6 +84,17 @@ impl PixelBuffer {
 fn rgb_to_luma(red: u8, green: u8, blue: u8) -> u8 {
     let sum = u32::from(red) * 19595 + u32::from(green) * 38470 + u32::from(blue) * 7471 + 0x8000;
     sum.to_le_bytes()[2]
+}
+
+/// Compares a size with [`MAX_PIXELS`].
+///
+/// # Errors
+/// [`Error::TooManyPixels`].
+pub(crate) fn check_pixel_count(width: u32, height: u32) -> Result<()> {
+    if u64::from(width) * u64::from(height) > MAX_PIXELS {
+        return Err(Error::TooManyPixels { width, height, most: MAX_PIXELS });
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -7,10 +7,9 @@ use std::io::Cursor;
 
 use png::{ColorType, Decoder, Limits, Transformations};
 
-use crate::decoder::check_pixel_count;
 use crate::error::{Error, Result};
 use crate::exif::read_orientation;
-use crate::pixels::PixelBuffer;
+use crate::pixels::{PixelBuffer, check_pixel_count};
 
 /// First bytes of a PNG file.
 pub(crate) const FILE_SIGNATURE: &[u8] = b"\x89PNG\r\n\x1a\n";

@@ -4,26 +4,7 @@
 //! Settings of the steps from a file's image to an image in a batch, and the last step.
 
 use crate::error::{Error, Result};
-use crate::pixels::PixelBuffer;
-
-/// Channels of the result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ColorMode {
-    /// Red, green, blue.
-    Rgb,
-    /// Gray.
-    Gray,
-}
-
-impl ColorMode {
-    /// Returns the number of channels.
-    pub fn channel_count(self) -> usize {
-        match self {
-            Self::Rgb => 3,
-            Self::Gray => 1,
-        }
-    }
-}
+use crate::pixels::{ColorMode, PixelBuffer};
 
 /// Rule that brings an image to the size of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
