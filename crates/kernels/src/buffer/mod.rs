@@ -4,15 +4,18 @@
 //! Memory of tensors, given by address, so that no framework has to be linked.
 #![expect(unsafe_code, reason = "the one place where addresses become slices")]
 
+mod allocation;
 mod gather_list;
 mod nontemporal_copy;
 mod shareable_memory;
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use farandole_shm::{HugePageMemory, SharedRegion};
+use farandole_shm::HugePageMemory;
+
+use self::allocation::{AllocationSource, HostAllocation};
 
 pub use farandole_shm::prefer_large_pages;
 pub use gather_list::GatherList;
@@ -159,40 +162,6 @@ pub const LARGE_MEMORY_BYTES: usize = 32 << 20;
 /// Host memory of this process or of a peer, aligned to a cache line, with a reference count.
 #[derive(Clone, Debug)]
 pub struct HostMemory(Arc<HostAllocation>);
-
-#[derive(Debug)]
-struct HostAllocation {
-    address: NonNull<u8>,
-    bytes: usize,
-    store: AllocationSource,
-}
-
-#[derive(Debug)]
-enum AllocationSource {
-    Heap(Layout),
-    Pages(#[expect(dead_code, reason = "held, and unmapped by its drop")] HugePageMemory),
-    Region(SharedRegion),
-}
-
-// SAFETY: plain memory, which the last owner frees once.
-unsafe impl Send for HostAllocation {}
-// SAFETY: as for Send; all access is through `Buffer`'s unsafe methods.
-unsafe impl Sync for HostAllocation {}
-
-impl Drop for HostAllocation {
-    fn drop(&mut self) {
-        match &self.store {
-            // SAFETY: allocated with this layout in `HostMemory::try_new` and freed only here.
-            AllocationSource::Heap(layout) => unsafe { dealloc(self.address.as_ptr(), *layout) },
-            // A forked child does not unregister: it does not need the table, and could wait for
-            // its lock forever.
-            AllocationSource::Region(region) if region.is_original_process() => {
-                shareable_memory::unregister_memory(self.address)
-            }
-            AllocationSource::Pages(_) | AllocationSource::Region(_) => {}
-        }
-    }
-}
 
 /// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible
 /// sizes.

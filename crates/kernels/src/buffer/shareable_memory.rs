@@ -4,28 +4,13 @@
 //! Memory of this process that peers may use. It is found by address, because frameworks pass
 //! addresses.
 
-use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::Arc;
 
 use farandole_shm::{RegionHandle, SharedRegion};
 
-use super::{AllocationSource, Buffer, HostAllocation, HostMemory};
-
-/// Shareable memory, by its first address.
-static SHAREABLE_MEMORY: Mutex<BTreeMap<usize, Weak<HostAllocation>>> = Mutex::new(BTreeMap::new());
-
-fn with_shareable_memory<T>(
-    change: impl FnOnce(&mut BTreeMap<usize, Weak<HostAllocation>>) -> T,
-) -> T {
-    change(&mut SHAREABLE_MEMORY.lock().unwrap_or_else(PoisonError::into_inner))
-}
-
-/// Removes memory from the table. Must be called before the address can belong to another
-/// allocation.
-pub(super) fn unregister_memory(address: NonNull<u8>) {
-    with_shareable_memory(|table| table.remove(&address.addr().get()));
-}
+use super::allocation::{AllocationSource, HostAllocation, with_shareable_memory};
+use super::{Buffer, HostMemory};
 
 impl HostMemory {
     /// Returns zeroed memory that the other members on this host can read and write. If the system

@@ -4,14 +4,15 @@
 //! Selection of the kernel of a reduction.
 
 use super::native::{
-    DirectReduction, LogicalAnd, LogicalOr, Max, Mean, Min, NativeElement, Product,
+    DirectReduction, FloatElement, LogicalAnd, LogicalOr, Max, Mean, Min, NativeElement, Product,
     ReductionOperator, Sum,
 };
+use super::order::ReductionOrder;
+use super::spec::{BlockForm, InstructionSet, ReductionSpec};
 use super::staged::{
-    ElementFormat, FloatElement, NativeFormat, ScaleFactors, StagedKernel, StagedReduction,
-    WideIntegerFormat,
+    ElementFormat, NativeFormat, ScaleFactors, StagedKernel, StagedReduction, WideIntegerFormat,
 };
-use super::{BlockForm, InstructionSet, ReductionOrder, ReductionSpec, float8, half};
+use super::{float8, half};
 use crate::{DataType, ReduceOp};
 
 type KernelFunction = unsafe fn(&[&[u8]], &mut [u8], f64);

@@ -3,7 +3,8 @@
 
 //! Conversion between 8-bit floats and `f32`.
 
-use super::staged::{ElementFormat, FloatElement};
+use super::native::FloatElement;
+use super::staged::ElementFormat;
 
 /// 8-bit float of the OCP 8-bit Floating Point Specification (OFP8, revision 1.0, 2023): a sign, an
 /// exponent with the bias `BIAS`, and `MANTISSA` bits of mantissa. Numbers with an exponent of zero

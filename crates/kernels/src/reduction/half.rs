@@ -4,7 +4,8 @@
 //! Conversion between 16-bit floats and `f32`, rounding to nearest even. The bits are the same with
 //! and without F16C.
 
-use super::staged::{ElementFormat, FloatElement};
+use super::native::FloatElement;
+use super::staged::ElementFormat;
 
 /// Bfloat16: the upper half of an `f32`.
 pub(super) struct Bf16Format;

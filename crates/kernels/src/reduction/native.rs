@@ -8,8 +8,7 @@
 
 use std::marker::PhantomData;
 
-use super::ReductionOrder;
-use super::staged::FloatElement;
+use super::order::ReductionOrder;
 
 /// Type with which the processor computes.
 pub(super) trait NativeElement: Copy + Default + 'static {
@@ -28,6 +27,14 @@ pub(super) trait NativeElement: Copy + Default + 'static {
     /// kernel is always 1.
     fn finish(self, factor: Self) -> Self;
     fn factor(value: f64) -> Self;
+}
+
+/// Float type with scaling and averaging.
+pub(super) trait FloatElement: NativeElement {
+    /// Divides by `divisor`.
+    fn divide_by(self, divisor: Self) -> Self;
+    fn scale(acc: &mut [Self], factor: f64);
+    fn mean(acc: &mut [Self], members: usize);
 }
 
 macro_rules! bytes_of {
@@ -129,6 +136,29 @@ macro_rules! float {
             #[inline(always)]
             fn factor(value: f64) -> Self {
                 $factor(value)
+            }
+        }
+
+        impl FloatElement for $type {
+            #[inline(always)]
+            fn divide_by(self, divisor: Self) -> Self {
+                self / divisor
+            }
+
+            #[inline(always)]
+            fn scale(acc: &mut [Self], factor: f64) {
+                let factor = <$type as NativeElement>::factor(factor);
+                for a in acc {
+                    *a *= factor;
+                }
+            }
+
+            #[inline(always)]
+            fn mean(acc: &mut [Self], members: usize) {
+                let members = members as $type;
+                for a in acc {
+                    *a /= members;
+                }
             }
         }
     )+ };

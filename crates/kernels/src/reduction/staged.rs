@@ -6,8 +6,9 @@
 
 use std::marker::PhantomData;
 
-use super::native::{NativeElement, ReductionOperator};
-use super::{BlockForm, InstructionSet, ReductionOrder};
+use super::native::{FloatElement, NativeElement, ReductionOperator};
+use super::order::ReductionOrder;
+use super::spec::{BlockForm, InstructionSet};
 
 /// Format of elements: conversion to accumulators and back.
 pub(super) trait ElementFormat: 'static {
@@ -24,14 +25,6 @@ pub(super) trait ElementFormat: 'static {
     fn mean(acc: &mut [Self::Acc], members: usize);
 }
 
-/// Float type with scaling and averaging.
-pub(super) trait FloatElement: NativeElement {
-    /// Divides by `divisor`.
-    fn divide_by(self, divisor: Self) -> Self;
-    fn scale(acc: &mut [Self], factor: f64);
-    fn mean(acc: &mut [Self], members: usize);
-}
-
 /// Format of elements whose accumulators have the type of the elements.
 pub(super) struct NativeFormat<T>(PhantomData<T>);
 
@@ -41,29 +34,6 @@ pub(super) struct WideIntegerFormat<T, A>(PhantomData<(T, A)>);
 
 macro_rules! float {
     ($($type:ty, $size:literal;)+) => { $(
-        impl FloatElement for $type {
-            #[inline(always)]
-            fn divide_by(self, divisor: Self) -> Self {
-                self / divisor
-            }
-
-            #[inline(always)]
-            fn scale(acc: &mut [Self], factor: f64) {
-                let factor = <$type as NativeElement>::factor(factor);
-                for a in acc {
-                    *a *= factor;
-                }
-            }
-
-            #[inline(always)]
-            fn mean(acc: &mut [Self], members: usize) {
-                let members = members as $type;
-                for a in acc {
-                    *a /= members;
-                }
-            }
-        }
-
         impl ElementFormat for NativeFormat<$type> {
             const ELEMENT_BYTES: usize = $size;
             type Acc = $type;
