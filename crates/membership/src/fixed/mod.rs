@@ -10,6 +10,7 @@
 //!    +------- registered again <----------- verdict: all workers stop
 //! ```
 
+mod registration;
 mod running;
 #[cfg(test)]
 mod simulation;
@@ -27,29 +28,10 @@ use crate::decisions::{
     AgentPresence, LivenessLimits, MembershipDecision, MembershipInput, RegistrationRefusal,
 };
 use crate::exit::GenerationVerdict;
+use registration::Registration;
 use running::RunningGeneration;
 
-/// The rules of [`FixedMembership`].
-#[derive(Clone, Debug)]
-pub struct MembershipOptions {
-    /// Tasks in the job.
-    pub tasks: u32,
-    /// Limits after which an agent counts as gone.
-    pub liveness: LivenessLimits,
-    /// Time for which exits are collected after the first one, before the verdict names the first
-    /// failure.
-    pub failure_grace: Duration,
-    /// Whether a task's number is its rank, whatever its host.
-    pub in_order: bool,
-}
-
-#[derive(Clone, Debug)]
-struct Registration {
-    attempt: u64,
-    session: u64,
-    host: HostHash,
-    presence: AgentPresence,
-}
+pub use registration::MembershipOptions;
 
 #[derive(Clone, Debug)]
 enum MembershipPhase {

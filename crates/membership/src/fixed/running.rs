@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use farandole_world::{Generation, Rank, TaskId, World};
 
-use super::{MembershipOptions, Registration};
+use super::registration::{MembershipOptions, Registration};
 use crate::decisions::{AgentPresence, MembershipDecision};
 use crate::exit::{ExitReport, GenerationVerdict};
 
