@@ -13,7 +13,7 @@ use arrow::datatypes::{
 };
 use farandole_dataset::{TimeUnit, day_of_milliseconds, nearest_float64, parse_decimal_float64};
 
-use super::ConversionContext;
+use super::context::ConversionContext;
 use crate::error::Result;
 
 /// Returns dates as days, and times as microseconds; `None` for other types. Every row of the

@@ -3,20 +3,20 @@
 
 //! Converts each Arrow type.
 
+mod context;
+mod exact;
+mod fill;
+#[cfg(test)]
+mod tests;
+
 use std::sync::Arc;
 
-use arrow::array::{
-    Array, ArrayRef, AsArray, BooleanArray, FixedSizeBinaryArray, PrimitiveArray, Scalar,
-    StringArray, StructArray,
-};
+use arrow::array::{Array, ArrayRef, AsArray, FixedSizeBinaryArray, PrimitiveArray, StructArray};
 use arrow::buffer::Buffer;
-use arrow::compute::cast;
-use arrow::compute::kernels::zip::zip;
-use arrow::datatypes::{
-    ArrowPrimitiveType, DataType, Float32Type, Float64Type, Int8Type, Int32Type,
-};
-use arrow::error::ArrowError;
+use arrow::datatypes::{DataType, Float32Type, Float64Type, Int8Type, Int32Type};
 use farandole_dataset::ElementType;
+
+pub(crate) use context::ConversionContext;
 
 use crate::error::{Error, Result};
 
@@ -26,160 +26,6 @@ pub(crate) struct ConvertedColumn {
     pub(crate) array: ArrayRef,
     pub(crate) element: ElementType,
     pub(crate) shape: Vec<u64>,
-}
-
-/// Origin of a column, for error messages, and its treatment of missing values.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ConversionContext<'a> {
-    pub(crate) column: &'a str,
-    pub(crate) partition: u64,
-    pub(crate) row: u64,
-    /// Replacement of nulls and NaN, and whether it was given for this column by name.
-    pub(crate) fill: Option<(&'a str, bool)>,
-    /// Whether NaN without a replacement and infinities are accepted.
-    pub(crate) allow_nan: bool,
-}
-
-impl ConversionContext<'_> {
-    fn value_error(&self, row: usize, reason: String) -> Error {
-        let (column, partition) = (self.column.to_owned(), self.partition);
-        Error::Value { column, reason, partition, row: self.row + row as u64 }
-    }
-
-    fn ragged_error(&self, expected: impl ToString, found: impl ToString) -> Error {
-        let (column, partition) = (self.column.to_owned(), self.partition);
-        Error::Ragged {
-            column,
-            expected: expected.to_string(),
-            found: found.to_string(),
-            partition,
-        }
-    }
-
-    fn unsupported_type_error(&self, found: &DataType) -> Error {
-        Error::Type { column: self.column.to_owned(), found: found.to_string() }
-    }
-
-    fn arrow_error(&self, source: ArrowError) -> Error {
-        Error::Arrow { column: self.column.to_owned(), source }
-    }
-
-    fn cast_array(&self, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
-        cast(array, to).map_err(|source| self.arrow_error(source))
-    }
-
-    /// Returns the number of rows that contain the values at the positions `at`, and the first such
-    /// row. Every row has `per_row` values.
-    fn affected_rows(&self, per_row: usize, at: impl Iterator<Item = usize>) -> (usize, u64) {
-        let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
-        rows.dedup();
-        (rows.len(), self.row + rows.first().copied().unwrap_or_default() as u64)
-    }
-
-    /// Returns the error for missing values. There are `values` values, `per_row` of them in each
-    /// row.
-    fn missing_error(
-        &self,
-        what: &'static str,
-        values: usize,
-        per_row: usize,
-        at: impl Iterator<Item = usize>,
-    ) -> Error {
-        let (column, partition) = (self.column.to_owned(), self.partition);
-        let (missing, row) = self.affected_rows(per_row, at);
-        Error::Missing { column, what, missing, rows: values / per_row.max(1), partition, row }
-    }
-
-    /// Returns an error if the array has nulls; for arrays that cannot be filled.
-    fn check_no_nulls(&self, array: &dyn Array, what: &'static str, per_row: usize) -> Result<()> {
-        match array.logical_nulls().filter(|nulls| nulls.null_count() > 0) {
-            None => Ok(()),
-            Some(nulls) => {
-                let at = nulls.iter().enumerate().filter(|(_, valid)| !valid).map(|(at, _)| at);
-                Err(self.missing_error(what, array.len(), per_row, at))
-            }
-        }
-    }
-
-    /// Returns the array with its nulls filled. `source` is its type before the conversion.
-    fn fill_nulls(
-        &self,
-        array: &ArrayRef,
-        source: &DataType,
-        what: &'static str,
-        per_row: usize,
-    ) -> Result<ArrayRef> {
-        let Some(nulls) = array.logical_nulls().filter(|nulls| nulls.null_count() > 0) else {
-            return Ok(Arc::clone(array));
-        };
-        let Some(value) = self.fill_value(array.data_type(), source)? else {
-            self.check_no_nulls(array, what, per_row)?;
-            return Ok(Arc::clone(array));
-        };
-        let valid = BooleanArray::new(nulls.into_inner(), None);
-        zip(&valid, array, &Scalar::new(value)).map_err(|source| self.arrow_error(source))
-    }
-
-    /// Returns the replacement as one value of a type, which holds the values of the type `source`.
-    /// Returns `None` if there is no replacement, or if the replacement for all columns does not
-    /// fit this type.
-    fn fill_value(&self, kind: &DataType, source: &DataType) -> Result<Option<ArrayRef>> {
-        let Some((text, named)) = self.fill else { return Ok(None) };
-        let texts: ArrayRef = Arc::new(StringArray::from(vec![text]));
-        let is_text = matches!(kind, DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View);
-        let value = if source.is_temporal() {
-            exact::time_fill(&texts, source)
-        } else {
-            cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text))
-        };
-        match value {
-            None if named => Err(Error::Fill {
-                column: self.column.to_owned(),
-                kind: source.to_string(),
-                fill: text.to_owned(),
-            }),
-            value => Ok(value),
-        }
-    }
-
-    /// Returns the floats with their NaN replaced; `None` if nothing was replaced.
-    fn fill_nans<T>(&self, array: &PrimitiveArray<T>, per_row: usize) -> Result<Option<ArrayRef>>
-    where
-        T: ArrowPrimitiveType,
-        T::Native: Into<f64> + std::str::FromStr,
-    {
-        let is_nan = |value: T::Native| value.into().is_nan();
-        // No early exit within a piece, so that the compiler can vectorize the loop.
-        let odd = |value: T::Native| !value.into().is_finite();
-        let any =
-            |piece: &[T::Native]| piece.iter().fold(false, |found, value| found | odd(*value));
-        if !array.values().chunks(1024).any(any) {
-            return Ok(None);
-        }
-        let places = |wanted: fn(f64) -> bool| {
-            let values = array.values().iter().enumerate();
-            values.filter(move |(_, value)| wanted((**value).into())).map(|(at, _)| at)
-        };
-        if !self.allow_nan && places(f64::is_infinite).next().is_some() {
-            let (column, partition) = (self.column.to_owned(), self.partition);
-            let (infinite, row) = self.affected_rows(per_row, places(f64::is_infinite));
-            return Err(Error::Infinite {
-                column,
-                infinite,
-                rows: array.len() / per_row.max(1),
-                partition,
-                row,
-            });
-        }
-        match self.fill.and_then(|(text, _)| text.trim().parse::<T::Native>().ok()) {
-            Some(fill) => {
-                let whole = array.unary::<_, T>(|value| if is_nan(value) { fill } else { value });
-                Ok(Some(Arc::new(whole)))
-            }
-            None if self.allow_nan => Ok(None),
-            None => Err(self.missing_error("NaN", array.len(), per_row, places(f64::is_nan))),
-        }
-    }
 }
 
 /// Converts a column. `shape` is the shape in earlier batches; a batch without rows takes it over.
@@ -461,7 +307,3 @@ pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
     let buffer = data.buffers().first()?;
     Some((buffer.slice_with_length(data.offset() * width, data.len() * width), width))
 }
-
-mod exact;
-#[cfg(test)]
-mod tests;

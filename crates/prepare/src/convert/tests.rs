@@ -8,7 +8,7 @@ use arrow::array::{
     TimestampSecondArray,
 };
 use arrow::buffer::OffsetBuffer;
-use arrow::datatypes::{Field, Fields};
+use arrow::datatypes::{ArrowPrimitiveType, Field, Fields};
 
 use super::*;
 
