@@ -51,5 +51,5 @@ pub use error::{Error, Result};
 pub use fork::ForkGuard;
 pub use memory::{HugePageMemory, prefer_large_pages};
 pub use region::{RegionHandle, SharedRegion};
-pub use ring::{RingConsumer, RingProducer, create_private_ring, rewind_ring};
-pub use segment::RingSegment;
+pub use ring::{RingConsumer, RingProducer, rewind_ring};
+pub use segment::{RingSegment, create_private_ring};

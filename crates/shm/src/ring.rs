@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::fork::ForkGuard;
 use crate::memory::{MemoryMapping, Shared};
 use crate::signals::{CacheLinePadded, RingCursors};
-use crate::{Error, Result, RingSegment};
+use crate::{Error, Result};
 
 const _: () =
     assert!(size_of::<usize>() == 8, "the layout of control pages is that of 64-bit machines");
@@ -67,6 +67,14 @@ impl MirroredRing {
         &self.control_page().halves.0[half]
     }
 
+    /// Takes both halves for this process.
+    pub(crate) fn claim_both(self) -> Result<(RingProducer, RingConsumer)> {
+        let ring = Arc::new(self);
+        ring.take_half(PRODUCER_HALF)?;
+        ring.take_half(CONSUMER_HALF)?;
+        Ok((RingProducer::from_claimed(Arc::clone(&ring)), RingConsumer::from_claimed(ring)))
+    }
+
     fn take_half(&self, half: usize) -> Result<()> {
         if self.half_state(half).taken.swap(1, Ordering::AcqRel) == 0 {
             return Ok(());
@@ -98,20 +106,9 @@ impl MirroredRing {
     }
 }
 
-/// Creates both halves of a ring of this process, which share one mapping.
-///
-/// # Errors
-/// `System`.
-pub fn create_private_ring(capacity: usize) -> Result<(RingProducer, RingConsumer)> {
-    let ring = Arc::new(RingSegment::create(1, capacity)?.map_ring(0)?);
-    ring.take_half(PRODUCER_HALF)?;
-    ring.take_half(CONSUMER_HALF)?;
-    Ok((RingProducer::from_claimed(Arc::clone(&ring)), RingConsumer::from_claimed(ring)))
-}
-
-/// Rewinds an empty ring of [`create_private_ring`] to its start, so that a ring with few bytes
-/// touches only little memory. Earlier windows become invalid. Does nothing if bytes are left, or
-/// if these are not the halves of one ring.
+/// Rewinds an empty ring of [`create_private_ring`](crate::create_private_ring) to its start, so
+/// that a ring with few bytes touches only little memory. Earlier windows become invalid. Does
+/// nothing if bytes are left, or if these are not the halves of one ring.
 pub fn rewind_ring(producer: &mut RingProducer, consumer: &mut RingConsumer) {
     if Arc::ptr_eq(&producer.ring, &consumer.ring) && producer.tail == consumer.head {
         (producer.offset, producer.granted) = (0, 0);
@@ -310,6 +307,7 @@ impl Drop for RingConsumer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::{RingSegment, create_private_ring};
 
     #[test]
     fn shm_2_a_ring_has_one_producer_and_one_consumer() {

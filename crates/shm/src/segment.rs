@@ -142,6 +142,14 @@ impl AsFd for RingSegment {
     }
 }
 
+/// Creates both halves of a ring of this process, which share one mapping.
+///
+/// # Errors
+/// `System`.
+pub fn create_private_ring(capacity: usize) -> Result<(RingProducer, RingConsumer)> {
+    RingSegment::create(1, capacity)?.map_ring(0)?.claim_both()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
