@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use crate::ring::RingWeight;
+use crate::ring::{BoundedRing, RingWeight};
 
 /// Kind of the metrics that move a progress bar.
 pub const PROGRESS_KIND: &str = "progress";
@@ -87,4 +87,10 @@ impl RingWeight for WorkerRecord {
 pub trait RecordSink: Send + Sync {
     /// Takes one record. May block to slow the sender down; must not panic.
     fn accept_record(&self, record: WorkerRecord);
+}
+
+impl RecordSink for BoundedRing<WorkerRecord> {
+    fn accept_record(&self, record: WorkerRecord) {
+        self.push(record);
+    }
 }

@@ -8,8 +8,6 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::record::{RecordSink, WorkerRecord};
-
 /// The weight of a record in a ring.
 pub trait RingWeight {
     /// Returns the bytes it counts for.
@@ -103,12 +101,6 @@ impl<T: RingWeight> BoundedRing<T> {
     pub fn is_finished(&self) -> bool {
         let inner = self.inner.lock();
         inner.closed && inner.records.is_empty()
-    }
-}
-
-impl RecordSink for BoundedRing<WorkerRecord> {
-    fn accept_record(&self, record: WorkerRecord) {
-        self.push(record);
     }
 }
 

@@ -9,6 +9,7 @@
 //!
 //! Off, an event costs one relaxed load. The thread exists only while a timeline runs.
 
+mod event;
 mod file;
 mod writer;
 
@@ -21,9 +22,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+pub use self::event::{ProducedTensor, TimelineOwner, TimelineTrack};
+use self::event::{TimelineEvent, TimelineEventKind};
 pub use self::file::OLD_FILE_SUFFIX;
 use self::writer::TraceWriter;
-use crate::{BoundedRing, RingWeight};
+use crate::BoundedRing;
 
 /// Bytes that wait for the writer at most: some three hundred thousand events.
 const RING_BUDGET_BYTES: usize = 32 << 20;
@@ -38,39 +41,6 @@ const ALL_RANKS: u32 = u32::MAX;
 const STATE_ON: u8 = 1;
 const STATE_CYCLES: u8 = 2;
 
-/// The result of a finished operation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ProducedTensor {
-    /// Element type.
-    pub dtype: &'static str,
-    /// Dimensions.
-    pub shape: Vec<u64>,
-}
-
-/// One tensor of one process set: a "process" of the trace.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct TimelineTrack {
-    /// The process set.
-    pub set: u32,
-    /// The tensor.
-    pub tensor: Arc<str>,
-}
-
-/// The owner of a timeline: the facts that merging the files of all ranks needs.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct TimelineOwner<'a> {
-    /// Name of the process in the trace.
-    pub name: &'a str,
-    /// Its rank.
-    pub rank: u32,
-    /// Its host: processes with the same one have the same clock.
-    pub host: &'a str,
-    /// Number of ranks.
-    pub size: usize,
-    /// Number of the world of an elastic job.
-    pub generation: u64,
-}
-
 /// The settings of a timeline.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct TimelineOptions {
@@ -80,28 +50,6 @@ pub struct TimelineOptions {
     pub own_arrivals_only: bool,
     /// Its greatest size in bytes; the oldest records are dropped. `None`: no limit.
     pub max_bytes: Option<u64>,
-}
-
-#[derive(Clone, Debug)]
-enum TimelineEventKind {
-    Begin(TimelineTrack, &'static str, Option<u64>),
-    Arrived(TimelineTrack, u32),
-    End(TimelineTrack, Option<ProducedTensor>),
-    Enter(Arc<str>),
-    Leave,
-    Cycle,
-}
-
-#[derive(Clone, Debug)]
-struct TimelineEvent {
-    at: Instant,
-    kind: TimelineEventKind,
-}
-
-impl RingWeight for TimelineEvent {
-    fn weight_bytes(&self) -> usize {
-        size_of::<Self>()
-    }
 }
 
 struct TimelineThread {

@@ -9,8 +9,10 @@ use std::io;
 use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
+use super::event::{
+    ProducedTensor, TimelineEvent, TimelineEventKind, TimelineOwner, TimelineTrack,
+};
 use super::file::TraceFile;
-use super::{ProducedTensor, TimelineEvent, TimelineEventKind, TimelineOwner, TimelineTrack};
 
 /// Name of the track with the phases of training steps.
 const PHASE_TRACK_NAME: &str = "steps";
