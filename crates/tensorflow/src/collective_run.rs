@@ -10,11 +10,11 @@ use std::sync::Arc;
 use farandole_door::{EngineTable, OperationCode, SubmissionOutcome, TensorRequest};
 
 use crate::callback::DoneCallback;
+use crate::collective_node::CollectiveNode;
+use crate::connection::{check_status, connected_table, query_placement, tensorflow_code};
 use crate::context::{
     KernelContext, KernelFailure, TensorflowCode, TensorflowStatus, TensorflowTensor,
 };
-use crate::exports::{check_status, connected_table, query_placement, tensorflow_code};
-use crate::kernel::CollectiveNode;
 use crate::output::EngineOutput;
 use crate::world::{DT_INT32, set_scalar_output};
 

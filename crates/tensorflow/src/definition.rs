@@ -11,6 +11,7 @@ use farandole_door::OperationCode as O;
 
 use crate::api::{Api, Compute, ComputeAsync, Create, Infer, tensorflow_api};
 use crate::context::TensorflowStatus;
+use crate::kernel_state::delete_kernel;
 use crate::{kernel, probe, shapes, world};
 
 /// Every element type that crosses the door, but floats of eight bits: in lists of types, names
@@ -217,15 +218,11 @@ fn register_kernel(
     unsafe {
         let (name, device) = (name.as_ptr().cast(), device.as_ptr());
         let builder = match definition.body {
-            KernelBody::Asynchronous(create, compute) => (api.new_async_kernel)(
-                name,
-                device,
-                Some(create),
-                compute,
-                Some(kernel::delete_kernel),
-            ),
+            KernelBody::Asynchronous(create, compute) => {
+                (api.new_async_kernel)(name, device, Some(create), compute, Some(delete_kernel))
+            }
             KernelBody::Immediate(create, compute) => {
-                (api.new_kernel)(name, device, Some(create), compute, Some(kernel::delete_kernel))
+                (api.new_kernel)(name, device, Some(create), compute, Some(delete_kernel))
             }
         };
         for argument in definition.inputs.iter().chain(definition.outputs) {

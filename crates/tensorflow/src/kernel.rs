@@ -4,44 +4,18 @@
 //! Kernels of the collectives: attributes read once, then one job for each run.
 #![expect(unsafe_code, reason = "TensorFlow calls these through pointers")]
 
-use std::ffi::{CStr, c_void};
-use std::sync::{Arc, OnceLock};
+use std::ffi::c_void;
+use std::sync::Arc;
 
 use farandole_door::{OperationCode, SubmissionHeader};
 
 use crate::api::{Api, Opaque, tensorflow_api};
+use crate::attributes::{bool_attribute, int_attribute, string_attribute, u32_attribute};
 use crate::callback::DoneCallback;
+use crate::collective_node::CollectiveNode;
 use crate::collective_run;
 use crate::context::{KernelContext, KernelFailure, TensorflowCode, TensorflowStatus};
-
-/// The attributes of a node of the graph, independent of its tensors.
-#[derive(Debug)]
-pub(crate) struct CollectiveNode {
-    pub(crate) operation: OperationCode,
-    /// The name across ranks, or the prefix to which the engine appends a number.
-    base: String,
-    /// Names of its tensors, made with the first run.
-    names: OnceLock<Vec<String>>,
-    pub(crate) call: SubmissionHeader,
-}
-
-/// Returns the name of a tensor of a group. The first name has no size, so ranks with groups of
-/// different sizes match on it and report the mismatch.
-pub(crate) fn group_tensor_name(base: &str, index: usize, count: usize) -> String {
-    match index {
-        0 => base.to_owned(),
-        _ => format!("{base}_{}of{count}", index + 1),
-    }
-}
-
-impl CollectiveNode {
-    /// Names of so many tensors, which are as many in every run.
-    pub(crate) fn tensor_names(&self, count: usize) -> &[String] {
-        self.names.get_or_init(|| {
-            (0..count).map(|index| group_tensor_name(&self.base, index, count)).collect()
-        })
-    }
-}
+use crate::kernel_state::KernelState;
 
 /// Makes the kernel of a node with this operation.
 ///
@@ -61,27 +35,6 @@ pub(crate) unsafe extern "C" fn create_collective<const OPERATION: u32>(
             unsafe { (api.construction_failure)(construction, status.raw) };
             std::ptr::null_mut()
         }
-    }
-}
-
-/// The object behind a kernel's pointer.
-pub(crate) enum KernelState {
-    /// A collective.
-    Collective(Arc<CollectiveNode>),
-    /// A question about the world, and the process set it is about.
-    WorldQuery(u32, u32),
-    /// The probe, and how many microseconds it takes.
-    Probe(u32),
-}
-
-/// Destroys any kernel of ours.
-///
-/// # Safety
-/// TensorFlow calls it once with a pointer that `create_collective` returned.
-pub(crate) unsafe extern "C" fn delete_kernel(kernel: *mut c_void) {
-    if !kernel.is_null() {
-        // SAFETY: boxed by a `create_collective`.
-        drop(unsafe { Box::from_raw(kernel.cast::<KernelState>()) });
     }
 }
 
@@ -154,74 +107,6 @@ unsafe fn read_attributes(
             // Driven to its end on this thread, or for a moment only: TensorFlow has few.
             attended: if bool_attribute(api, construction, c"attended")? { 1 } else { 2 },
         };
-        Ok(CollectiveNode { operation, base, names: OnceLock::new(), call })
-    }
-}
-
-/// Returns a number from 0 that fits 32 bits.
-///
-/// # Safety
-/// Like [`read_attributes`].
-pub(crate) unsafe fn u32_attribute(
-    api: &'static Api,
-    construction: Opaque,
-    name: &CStr,
-) -> Result<u32, KernelFailure> {
-    // SAFETY: the caller's promise.
-    let value = unsafe { int_attribute(api, construction, name) }?;
-    u32::try_from(value).map_err(|_| KernelFailure {
-        code: TensorflowCode::InvalidArgument,
-        text: format!("{} must be a number from 0: {value}", name.to_string_lossy()),
-    })
-}
-
-/// # Safety
-/// Like [`read_attributes`].
-unsafe fn int_attribute(
-    api: &'static Api,
-    construction: Opaque,
-    name: &CStr,
-) -> Result<i64, KernelFailure> {
-    let (status, mut value) = (TensorflowStatus::new(api), 0);
-    // SAFETY: the caller's promise.
-    unsafe { (api.attr_int)(construction, name.as_ptr(), &raw mut value, status.raw) };
-    status.check_ok().map(|()| value)
-}
-
-/// # Safety
-/// Like [`read_attributes`].
-unsafe fn bool_attribute(
-    api: &'static Api,
-    construction: Opaque,
-    name: &CStr,
-) -> Result<bool, KernelFailure> {
-    let (status, mut value) = (TensorflowStatus::new(api), 0);
-    // SAFETY: the caller's promise.
-    unsafe { (api.attr_bool)(construction, name.as_ptr(), &raw mut value, status.raw) };
-    status.check_ok().map(|()| value != 0)
-}
-
-/// # Safety
-/// Like [`read_attributes`].
-unsafe fn string_attribute(
-    api: &'static Api,
-    construction: Opaque,
-    name: &CStr,
-) -> Result<String, KernelFailure> {
-    let (status, mut list, mut bytes) = (TensorflowStatus::new(api), 0, 0);
-    // SAFETY: the caller's promise; the first call returns the size for the second.
-    unsafe {
-        (api.attr_size)(construction, name.as_ptr(), &raw mut list, &raw mut bytes, status.raw);
-        status.check_ok()?;
-        let mut text = vec![0u8; usize::try_from(bytes).unwrap_or(0)];
-        (api.attr_string)(
-            construction,
-            name.as_ptr(),
-            text.as_mut_ptr().cast(),
-            text.len(),
-            status.raw,
-        );
-        status.check_ok()?;
-        Ok(String::from_utf8_lossy(&text).into_owned())
+        Ok(CollectiveNode::new(operation, base, call))
     }
 }

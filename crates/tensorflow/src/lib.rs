@@ -30,12 +30,16 @@
 #![deny(unsafe_code)]
 
 mod api;
+mod attributes;
 mod callback;
+mod collective_node;
 mod collective_run;
+mod connection;
 mod context;
 mod definition;
 mod exports;
 mod kernel;
+mod kernel_state;
 mod output;
 mod probe;
 mod shapes;

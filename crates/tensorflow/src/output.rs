@@ -8,8 +8,8 @@ use std::ffi::{c_int, c_void};
 
 use farandole_door::{EngineTable, TensorOutput};
 
+use crate::connection::connected_table;
 use crate::context::{KernelContext, KernelFailure, TensorflowTensor};
-use crate::exports::connected_table;
 
 /// One output of the door's: its memory is freed with it, unless a tensor took it.
 pub(crate) struct EngineOutput<'a> {

@@ -11,9 +11,10 @@ use std::thread;
 use std::time::Duration;
 
 use crate::api::{Opaque, tensorflow_api};
+use crate::attributes::u32_attribute;
 use crate::callback::DoneCallback;
 use crate::context::{KernelContext, KernelFailure, TensorflowCode, TensorflowStatus};
-use crate::kernel::{KernelState, u32_attribute};
+use crate::kernel_state::KernelState;
 
 /// Reads the delay in microseconds; 2 ms is long enough for the caller's stack to be used by
 /// something else.

@@ -8,9 +8,10 @@
 use std::ffi::{c_int, c_void};
 
 use crate::api::{Opaque, tensorflow_api};
+use crate::attributes::u32_attribute;
+use crate::connection::query_placement;
 use crate::context::{KernelContext, KernelFailure, TensorflowCode, TensorflowStatus};
-use crate::exports;
-use crate::kernel::{KernelState, u32_attribute};
+use crate::kernel_state::KernelState;
 
 pub(crate) const QUERY_SIZE: u32 = 0;
 pub(crate) const QUERY_RANK: u32 = 1;
@@ -77,7 +78,7 @@ pub(crate) fn set_scalar_output(
 
 /// Returns the answer to a question about a process set.
 pub(crate) fn answer_query(question: u32, set: u32) -> Result<i32, KernelFailure> {
-    let place = exports::query_placement(set)?;
+    let place = query_placement(set)?;
     let number = match question {
         QUERY_SIZE => place.set_size,
         QUERY_LOCAL_SIZE => place.local_size,

@@ -9,12 +9,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use farandole_door::{EngineTable, OperationCode, SubmissionOutcome, TensorRequest};
 
+use super::call_status::{XlaCallStatus, write_failure};
 use super::plan::{self, PlannedCollective, XlaCallPlan};
-use super::registry::{XlaCallStatus, write_failure};
+use crate::collective_node::group_tensor_name;
 use crate::collective_run::{EMPTY_OUTPUT, wire_type};
+use crate::connection::{check_status, connected_table, query_placement, tensorflow_code};
 use crate::context::{KernelFailure, TensorflowCode};
-use crate::exports::{check_status, connected_table, query_placement, tensorflow_code};
-use crate::kernel::group_tensor_name;
 use crate::output::EngineOutput;
 use crate::world;
 

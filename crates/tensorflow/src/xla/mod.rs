@@ -13,6 +13,7 @@
 //! before it relies on this.
 
 mod call;
+mod call_status;
 mod plan;
 mod registry;
 

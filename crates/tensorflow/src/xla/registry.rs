@@ -12,10 +12,10 @@
     reason = "symbols are looked up by name and given their types, C++ objects by their layout"
 )]
 
-use std::ffi::{CStr, c_char, c_void};
-use std::sync::OnceLock;
+use std::ffi::{CStr, c_void};
 
 use super::call;
+use super::call_status::{CppString, New, OPERATOR_NEW, XlaCallStatus, write_failure};
 use crate::api::find_symbol;
 
 /// `xla::CustomCallTargetRegistry::Global()`.
@@ -33,34 +33,7 @@ const OPERATOR_DELETE_SYMBOL: &CStr = c"_ZdlPv";
 type Global = unsafe extern "C" fn() -> *mut c_void;
 type Register = unsafe extern "C" fn(*mut c_void, *const CppString, *mut c_void, *const CppString);
 type GetMessage = unsafe extern "C" fn(*const XlaCallStatus) -> CppOptionalStringView;
-type New = unsafe extern "C" fn(usize) -> *mut c_void;
 type Delete = unsafe extern "C" fn(*mut c_void);
-
-static OPERATOR_NEW: OnceLock<New> = OnceLock::new();
-
-/// `std::string` of libstdc++: where the text is, its length, and room for a short one, to which
-/// `data` points then; for a long one the room begins with the capacity.
-#[repr(C)]
-struct CppString {
-    data: *const c_char,
-    length: usize,
-    short: [usize; 2],
-}
-
-impl CppString {
-    /// Returns a text to be read only: C++ must not destroy it, and never gets to.
-    fn from_static(text: &'static CStr) -> Self {
-        let length = text.count_bytes();
-        Self { data: text.as_ptr(), length, short: [length, 0] }
-    }
-}
-
-/// `XlaCustomCallStatus`: a `std::optional<std::string>` of libstdc++, empty while all is well.
-#[repr(C)]
-pub(super) struct XlaCallStatus {
-    text: CppString,
-    failed: bool,
-}
 
 /// `std::optional<std::string_view>` of libstdc++.
 #[repr(C)]
@@ -134,24 +107,5 @@ unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), St
             && view.data == status.text.data.cast();
         delete(status.text.data.cast_mut().cast());
         if fits { Ok(()) } else { Err(wrong()) }
-    }
-}
-
-/// Reports to XLA that a call failed.
-///
-/// # Safety
-/// `status` is the status that XLA passed to a call that has not returned, and no failure was
-/// written to it before.
-pub(super) unsafe fn write_failure(status: *mut XlaCallStatus, text: &str) {
-    let Some(allocate) = OPERATOR_NEW.get() else { return };
-    // SAFETY: the caller's promise; XLA's destructor frees the memory, which is as large as the
-    // capacity says, and 1.
-    unsafe {
-        let data = allocate(text.len().max(16) + 1).cast::<u8>();
-        std::ptr::copy_nonoverlapping(text.as_ptr(), data, text.len());
-        data.add(text.len()).write(0);
-        let text =
-            CppString { data: data.cast(), length: text.len(), short: [text.len().max(16), 0] };
-        status.write(XlaCallStatus { text, failed: true });
     }
 }
