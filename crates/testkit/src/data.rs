@@ -9,6 +9,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::float8;
+use crate::rounding::single;
 
 /// The seed of data: equal seeds give equal bytes, everywhere and always.
 pub type Seed = u64;
@@ -92,14 +93,6 @@ fn special(dtype: DataType, random: &mut StdRng, bytes: &mut Vec<u8>) {
         DataType::F8E4M3 | DataType::F8E5M2 => bytes.push(random.random()),
         _ => element(dtype, random, bytes),
     }
-}
-
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "a float of another width is what is asked for"
-)]
-pub(crate) fn single(value: f64) -> f32 {
-    value as f32
 }
 
 #[cfg(test)]

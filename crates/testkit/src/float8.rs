@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 
 use farandole_kernels::DataType;
 
-use crate::data::single;
+use crate::rounding::single;
 
 /// The layout of a type's numbers.
 struct Layout {

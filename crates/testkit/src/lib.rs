@@ -25,6 +25,7 @@ mod float8;
 mod harness;
 mod memory;
 pub mod oracle;
+mod rounding;
 mod tensor;
 
 pub use asked::Register;

@@ -8,8 +8,8 @@ use std::convert::identity;
 use farandole_kernels::{DataType, ReduceOp};
 use half::{bf16, f16};
 
-use crate::data::single;
 use crate::float8;
+use crate::rounding::single;
 
 /// The parameters of an allreduce.
 #[derive(Clone, Copy, Debug)]
