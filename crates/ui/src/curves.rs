@@ -11,13 +11,11 @@ use serde::Serialize;
 use crate::catalog::FoundRun;
 use crate::downsampling::{downsample_curve, smooth_values};
 use crate::error::{Error, Result};
-use crate::series::{self, RunSeries};
+use crate::series::{self, MAX_SERIES_BYTES, RunSeries};
 use crate::source::{FileStamp, HISTORY_FILE, STEPS_FILE};
 
 /// Most numbers in the cache, 8 bytes each.
 const MAX_CACHED_NUMBERS: usize = 64 << 20;
-/// Largest file of numbers that is read.
-pub(crate) const MAX_SERIES_BYTES: u64 = 512 << 20;
 /// Pixels of the widest chart.
 const MAX_CHART_PIXELS: usize = 8192;
 

@@ -3,7 +3,7 @@
 
 //! Errors of the viewer.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Result of this room.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -101,4 +101,9 @@ impl Error {
             },
         }
     }
+}
+
+/// Returns the error of a timeline that cannot be read or written.
+pub(crate) fn timeline_error(path: &Path, reason: String) -> Error {
+    Error::Timeline { path: path.to_owned(), reason }
 }

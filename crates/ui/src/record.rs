@@ -11,8 +11,7 @@ use farandole_store::Store;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::curves::MAX_SERIES_BYTES;
-use crate::series::{self, RunSeries, replace_non_finite_words};
+use crate::series::{self, MAX_SERIES_BYTES, RunSeries, replace_non_finite_words};
 use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles};
 
 /// Largest `_record.json` or fingerprint that is read.

@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+/// Largest file of numbers that is read.
+pub(crate) const MAX_SERIES_BYTES: u64 = 512 << 20;
 /// Names of numbers that one file may have. A file with more was not written by a training.
 const MAX_COLUMNS: usize = 4096;
 

@@ -19,7 +19,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::PartsByOperation;
+use super::operation::PartsByOperation;
 
 /// Microseconds that share an interval.
 const CLOCK_WINDOW_US: i64 = 60_000_000;

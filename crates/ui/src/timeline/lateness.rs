@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 
 use super::clocks::HostClocks;
-use super::{OperationPart, PartsByOperation};
+use super::operation::{OperationPart, PartsByOperation};
 
 /// Waits that are shorter, in microseconds, have no span of their own.
 const MIN_WAIT_SPAN_US: i64 = 500;

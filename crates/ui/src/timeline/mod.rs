@@ -18,6 +18,7 @@
 
 mod clocks;
 mod lateness;
+mod operation;
 mod pieces;
 mod read;
 mod summary;
@@ -25,7 +26,6 @@ mod summary;
 mod tests;
 mod write;
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 pub use pieces::{TIMELINE_RECORD_KIND, TimelinePieces};
@@ -33,25 +33,9 @@ pub use summary::{StragglerShare, TimelineRankSummary, TimelineSummary};
 
 use self::clocks::HostClocks;
 use self::lateness::RankLateness;
+use self::operation::PartsByOperation;
 use self::read::RankTrace;
-use crate::error::{Error, Result};
-
-/// One rank's part in an operation, in microseconds of its host's clock.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct OperationPart {
-    rank: u32,
-    begun: i64,
-    ended: i64,
-}
-
-/// An operation: its tensor and its list.
-type OperationKey = (String, u64);
-
-/// The parts of ranks in operations.
-type PartsByOperation = HashMap<OperationKey, Vec<OperationPart>>;
-
-/// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
-const OLD_FILE_SUFFIX: &str = ".old";
+use crate::error::{Result, timeline_error};
 
 /// Merges timelines into one trace.
 ///
@@ -161,8 +145,4 @@ fn timeline_files(inputs: &[PathBuf]) -> Result<Vec<PathBuf>> {
     }
     found.sort();
     Ok(found)
-}
-
-fn timeline_error(path: &Path, reason: String) -> Error {
-    Error::Timeline { path: path.to_owned(), reason }
 }

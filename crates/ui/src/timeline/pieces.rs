@@ -12,8 +12,8 @@ use serde::Deserialize;
 use tempfile::TempDir;
 
 use super::read::RankTrace;
-use super::{BrokenTracePolicy, TimelineSummary, merge_traces, timeline_error};
-use crate::error::Result;
+use super::{BrokenTracePolicy, TimelineSummary, merge_traces};
+use crate::error::{Result, timeline_error};
 
 /// Kind of the records that carry pieces.
 pub const TIMELINE_RECORD_KIND: &str = "timeline";

@@ -11,12 +11,14 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-use super::{OLD_FILE_SUFFIX, OperationKey, OperationPart, timeline_error};
-use crate::error::Result;
+use super::operation::{OperationKey, OperationPart};
+use crate::error::{Result, timeline_error};
 
 /// The track of changes of process sets, such as the one of `init()`: no step waits for them.
 const PROCESS_SETS_TRACK: &str = "process_sets";
 
+/// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
+const OLD_FILE_SUFFIX: &str = ".old";
 /// Ranks of a job at most.
 const MAX_RANKS: u32 = 1 << 20;
 /// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use serde_json::Value;

@@ -13,8 +13,7 @@ use serde_json::{Value, json};
 use super::clocks::HostClocks;
 use super::lateness::RankLateness;
 use super::read::{RankTrace, TraceRecord, track_name};
-use super::timeline_error;
-use crate::error::Result;
+use crate::error::{Result, timeline_error};
 
 /// Name of the track with the phases of training steps; it comes first.
 const PHASES_TRACK: &str = "steps";
