@@ -4,6 +4,7 @@
 //! Conversions between wire types and the types of `world`, `telemetry` and this crate.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bytes::Bytes;
 use farandole_membership::{ExitKind, ExitReport, GenerationVerdict};
@@ -238,6 +239,11 @@ pub(crate) fn telemetry_records(
         })
     });
     lines.chain(metrics)
+}
+
+/// Returns a time as the milliseconds of a message.
+pub(crate) fn duration_millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use farandole_world::{Generation, TaskId, World};
 
+use super::authenticated_channel::AuthenticatedChannel;
 use super::{MAX_SERVER_WAIT, TaskClient, collect_assignment_pieces};
 use crate::convert;
 use crate::error::{Error, Result};
@@ -92,7 +93,7 @@ impl TaskClient {
         generation: Generation,
         tell: impl Fn(HostChange) + Send + 'static,
     ) {
-        let caller = super::AuthenticatedChannel {
+        let caller = AuthenticatedChannel {
             generation: std::sync::Arc::new(std::sync::atomic::AtomicU64::new(generation.0)),
             ..self.inner.caller.clone()
         };

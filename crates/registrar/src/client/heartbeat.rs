@@ -13,8 +13,9 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Status;
 
-use super::{AuthenticatedChannel, CancellationToken, TaskClient, dial};
-use crate::error::{Error, Result};
+use super::authenticated_channel::AuthenticatedChannel;
+use super::cancellation::CancellationToken;
+use super::dial;
 use crate::generated as wire;
 use crate::ticket::Fingerprint;
 use crate::wire::PROTOCOL_VERSION;
@@ -22,7 +23,7 @@ use crate::wire::PROTOCOL_VERSION;
 /// Time between two heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// Time between two attempts to connect again.
-const RECONNECT_INTERVAL: Duration = Duration::from_millis(200);
+pub(super) const RECONNECT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Factor by which an agent waits longer for a registrar whose process is stopped.
 const STOPPED_PROCESS_FACTOR: u32 = 8;
@@ -122,42 +123,8 @@ impl OrderReceiver {
     }
 }
 
-impl TaskClient {
-    /// Returns whether the registrar answers before `deadline`. Returns false early if no process
-    /// listens at its address.
-    ///
-    /// # Errors
-    /// `Forked`.
-    pub fn is_registrar_answering(&self, deadline: Instant) -> Result<bool> {
-        self.check_own_process()?;
-        let call = || {
-            let message = wire::GetRequest { key: String::new(), timeout_ms: 0 };
-            let request = self.inner.caller.build_request(message);
-            let mut stub = self.inner.caller.grpc_stub();
-            async move { stub.get(request).await }
-        };
-        let refused = async {
-            while !is_connection_refused(&self.inner.address).await {
-                tokio::time::sleep(RECONNECT_INTERVAL).await;
-            }
-        };
-        let answered = async {
-            tokio::select! {
-                answer = self.retry_while_disconnected("a get", call) => match answer {
-                    // A refusal is an answer, too.
-                    Ok(_) | Err(Error::Refused { .. } | Error::Aborted { .. }) => true,
-                    Err(_) => false,
-                },
-                () = refused => false,
-            }
-        };
-        let late = || Error::Timeout { what: "an answer".to_owned(), elapsed: Duration::ZERO };
-        Ok(self.block_on("a get", deadline, answered, late).unwrap_or(false))
-    }
-}
-
 /// Returns whether no process listens at an address.
-async fn is_connection_refused(address: &str) -> bool {
+pub(super) async fn is_connection_refused(address: &str) -> bool {
     let knock = tokio::time::timeout(PROBE_TIMEOUT, tokio::net::TcpStream::connect(address));
     let refused = |error: std::io::Error| error.kind() == std::io::ErrorKind::ConnectionRefused;
     knock.await.is_ok_and(|answer| answer.err().is_some_and(refused))
@@ -240,6 +207,7 @@ mod tests {
     use farandole_world::TaskId;
 
     use super::*;
+    use crate::client::TaskClient;
     use crate::server::{Registrar, RegistrarOptions};
 
     const OUTAGE: Duration = Duration::from_millis(1500);

@@ -4,11 +4,14 @@
 //! Client of a task: blocking calls from any thread, served by one background thread of this
 //! process.
 
+mod authenticated_channel;
+mod cancellation;
 mod dial;
 mod elastic;
 mod formation;
 mod heartbeat;
 mod key_value;
+mod liveness;
 #[cfg(test)]
 mod load_test;
 mod outbox;
@@ -30,26 +33,22 @@ use farandole_telemetry::OutputStream;
 use farandole_world::{Generation, HostFacts, JobId, TaskId, World};
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tonic::metadata::{Ascii, MetadataValue};
-use tonic::transport::Channel;
-use tonic::{Code, Request, Response, Status, Streaming};
+use tonic::{Code, Response, Status, Streaming};
 
+use self::authenticated_channel::AuthenticatedChannel;
+pub use self::cancellation::CancellationToken;
 pub use self::elastic::HostChange;
 pub use self::formation::FormationOutcome;
 pub use self::heartbeat::RegistrarOrder;
 use self::outbox::RecordOutbox;
 pub use self::relay::RelayedLinks;
-use crate::convert;
+use crate::convert::{self, duration_millis};
 use crate::error::{Error, Result};
 use crate::generated as wire;
-use crate::generated::registrar_client::RegistrarClient;
 use crate::ticket::Ticket;
-use crate::wire::{
-    DISMISSED_HEADER, GENERATION_HEADER, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER,
-    TASK_HEADER, TOKEN_HEADER,
-};
+use crate::wire::{DISMISSED_HEADER, PROTOCOL_HEADER, PROTOCOL_VERSION, RETRY_HEADER};
 
 /// Longest time that a call waits at the registrar before the call is repeated.
 const MAX_SERVER_WAIT: Duration = Duration::from_secs(30);
@@ -59,57 +58,6 @@ const CALL_RETRY_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_CHUNK_BYTES: usize = 1 << 20;
 /// Longest line of output that is sent in one piece.
 const MAX_LINE_BYTES: usize = 64 << 10;
-
-/// A token that ends the waits of all its clones, from any thread.
-#[derive(Clone, Debug)]
-pub struct CancellationToken(Arc<watch::Sender<bool>>);
-
-impl CancellationToken {
-    /// Creates a token that is not cancelled.
-    pub fn new() -> Self {
-        Self(Arc::new(watch::Sender::new(false)))
-    }
-
-    /// Makes current and later calls fail with `Closed`.
-    pub fn cancel_calls(&self) {
-        self.0.send_replace(true);
-    }
-
-    async fn wait_cancelled(&self) {
-        // The sender lives in `self`, so only the condition ends the wait.
-        drop(self.0.subscribe().wait_for(|cancelled| *cancelled).await);
-    }
-}
-
-impl Default for CancellationToken {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// The connection to the registrar, and the credentials of the calling task.
-#[derive(Clone)]
-struct AuthenticatedChannel {
-    channel: Channel,
-    token: MetadataValue<Ascii>,
-    task: TaskId,
-    generation: Arc<AtomicU64>,
-}
-
-impl AuthenticatedChannel {
-    fn grpc_stub(&self) -> RegistrarClient<Channel> {
-        RegistrarClient::new(self.channel.clone()).max_decoding_message_size(usize::MAX)
-    }
-
-    fn build_request<T>(&self, message: T) -> Request<T> {
-        let mut request = Request::new(message);
-        let metadata = request.metadata_mut();
-        metadata.insert(TOKEN_HEADER, self.token.clone());
-        metadata.insert(TASK_HEADER, self.task.0.into());
-        metadata.insert(GENERATION_HEADER, self.generation.load(Ordering::Acquire).into());
-        request
-    }
-}
 
 struct ClientInner {
     ticket: Ticket,
@@ -529,7 +477,8 @@ impl TaskClient {
         Error::Malformed { job: self.job_id().0.clone(), call, reason }
     }
 
-    /// Makes current and later calls fail with `Lost`: the caller knows that the registrar has ended.
+    /// Makes current and later calls fail with `Lost`: the caller knows that the registrar has
+    /// ended.
     pub fn give_up_registrar(&self) {
         self.inner.lost.cancel_calls();
     }
@@ -644,10 +593,6 @@ impl TaskClient {
             },
         }
     }
-}
-
-fn duration_millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Assembles a reply from its pieces.

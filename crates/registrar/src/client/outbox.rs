@@ -12,7 +12,8 @@ use parking_lot::{Condvar, Mutex};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::AuthenticatedChannel;
+use super::authenticated_channel::AuthenticatedChannel;
+use crate::convert::duration_millis;
 use crate::generated as wire;
 
 /// Largest total of bytes in waiting records.
@@ -68,7 +69,7 @@ impl RecordOutbox {
             wake: Notify::new(),
             flushed: watch::Sender::new(0),
             source: rand::random(),
-            outage: AtomicU64::new(super::duration_millis(MIN_TOLERATED_OUTAGE)),
+            outage: AtomicU64::new(duration_millis(MIN_TOLERATED_OUTAGE)),
         }
     }
 

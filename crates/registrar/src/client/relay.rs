@@ -26,8 +26,9 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
+use super::authenticated_channel::AuthenticatedChannel;
 use super::socket_owner::is_own_user_connection;
-use super::{AuthenticatedChannel, TaskClient, dial};
+use super::{TaskClient, dial};
 use crate::accept_retry::AcceptRetry;
 use crate::error::{Error, Result};
 use crate::generated as wire;

@@ -14,6 +14,8 @@ mod formation;
 mod incoming;
 mod listen;
 mod members;
+mod options;
+mod recovered_state;
 mod recovery;
 mod relay;
 mod service;
@@ -23,7 +25,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use farandole_config::{Config, PortRange};
+use farandole_config::PortRange;
 use farandole_membership::MembershipInput;
 use farandole_telemetry::DrainedRecords;
 use farandole_world::{JobId, TaskId, World};
@@ -35,8 +37,9 @@ use tonic::transport::{Identity as TlsIdentity, Server, ServerTlsConfig};
 use self::auth::AuthInterceptor;
 use self::core::{RegistrarCore, elastic_rules};
 use self::listen::listen_with_retries;
-use self::recovery::RecoveredState;
-pub use self::recovery::ResumedJob;
+pub use self::options::{ElasticOptions, RegistrarOptions};
+use self::recovered_state::RecoveredState;
+pub use self::recovered_state::ResumedJob;
 use self::service::RegistrarService;
 use crate::error::{Error, Result};
 use crate::event::JobEvent;
@@ -70,63 +73,6 @@ const MAX_LEAVING_WORKERS: u32 = 64;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest wait for the port of an earlier registrar to become free.
 const PORT_REUSE_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// The arguments of a registrar.
-#[derive(Clone, Debug)]
-pub struct RegistrarOptions {
-    /// Number of tasks that will register.
-    pub tasks: u32,
-    /// Name of the job; random if absent.
-    pub job_id: Option<String>,
-    /// Address to listen on and to offer; all own addresses if absent.
-    pub host: Option<String>,
-    /// Address of this host to listen on instead, or its network (`10.0.0.0/8`); empty for no
-    /// preference.
-    pub bind: String,
-    /// Ports to try.
-    pub port_range: PortRange,
-    /// Longest time for all tasks to register.
-    pub start_timeout: Duration,
-    /// Silence after which an agent is lost.
-    pub peer_timeout: Duration,
-    /// Whether links to tasks that accept no connections may be relayed by this registrar.
-    pub relays: bool,
-}
-
-impl RegistrarOptions {
-    /// Returns the options for a job of `tasks`, with all other values from the configuration.
-    pub fn from_config(tasks: u32, config: &Config) -> Self {
-        Self {
-            tasks,
-            job_id: None,
-            host: Some(config.driver_host.clone()).filter(|host| !host.is_empty()),
-            bind: config.bind_address.clone(),
-            port_range: config.port_range,
-            start_timeout: config.start_timeout,
-            peer_timeout: config.peer_timeout,
-            relays: config.dial_out,
-        }
-    }
-}
-
-/// The settings of an elastic job.
-#[derive(Clone, Debug)]
-pub struct ElasticOptions {
-    /// Number of workers that the first world waits for.
-    pub first: u32,
-    /// Fewest workers of a world.
-    pub least: u32,
-    /// Most workers of a world.
-    pub most: u32,
-    /// Workers beyond `most` that are started, and wait to replace a member.
-    pub spares: u32,
-    /// Longest wait of the job for workers.
-    pub timeout: Duration,
-    /// Number of worlds after the first that may be formed; unlimited if absent.
-    pub reset_limit: Option<u32>,
-    /// Shortest and longest time without a new worker on a host where one has failed.
-    pub cooldown: (Duration, Duration),
-}
 
 /// Number of agents that hold a connection, each with a worker that holds another one.
 #[derive(Clone, Copy)]

@@ -3,104 +3,19 @@
 
 //! Recovery of an elastic job from the journal of an earlier registrar.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
-use farandole_membership::{ElasticMembership, ElasticRules, GenerationVerdict};
-use farandole_world::{Generation, TaskId, World};
+use farandole_membership::GenerationVerdict;
+use farandole_world::{Generation, TaskId};
 
 use super::core::RegistrarCore;
-use crate::error::Result;
-use crate::formation::FormationTable;
+use super::recovered_state::ResumedJob;
 use crate::journal::{JournalRecord, MembershipJournal};
-use crate::kv::{KeyValuePair, KeyValueRefusal, KeyValueStore};
-use crate::ticket::Ticket;
-use crate::tls::CertificateIdentity;
+use crate::kv::{KeyValuePair, KeyValueRefusal};
 
 /// The reason that a worker gets if the registrar counts it as gone.
 const GONE_WORKER_REASON: &str = "the registrar counts this worker as gone";
-
-/// A job as an earlier registrar left it.
-#[derive(Clone, Debug, Default)]
-pub struct ResumedJob {
-    /// Workers that have registered and are not known to have ended, and the discovered name of the
-    /// host of each.
-    pub workers: BTreeMap<TaskId, String>,
-    /// The present world, seen from rank 0.
-    pub world: Option<World>,
-}
-
-/// The state that was read from a journal.
-pub(super) struct RecoveredState {
-    pub(super) machine: ElasticMembership,
-    pub(super) journal: Option<Arc<MembershipJournal>>,
-    /// The job time at the end of the journal.
-    pub(super) at: Duration,
-    pub(super) kv: KeyValueStore,
-    pub(super) meetings: FormationTable,
-}
-
-impl RecoveredState {
-    /// Returns the state of a new job.
-    pub(super) fn new(rules: ElasticRules, journal: Option<Arc<MembershipJournal>>) -> Self {
-        let mut meetings = FormationTable::default();
-        if let Some(journal) = &journal {
-            let journal = Arc::clone(journal);
-            meetings.on_world_formed(move |formed| {
-                journal.append_record(&JournalRecord::Met(formed.clone()))
-            });
-        }
-        Self {
-            machine: ElasticMembership::new(rules),
-            journal,
-            at: Duration::ZERO,
-            kv: KeyValueStore::default(),
-            meetings,
-        }
-    }
-
-    /// Begins the journal of a new job.
-    ///
-    /// # Errors
-    /// `Journal`.
-    pub(super) fn begin_journal(
-        &self,
-        ticket: &Ticket,
-        identity: &CertificateIdentity,
-        port: u16,
-    ) -> Result<()> {
-        self.journal
-            .as_ref()
-            .map_or(Ok(()), |journal| journal.begin_job(ticket, identity, port, &self.machine))
-    }
-
-    /// Returns the state of a job that continues, with new rules.
-    pub(super) fn replay_records(
-        rules: ElasticRules,
-        journal: Arc<MembershipJournal>,
-        records: Vec<JournalRecord>,
-    ) -> Self {
-        let mut kept = Self::new(rules.clone(), Some(journal));
-        for record in records {
-            match record {
-                JournalRecord::State { at, machine } => (kept.at, kept.machine) = (at, *machine),
-                JournalRecord::Step(step) => {
-                    kept.at = step.at;
-                    kept.machine.replay_step(step);
-                }
-                // Values that were refused before the restart are refused again.
-                JournalRecord::Put(KeyValuePair { generation, key, value }) => {
-                    drop(kept.kv.put_value(generation, key, value))
-                }
-                JournalRecord::Met(formed) => kept.meetings.restore_formed_world(formed),
-            }
-        }
-        kept.machine.replace_rules(rules);
-        kept
-    }
-}
 
 impl RegistrarCore {
     /// Continues the job of an earlier registrar: workers that still run get no new orders, and
@@ -223,8 +138,9 @@ impl RegistrarCore {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
     use std::thread;
-    use std::time::Instant;
+    use std::time::{Duration, Instant};
 
     use farandole_config::Config;
     use farandole_membership::MembershipInput;
@@ -233,6 +149,7 @@ mod tests {
     use super::*;
     use crate::secret::JobSecret;
     use crate::server::core::elastic_rules;
+    use crate::server::recovered_state::RecoveredState;
     use crate::server::{ElasticOptions, RegistrarOptions};
 
     fn core(journal: MembershipJournal) -> RegistrarCore {
