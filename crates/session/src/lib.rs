@@ -46,6 +46,7 @@ mod devices;
 mod error;
 mod foreign_launcher;
 mod form;
+mod gpu_policy;
 mod init_options;
 mod links;
 mod memory;
@@ -55,6 +56,7 @@ mod registrar_relay;
 mod registrar_rendezvous;
 mod rejoin;
 mod session;
+mod set_table;
 mod sets;
 mod stalls;
 

@@ -21,6 +21,12 @@ pub(crate) const INTERRUPT_POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// Returns whether to give up.
 pub(crate) type Interrupted<'a> = dyn FnMut() -> bool + Send + 'a;
 
+/// # Errors
+/// `Interrupted` when the caller gives up.
+pub(crate) fn check_interrupted(interrupted: &mut Interrupted<'_>) -> Result<()> {
+    if interrupted() { Err(Error::Interrupted) } else { Ok(()) }
+}
+
 /// One rank's request to the registrar.
 pub(crate) struct RegistrarRendezvous<'a, 'b> {
     client: &'a TaskClient,

@@ -16,8 +16,8 @@ use farandole_world::{FaultOrigin, Generation, Rank, TaskId, World};
 use parking_lot::Mutex;
 
 use crate::carried_sets::CarriedProcessSets;
-use crate::form::{check_interrupted, form_linked_session};
-use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted};
+use crate::form::form_linked_session;
+use crate::registrar_rendezvous::{INTERRUPT_POLL_INTERVAL, Interrupted, check_interrupted};
 use crate::{Error, InitOptions, Result, Session};
 
 /// The world that this process left, and the members that it lost there.

@@ -12,9 +12,9 @@ use farandole_engine::Engine;
 use farandole_registrar::TaskClient;
 use farandole_world::World;
 
-use crate::devices::GpuTensorPolicy;
+use crate::gpu_policy::GpuTensorPolicy;
 use crate::mesh_parker::MeshParker;
-use crate::sets::SessionProcessSets;
+use crate::set_table::SessionProcessSets;
 use crate::stalls::StackRequests;
 use crate::{Error, Result};
 

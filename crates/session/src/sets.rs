@@ -10,16 +10,13 @@
 //!
 //! In an elastic job, sets continue in the next world (`carried_sets`).
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::{Duration, Instant};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
 
-use farandole_collectives::CrossoverTable;
-use farandole_config::Config;
 use farandole_engine::{
     CollectiveRequest, ProcessSetChange, ProcessSetOptions, RequestHandle, control_peers,
 };
-use farandole_world::{ProcessSetId, Rank, World};
-use parking_lot::{Mutex, RwLock};
+use farandole_world::{ProcessSetId, Rank};
 
 use crate::carried_sets::{CarriedProcessSets, exchange_carried_sets};
 use crate::init_options::sorted_ranks;
@@ -30,88 +27,6 @@ use crate::{Error, Result, Session, links, rejoin};
 const SET_CHANGE_NAME: &str = "farandole.process_set";
 /// Name of the agreement on the outcome.
 const SET_OUTCOME_NAME: &str = "farandole.process_set.outcome";
-
-/// Process sets and their locks. Lock order: `changes`, then `table`.
-pub(crate) struct SessionProcessSets {
-    elastic: bool,
-    memory_budget: u64,
-    crossover: CrossoverTable,
-    links_at_start: u64,
-    open_timeout: Duration,
-    table: RwLock<ProcessSetTable>,
-    changes: Mutex<SetChangeState>,
-}
-
-/// The sets of a world, equal on all ranks.
-struct ProcessSetTable {
-    sets: BTreeMap<ProcessSetId, Vec<Rank>>,
-    /// Numbers to reuse, oldest first.
-    free_ids: VecDeque<ProcessSetId>,
-    last_id: u32,
-    /// Whether sets may be added and removed.
-    dynamic: bool,
-    /// The sets that `init` was asked for and that still exist.
-    from_init: BTreeSet<ProcessSetId>,
-    /// The sets of the previous world, if this world continues them.
-    carried_ids: Option<BTreeSet<ProcessSetId>>,
-}
-
-/// The change in progress; one at a time.
-struct SetChangeState {
-    /// The next free channel of the mesh, equal on all ranks.
-    channel: u32,
-    /// A change that was requested and then interrupted.
-    pending: Option<(ProcessSetChange, RequestHandle)>,
-}
-
-impl ProcessSetTable {
-    fn next_id(&mut self) -> ProcessSetId {
-        self.free_ids.pop_front().unwrap_or_else(|| {
-            self.last_id += 1;
-            ProcessSetId(self.last_id)
-        })
-    }
-
-    /// Returns the set of these ranks that continues from the previous world.
-    fn find_carried_set(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
-        let carried = self.carried_ids.iter().flatten();
-        carried.copied().find(|set| self.sets.get(set).is_some_and(|members| members == ranks))
-    }
-
-    /// Rejects ranks that already have a set.
-    fn check_new_ranks(&self, what: &str, ranks: &[Rank]) -> Result<()> {
-        match self.sets.iter().find(|(_, members)| *members == ranks) {
-            None => Ok(()),
-            Some((set, _)) => {
-                Err(Error::SetExists { what: what.to_owned(), set: *set, ranks: ranks.to_vec() })
-            }
-        }
-    }
-}
-
-impl SessionProcessSets {
-    pub(crate) fn new(world: &World, config: &Config) -> Self {
-        let all = (0u32..).take(world.size()).map(Rank).collect();
-        let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
-        Self {
-            elastic: config.elastic,
-            memory_budget: links::shared_memory_budget(world, config),
-            // An invalid value was rejected when the world formed.
-            crossover: links::read_crossover_rules(config).unwrap_or_default(),
-            links_at_start: config.links_at_start,
-            open_timeout: config.start_timeout,
-            table: RwLock::new(ProcessSetTable {
-                sets,
-                free_ids: VecDeque::new(),
-                last_id: 0,
-                dynamic: config.dynamic_process_sets,
-                from_init: BTreeSet::new(),
-                carried_ids: None,
-            }),
-            changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
-        }
-    }
-}
 
 impl Session {
     /// Returns every process set with its ranks, including sets without this rank.

@@ -12,9 +12,12 @@ use farandole_engine::{CollectiveRequest, RequestKind};
 use farandole_kernels::{DataType, ReduceOp};
 use farandole_registrar::{Registrar, RegistrarOptions};
 use farandole_testkit::{contents, filled};
-use farandole_world::{HostFacts, TaskId};
+use farandole_world::{HostFacts, ProcessSetId, Rank, TaskId};
 
+use super::linked_session::join_mesh;
 use super::*;
+use crate::Error;
+use crate::registrar_rendezvous::RegistrarRendezvous;
 
 const LIMIT: Duration = Duration::from_secs(60);
 

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! The process sets of a session, and their locks.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use farandole_collectives::CrossoverTable;
+use farandole_config::Config;
+use farandole_engine::{ProcessSetChange, RequestHandle};
+use farandole_world::{ProcessSetId, Rank, World};
+use parking_lot::{Mutex, RwLock};
+
+use crate::{Error, Result, links};
+
+/// Process sets and their locks. Lock order: `changes`, then `table`.
+pub(crate) struct SessionProcessSets {
+    pub(crate) elastic: bool,
+    pub(crate) memory_budget: u64,
+    pub(crate) crossover: CrossoverTable,
+    pub(crate) links_at_start: u64,
+    pub(crate) open_timeout: Duration,
+    pub(crate) table: RwLock<ProcessSetTable>,
+    pub(crate) changes: Mutex<SetChangeState>,
+}
+
+/// The sets of a world, equal on all ranks.
+pub(crate) struct ProcessSetTable {
+    pub(crate) sets: BTreeMap<ProcessSetId, Vec<Rank>>,
+    /// Numbers to reuse, oldest first.
+    pub(crate) free_ids: VecDeque<ProcessSetId>,
+    pub(crate) last_id: u32,
+    /// Whether sets may be added and removed.
+    pub(crate) dynamic: bool,
+    /// The sets that `init` was asked for and that still exist.
+    pub(crate) from_init: BTreeSet<ProcessSetId>,
+    /// The sets of the previous world, if this world continues them.
+    pub(crate) carried_ids: Option<BTreeSet<ProcessSetId>>,
+}
+
+/// The change in progress; one at a time.
+pub(crate) struct SetChangeState {
+    /// The next free channel of the mesh, equal on all ranks.
+    pub(crate) channel: u32,
+    /// A change that was requested and then interrupted.
+    pub(crate) pending: Option<(ProcessSetChange, RequestHandle)>,
+}
+
+impl ProcessSetTable {
+    pub(crate) fn next_id(&mut self) -> ProcessSetId {
+        self.free_ids.pop_front().unwrap_or_else(|| {
+            self.last_id += 1;
+            ProcessSetId(self.last_id)
+        })
+    }
+
+    /// Returns the set of these ranks that continues from the previous world.
+    pub(crate) fn find_carried_set(&self, ranks: &[Rank]) -> Option<ProcessSetId> {
+        let carried = self.carried_ids.iter().flatten();
+        carried.copied().find(|set| self.sets.get(set).is_some_and(|members| members == ranks))
+    }
+
+    /// Rejects ranks that already have a set.
+    pub(crate) fn check_new_ranks(&self, what: &str, ranks: &[Rank]) -> Result<()> {
+        match self.sets.iter().find(|(_, members)| *members == ranks) {
+            None => Ok(()),
+            Some((set, _)) => {
+                Err(Error::SetExists { what: what.to_owned(), set: *set, ranks: ranks.to_vec() })
+            }
+        }
+    }
+}
+
+impl SessionProcessSets {
+    pub(crate) fn new(world: &World, config: &Config) -> Self {
+        let all = (0u32..).take(world.size()).map(Rank).collect();
+        let sets = BTreeMap::from([(ProcessSetId::GLOBAL, all)]);
+        Self {
+            elastic: config.elastic,
+            memory_budget: links::shared_memory_budget(world, config),
+            // An invalid value was rejected when the world formed.
+            crossover: links::read_crossover_rules(config).unwrap_or_default(),
+            links_at_start: config.links_at_start,
+            open_timeout: config.start_timeout,
+            table: RwLock::new(ProcessSetTable {
+                sets,
+                free_ids: VecDeque::new(),
+                last_id: 0,
+                dynamic: config.dynamic_process_sets,
+                from_init: BTreeSet::new(),
+                carried_ids: None,
+            }),
+            changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
+        }
+    }
+}
