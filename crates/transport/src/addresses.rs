@@ -41,6 +41,13 @@ impl From<SocketAddr> for ListenAddress {
     }
 }
 
+/// An address of this host and an address of the peer, on interfaces that reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct AddressPair {
+    pub(crate) from: IpAddr,
+    pub(crate) to: SocketAddr,
+}
+
 /// Length of the queue of connections to accept; the system may limit it further.
 const LISTEN_BACKLOG: i32 = 4096;
 

@@ -16,17 +16,19 @@ use rustix::net::{
     shutdown, socket_with, sockopt,
 };
 
+use crate::addresses::AddressPair;
+use crate::dial_failure::{DialFailure, DialResult, NO_ANSWER_REASON};
 use crate::handshake::key_exchange::{ConnectionKeys, HandshakeSide};
 use crate::handshake::{
-    self, ACCEPTED_BYTES, CHALLENGE_BYTES, ConnectionCarrier, DialerHandshake, HandshakeStatus,
-    HelloMessage, OPENING_BYTES, PROTOCOL_VERSION, random_nonce,
+    self, ACCEPTED_BYTES, CHALLENGE_BYTES, ConnectionCarrier, DialerHandshake,
+    HANDSHAKE_TIME_LIMIT, HandshakeStatus, HelloMessage, OPENING_BYTES, PROTOCOL_VERSION,
+    random_nonce,
 };
 use crate::happy_eyeballs::{ConnectOutcome, HappyEyeballs};
-use crate::mesh_state::{MeshState, SecuredConnection};
-use crate::multi_nic::AddressPair;
+use crate::mesh_state::MeshState;
 use crate::peer::PeerState;
 use crate::record::CipherSuite;
-use crate::service::HANDSHAKE_TIME_LIMIT;
+use crate::secured_connection::SecuredConnection;
 use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
@@ -36,65 +38,6 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const DIAL_TIME_LIMIT: Duration = Duration::from_secs(30);
 
 const FINAL_READ_TIMEOUT: Duration = Duration::from_millis(1);
-pub(crate) const NO_ANSWER_REASON: &str = "no answer in time";
-
-/// The reason why one attempt failed.
-#[derive(Debug)]
-pub(crate) enum DialFailure {
-    /// No process listens there.
-    Refused(String),
-    /// No answer came; a later attempt may succeed.
-    Unanswered(String),
-    /// The connection was made, but no bytes came. The kernel accepts connections even for a
-    /// stopped process.
-    Silent(String),
-    /// The peer closed the connection, so it has not accepted its end.
-    Closed(String),
-    /// The exchange broke after the peer's welcome, so the peer may have accepted its end.
-    Broken(String),
-    /// A failure of this process, not of the peer.
-    LocalError(Error),
-    /// A process without the key answered.
-    Unauthenticated(String),
-    /// The peer answered and refused the request.
-    Declined(String),
-}
-
-impl DialFailure {
-    /// Classifies a failed system call. A lack of free descriptors is a local error, which says
-    /// nothing about the peer.
-    pub(crate) fn from_failed_call(
-        what: &'static str,
-        errno: Option<Errno>,
-        reason: String,
-    ) -> Self {
-        match errno {
-            Some(Errno::MFILE | Errno::NFILE) => Self::LocalError(Error::System { what, reason }),
-            Some(Errno::CONNREFUSED) => Self::Refused(reason),
-            _ => Self::Unanswered(reason),
-        }
-    }
-
-    fn is_peer_answer(&self) -> bool {
-        matches!(self, Self::Unauthenticated(_) | Self::Declined(_))
-    }
-}
-
-impl std::fmt::Display for DialFailure {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Refused(reason)
-            | Self::Unanswered(reason)
-            | Self::Silent(reason)
-            | Self::Closed(reason)
-            | Self::Broken(reason)
-            | Self::Unauthenticated(reason)
-            | Self::Declined(reason) => f.write_str(reason),
-            Self::LocalError(error) => error.fmt(f),
-        }
-    }
-}
-
 /// Time for which a peer accepts connections without an answer.
 #[derive(Debug, Default)]
 pub(crate) struct DialSilence {
@@ -138,8 +81,6 @@ impl DialWait<'_> {
         HANDSHAKE_TIME_LIMIT.min(shared.peer_timeout / 2)
     }
 }
-
-pub(crate) type DialResult<T> = std::result::Result<T, DialFailure>;
 
 /// A connection to request from a peer.
 pub(crate) struct DialRequest<'a> {

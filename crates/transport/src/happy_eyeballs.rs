@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with, sockopt};
 
-use crate::dial::{DialFailure, DialResult, NO_ANSWER_REASON};
+use crate::dial_failure::{DialFailure, DialResult, NO_ANSWER_REASON};
 
 /// Head start of an address over the next one.
 const CONNECT_STAGGER: Duration = Duration::from_millis(250);

@@ -15,10 +15,10 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
 use crate::addresses;
-use crate::mesh_state::SecuredConnection;
 use crate::record::{
     CONTROL_PAYLOAD_BYTES, RECORD_HEADER_BYTES, RECORD_TAG_BYTES, RecordHeader, RecordKind,
 };
+use crate::secured_connection::SecuredConnection;
 
 const HEARTBEAT_RECORD_BYTES: usize =
     RECORD_HEADER_BYTES + CONTROL_PAYLOAD_BYTES + RECORD_TAG_BYTES;

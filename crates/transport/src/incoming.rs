@@ -12,13 +12,15 @@ use farandole_shm::{Error as ShmError, ProcessDoorbell, RingSegment, descriptor_
 use farandole_world::Rank;
 use rustix::io::Errno;
 
+use crate::arrivals::ArrivedConnection;
 use crate::handshake::key_exchange::HandshakeSide;
 use crate::handshake::{
     self, CONTROL_CHANNEL, ConnectionCarrier, HELLO_BYTES, HandshakeStatus, HandshakeTranscript,
     HelloMessage, OPENING_BYTES, PROOF_BYTES, PROTOCOL_VERSION,
 };
-use crate::mesh_state::{ArrivedConnection, MeshState, SecuredConnection};
+use crate::mesh_state::MeshState;
 use crate::peer::PeerState;
+use crate::secured_connection::SecuredConnection;
 use crate::tcp::stripes;
 use crate::watch::PeerWatch;
 

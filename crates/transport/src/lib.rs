@@ -43,10 +43,12 @@
 #![deny(unsafe_code)]
 
 mod addresses;
+mod arrivals;
 mod budget;
 #[cfg(feature = "_test-harness")]
 pub mod contract;
 mod dial;
+mod dial_failure;
 mod error;
 mod frames;
 mod handshake;
@@ -66,7 +68,9 @@ mod record;
 mod relay;
 mod rendezvous;
 mod ring_link;
+mod secured_connection;
 mod service;
+mod service_inbox;
 mod sync;
 mod tcp;
 mod watch;

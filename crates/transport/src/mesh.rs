@@ -23,15 +23,18 @@ use farandole_world::{Generation, HostHash, Rank};
 use parking_lot::Mutex;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::arrivals::ArrivedConnection;
 use crate::budget::{RingByteBudget, RingByteReservation};
-use crate::dial::{self, DialFailure, DialRequest, DialSilence, DialWait};
+use crate::dial::{self, DialRequest, DialSilence, DialWait};
+use crate::dial_failure::DialFailure;
 use crate::handshake::{CONTROL_CHANNEL, ConnectionCarrier, JobKey, random_nonce};
 use crate::heartbeat_topology::HeartbeatTopology;
-use crate::mesh_state::{ArrivedConnection, MeshParameters, MeshState, SecuredConnection};
+use crate::mesh_state::{MeshParameters, MeshState};
 use crate::multi_nic::{LinkRequest, PeerRoutes};
 use crate::peer::PeerState;
 use crate::peer_addresses::PeerAddresses;
 use crate::ring_link::{RingReceiver, RingSender};
+use crate::secured_connection::SecuredConnection;
 use crate::service::{MeshListeners, MeshService};
 use crate::watch::PeerWatch;
 use crate::{
@@ -40,7 +43,7 @@ use crate::{
 };
 
 pub use dial_many::max_concurrent_dials;
-use on_demand::DialQueue;
+use on_demand::{DialQueue, capacity_mismatch};
 
 /// Interval at which a wait for a peer to dial probes whether the peer still listens. Also the time
 /// limit of a probe.
@@ -452,13 +455,6 @@ impl Mesh {
     }
 }
 
-/// Returns the error for a link whose ends have different capacities.
-fn capacity_mismatch(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
-    let reason =
-        format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
-    Error::Handshake { reason }
-}
-
 /// Returns the lower ranks among the peers with their indices, the nearest first. When all ranks
 /// dial at the same time, each step then spreads them over different peers; in ascending order, all
 /// would begin with rank 0.
@@ -511,7 +507,7 @@ impl Drop for Mesh {
             return;
         }
         self.shared.parker.own_doorbell().mark_closed();
-        self.shared.request_stop();
+        self.shared.inbox.request_stop();
         // A panic of the thread was reported when it happened.
         drop(service.join());
     }

@@ -14,23 +14,18 @@
 //! connections use the next pair. If no pair is left, they use any address at which the peer can be
 //! reached.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use crate::Result;
-use crate::addresses::{ListenAddress, ListenInterface};
-use crate::dial::{self, DialFailure, DialRequest, DialWait};
+use crate::addresses::{AddressPair, ListenAddress, ListenInterface};
+use crate::dial::{self, DialRequest, DialWait};
+use crate::dial_failure::DialFailure;
 use crate::handshake::ConnectionCarrier;
-use crate::mesh_state::{MeshState, SecuredConnection};
+use crate::mesh_state::MeshState;
 use crate::peer::PeerState;
+use crate::secured_connection::SecuredConnection;
 use crate::tcp::stripes;
-
-/// An address of this host and an address of the peer, on interfaces that reach each other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct AddressPair {
-    pub(crate) from: IpAddr,
-    pub(crate) to: SocketAddr,
-}
 
 /// Returns a pair for each interface that both hosts have. Returns none if each host has at most
 /// one address: the kernel then chooses the route.

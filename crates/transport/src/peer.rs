@@ -12,7 +12,7 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::Error;
-use crate::multi_nic::AddressPair;
+use crate::addresses::AddressPair;
 
 /// A peer, with the reason of its loss if it was lost.
 #[derive(Debug)]

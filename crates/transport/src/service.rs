@@ -32,16 +32,15 @@ use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv, sockopt};
 
+use crate::handshake::HANDSHAKE_TIME_LIMIT;
 use crate::incoming::{AcceptorHandshake, AcceptorProgress};
-use crate::mesh_state::{MeshState, RetiredSocket};
+use crate::mesh_state::MeshState;
 use crate::peer::PeerState;
-use crate::tcp::TcpLinkState;
+use crate::service_inbox::{MonitoredLink, RetiredSocket};
 use crate::tcp::path_liveness::{PathSilence, TcpInfoSnapshot};
 use crate::watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::{Error, Result};
 
-/// Time limit of a handshake.
-pub(crate) const HANDSHAKE_TIME_LIMIT: Duration = Duration::from_secs(5);
 /// Largest number of open handshakes.
 const MAX_CONCURRENT_HANDSHAKES: usize = 128;
 /// Pause after `accept` failed because no file descriptor or memory was free.
@@ -65,7 +64,7 @@ pub(crate) struct MeshListeners {
 
 /// A TCP connection of a link that this thread monitors.
 struct MonitoredConnection {
-    connection: Weak<TcpLinkState>,
+    connection: Weak<dyn MonitoredLink>,
     /// Number of the connection in its link.
     number: usize,
     silence: PathSilence,
@@ -93,7 +92,7 @@ impl MeshService {
     pub(crate) fn new(shared: Arc<MeshState>, listeners: MeshListeners) -> Result<Self> {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(Error::from_call("epoll_create"))?;
-        register_readable(&epoll, &shared.event, EVENT_TOKEN)?;
+        register_readable(&epoll, &shared.inbox.event, EVENT_TOKEN)?;
         for tcp in &listeners.tcp {
             tcp.set_nonblocking(true).map_err(Error::from_call("ioctl"))?;
             register_readable(&epoll, tcp, TCP_LISTENER_TOKEN)?;
@@ -122,7 +121,7 @@ impl MeshService {
     pub(crate) fn run(mut self) {
         let mut last = Instant::now();
         let mut pause = self.interval;
-        while !self.shared.is_stopping() {
+        while !self.shared.inbox.is_stopping() {
             let left = (last + pause).saturating_duration_since(Instant::now());
             for token in self.wait_for_events(left) {
                 self.serve_event(token);
@@ -142,7 +141,7 @@ impl MeshService {
         }
         // Peers that were dialled just now also need the goodbye: they would take the end of the
         // connection for the death of this process.
-        for watch in self.watched.values_mut().chain(&mut self.shared.take_watches()) {
+        for watch in self.watched.values_mut().chain(&mut self.shared.inbox.take_watches()) {
             watch.send_goodbye();
         }
     }
@@ -163,14 +162,14 @@ impl MeshService {
         match token {
             EVENT_TOKEN => {
                 // The read resets the event; its count is unused.
-                let _ = rustix::io::read(&self.shared.event, &mut [0_u8; 8]);
-                for watch in self.shared.take_watches() {
+                let _ = rustix::io::read(&self.shared.inbox.event, &mut [0_u8; 8]);
+                for watch in self.shared.inbox.take_watches() {
                     self.watch_peer(watch);
                 }
-                for path in self.shared.take_monitored_links() {
+                for path in self.shared.inbox.take_monitored_links() {
                     self.monitor_link(&path);
                 }
-                self.retired.extend(self.shared.take_retired_sockets());
+                self.retired.extend(self.shared.inbox.take_retired_sockets());
             }
             TCP_LISTENER_TOKEN => (0..self.listeners.tcp.len())
                 .for_each(|number| self.accept_connections(Some(number))),
@@ -197,7 +196,7 @@ impl MeshService {
 
     /// Monitors the sockets of a link for errors. One event per socket is enough: the user of the
     /// link detects the end of the stream itself.
-    fn monitor_link(&mut self, path: &Weak<TcpLinkState>) {
+    fn monitor_link(&mut self, path: &Weak<dyn MonitoredLink>) {
         let Some(connection) = path.upgrade() else { return };
         for (number, socket) in connection.sockets().iter().enumerate() {
             let token = self.next_token();

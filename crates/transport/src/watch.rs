@@ -20,8 +20,8 @@ use farandole_world::Rank;
 use rustix::net::sockopt;
 
 use crate::heartbeat_channel::{ControlMessage, HeartbeatChannel, ReceiveOutcome};
-use crate::mesh_state::SecuredConnection;
 use crate::peer::PeerState;
+use crate::secured_connection::SecuredConnection;
 
 /// Returns the part of the peer timeout that is reserved for reports of a loss. It is also the
 /// longest wait for the reason after a peer ended its links.

@@ -25,6 +25,7 @@
 pub(crate) mod key_exchange;
 
 use std::fmt;
+use std::time::Duration;
 
 use farandole_world::{Generation, Rank};
 use hmac::{Hmac, Mac};
@@ -37,6 +38,9 @@ use crate::{Error, Result};
 use key_exchange::{
     ConnectionKeys, HandshakeSide, KeyExchangeHalf, PUBLIC_KEY_BYTES, SharedSecret,
 };
+
+/// Time limit of a handshake.
+pub(crate) const HANDSHAKE_TIME_LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) const PROTOCOL_VERSION: u16 = 6;
 /// The channel of heartbeat connections, reserved for the mesh.

@@ -58,7 +58,7 @@ impl Mesh {
         let mut heard = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE_INTERVAL);
-            let waited = match self.shared.await_arrival(place, peer, pause) {
+            let waited = match self.shared.arrivals.await_connection(place, peer, pause) {
                 Err(Error::Timeout { what, .. }) => what,
                 other => return other,
             };
@@ -146,7 +146,7 @@ impl Mesh {
         };
         let secured = dial::dial_any_address(&self.shared, &request, addresses, wait)?;
         rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::from_call("ioctl"))?;
-        self.shared.queue_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
+        self.shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
         self.heartbeat_channels.lock().insert(peer.rank);
         Ok(())
     }
@@ -167,7 +167,7 @@ impl Mesh {
             capacity,
             congestion,
         )?;
-        self.shared.queue_monitored_link(&below);
+        self.shared.inbox.queue_monitored_link(Arc::downgrade(&below) as _);
         Ok(link)
     }
 
@@ -267,7 +267,7 @@ impl Mesh {
             .map_err(|error| DialFailure::LocalError(peer.convert_shm_error(error)))?;
         let end = self.shared.process_end_descriptor(theirs.next(), socket, first);
         if first {
-            self.shared.queue_watch(PeerWatch::watch_local(
+            self.shared.inbox.queue_watch(PeerWatch::watch_local(
                 Arc::clone(peer),
                 Arc::clone(&bell),
                 end,

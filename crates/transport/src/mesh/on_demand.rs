@@ -25,9 +25,10 @@ use farandole_world::Rank;
 use parking_lot::Mutex;
 
 use crate::dial::DialWait;
-use crate::mesh_state::{MeshState, SecuredConnection};
+use crate::mesh_state::MeshState;
 use crate::multi_nic::{LinkRequest, PeerRoutes};
 use crate::peer::PeerState;
+use crate::secured_connection::SecuredConnection;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 
 /// Largest number of concurrent dials.
@@ -183,14 +184,16 @@ impl OnDemandSlot {
         // The loss is read before the arrivals: connections that arrived before an orderly end
         // still count.
         let lost = self.peer.loss_error();
-        match self.shared.take_arrived_connections(self.channel, &self.peer) {
+        match self.shared.arrivals.take_connections(self.channel, &self.peer) {
             Some(arrived) => {
                 let opened = self.accept_connections(arrived);
                 let error = opened.as_ref().err().cloned();
                 *state = OnDemandState::from_result(opened);
                 error.map_or(Ok(true), Err)
             }
-            None if self.shared.is_stopping() => Err(self.peer.loss_error_or(MESH_LEFT_REASON)),
+            None if self.shared.inbox.is_stopping() => {
+                Err(self.peer.loss_error_or(MESH_LEFT_REASON))
+            }
             None => lost.map_or(Ok(false), Err),
         }
     }
@@ -200,12 +203,7 @@ impl OnDemandSlot {
         (capacity, connections): (u64, Vec<SecuredConnection>),
     ) -> Result<Link> {
         if capacity != self.capacity as u64 {
-            return Err(super::capacity_mismatch(
-                self.peer.rank,
-                self.channel,
-                capacity,
-                self.capacity,
-            ));
+            return Err(capacity_mismatch(self.peer.rank, self.channel, capacity, self.capacity));
         }
         self.open_tcp_link(connections)
     }
@@ -221,7 +219,7 @@ impl OnDemandSlot {
             self.capacity,
             congestion,
         )?;
-        self.shared.queue_monitored_link(&below);
+        self.shared.inbox.queue_monitored_link(Arc::downgrade(&below) as _);
         Ok(link)
     }
 
@@ -229,7 +227,7 @@ impl OnDemandSlot {
     fn dial_peer(self: &Arc<Self>) -> Result<Link> {
         // When this thread has the only reference, both halves were dropped.
         let mut give_up = || {
-            self.shared.is_stopping()
+            self.shared.inbox.is_stopping()
                 || self.peer.loss_error().is_some()
                 || Arc::strong_count(self) == 1
         };
@@ -261,7 +259,7 @@ impl Drop for OnDemandSlot {
             && !self.is_dialer()
             && matches!(self.state.get_mut(), OnDemandState::Idle | OnDemandState::Requested)
         {
-            drop(self.shared.take_arrived_connections(self.channel, &self.peer));
+            drop(self.shared.arrivals.take_connections(self.channel, &self.peer));
         }
     }
 }
@@ -365,4 +363,12 @@ fn check_empty_window(bytes: usize, rank: Rank) -> Result<()> {
         0 => Ok(()),
         _ => Err(Error::Frame { rank, reason: format!("{bytes} bytes of an empty window") }),
     }
+}
+
+/// Returns the error for a link whose ends have different capacities.
+/// Returns the error of a link whose ends ask for rings of different sizes.
+pub(super) fn capacity_mismatch(rank: Rank, channel: u32, theirs: u64, own: usize) -> Error {
+    let reason =
+        format!("rank {rank} opened channel {channel} with {theirs} bytes a ring, here: {own}");
+    Error::Handshake { reason }
 }

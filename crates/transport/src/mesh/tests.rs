@@ -274,7 +274,7 @@ fn watched(shared: &MeshState, rank: usize) -> HeartbeatChannel {
     let (there, here) = UnixStream::pair().unwrap();
     let (dialer, acceptor) = both_keys();
     let secured = SecuredConnection { socket: here.into(), keys: Box::new(acceptor) };
-    shared.queue_watch(PeerWatch::watch_remote(Arc::clone(&shared.peers[rank]), secured));
+    shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(&shared.peers[rank]), secured));
     HeartbeatChannel::new(SecuredConnection { socket: there.into(), keys: Box::new(dialer) })
 }
 
@@ -282,7 +282,7 @@ fn watched(shared: &MeshState, rank: usize) -> HeartbeatChannel {
 fn a_peer_that_was_just_dialled_hears_a_goodbye() {
     let (shared, service) = service(2);
     let mut beats = watched(&shared, 1);
-    shared.request_stop();
+    shared.inbox.request_stop();
     service.run();
     drop(shared);
     assert_eq!(
@@ -335,7 +335,7 @@ fn tr_4_a_loss_is_reported_once_to_every_peer_and_to_later_ones() {
     };
     assert!(reason.contains("its connection "), "{reason}");
     assert_eq!(shared.lost_ranks(), [1, 4, 5].map(Rank));
-    shared.request_stop();
+    shared.inbox.request_stop();
     service.join().unwrap();
     assert_eq!(
         (next(&mut three), next(&mut three)),
@@ -361,7 +361,7 @@ fn a_watcher_of_a_rank_believes_no_other_rank_and_passes_the_news_on() {
         assert!(Instant::now() < limit);
         thread::yield_now();
     }
-    shared.request_stop();
+    shared.inbox.request_stop();
     service.join().unwrap();
 }
 

@@ -17,15 +17,13 @@
 //! All payloads are encrypted, because this is the cheapest way to authenticate them (`cargo run
 //! --release -p farandole-transport --example seal_speed`).
 
+mod layout;
 mod suite;
 
+pub(crate) use layout::{RECORD_HEADER_BYTES, RECORD_TAG_BYTES};
 pub(crate) use suite::CipherSuite;
 use suite::RecordCipher;
 
-/// Size of a header; the same as a tag, because the kernel copies bytes behind a header of 4 bytes
-/// at half the speed.
-pub(crate) const RECORD_HEADER_BYTES: usize = 16;
-pub(crate) const RECORD_TAG_BYTES: usize = 16;
 /// Payload that, with its record, fills one packet of the Linux network stack: up to 64 KiB of
 /// whole segments, of 1,500 or 9,000 bytes on the network. A payload of 64 KiB needs a second
 /// packet for the last few hundred bytes, which costs as much as a full one and is acknowledged

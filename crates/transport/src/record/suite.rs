@@ -12,7 +12,7 @@
 use aegis::aegis128x2::Aegis128X2;
 use ring::aead::{AES_128_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, Nonce, UnboundKey};
 
-use super::{RECORD_HEADER_BYTES, RECORD_TAG_BYTES};
+use super::layout::{RECORD_HEADER_BYTES, RECORD_TAG_BYTES};
 
 /// A cipher suite that seals the records of a connection. Ordered by speed: a processor that
 /// supports one supports all earlier ones.

@@ -40,8 +40,10 @@ use parking_lot::{Mutex, MutexGuard};
 use rustix::io::Errno;
 use rustix::net::{Shutdown, shutdown, sockopt};
 
-use crate::mesh_state::{MeshState, SecuredConnection};
+use crate::mesh_state::MeshState;
 use crate::peer::PeerState;
+use crate::secured_connection::SecuredConnection;
+use crate::service_inbox::MonitoredLink;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Parker, Result, addresses};
 use path_liveness::TcpInfoSnapshot;
 use receiving::{ReceiveStep, RecordReceiver};
@@ -80,20 +82,22 @@ impl Drop for TcpLinkState {
             && self.peer.loss_error().is_none()
             && let Some(mesh) = self.mesh.upgrade()
         {
-            mesh.retire_sockets(&self.peer, std::mem::take(&mut self.sockets));
+            mesh.inbox.retire_sockets(&self.peer, std::mem::take(&mut self.sockets));
         }
     }
 }
 
-impl TcpLinkState {
-    pub(crate) fn peer(&self) -> &Arc<PeerState> {
+impl MonitoredLink for TcpLinkState {
+    fn peer(&self) -> &Arc<PeerState> {
         &self.peer
     }
 
-    pub(crate) fn sockets(&self) -> &[OwnedFd] {
+    fn sockets(&self) -> &[OwnedFd] {
         &self.sockets
     }
+}
 
+impl TcpLinkState {
     /// Sends as many bytes as the sockets accept.
     fn pump_outgoing(&self, outgoing: &mut OutgoingRing) -> Result<()> {
         let moved = outgoing.pump_sockets(&self.sockets, &self.peer);
