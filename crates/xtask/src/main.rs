@@ -37,7 +37,8 @@ fn main() -> Result<()> {
             source_files::check_crate_sizes(&root)?;
             doc_openings::check_first_words(&root)?;
             comment_width::check_comment_width(&root)?;
-            naming::check_names(&root)
+            naming::check_names(&root)?;
+            file_circles::check_circles(&root)
         }
         Some("circles") => file_circles::print_circles(&root),
         Some("deps") => crate_dependencies::check_dependencies(&root),
@@ -48,7 +49,9 @@ fn main() -> Result<()> {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)
         }
-        other => bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz, not {other:?}"),
+        other => {
+            bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz, not {other:?}")
+        }
     }
 }
 
