@@ -529,7 +529,8 @@ impl TaskClient {
         Error::Malformed { job: self.job_id().0.clone(), call, reason }
     }
 
-    /// Makes current and later calls fail with `Lost`: the caller knows that the registrar has ended.
+    /// Makes current and later calls fail with `Lost`: the caller knows that the registrar has
+    /// ended.
     pub fn give_up_registrar(&self) {
         self.inner.lost.cancel_calls();
     }
