@@ -60,7 +60,7 @@ macro_rules! knobs {
         ];
 
         impl Config {
-            /// Reads the knob of a name without a prefix, and no other one; `None` if there is none.
+            /// Reads one knob, by its name without a prefix; `None` if there is no such knob.
             ///
             /// # Errors
             /// A value that does not parse or is outside of the limits.
@@ -224,8 +224,9 @@ knobs! {
     /// With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the
     /// driver.
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
-    /// Time after which such a server ends if it has no work. Read by the driver, in seconds.
-    warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
+    /// Time after which such a server ends if it has no work. Default: 120 s, and 600 s for servers
+    /// that Spark's plugin starts before the first job. Read by the driver.
+    warm_idle: Option<Duration> = "", "WARM_IDLE_SECONDS", None, false;
     /// Elastic training: the smallest number of processes. With fewer, the job waits for more.
     /// Setting it makes the job elastic. Default in an elastic job: the number of processes.
     min_num_proc: Option<u32> = "", "MIN_NUM_PROC", Some("--min-num-proc"), false;

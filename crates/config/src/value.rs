@@ -204,6 +204,19 @@ impl KnobValue for Duration {
     }
 }
 
+impl KnobValue for Option<Duration> {
+    const EXPECTED_FORMAT: &'static str = Duration::EXPECTED_FORMAT;
+    fn parse_text(text: &str) -> Option<Self> {
+        if text.is_empty() { Some(None) } else { Duration::parse_text(text).map(Some) }
+    }
+    fn as_duration(&self) -> Option<Duration> {
+        *self
+    }
+    fn into_any(self) -> AnyKnobValue {
+        self.map_or(AnyKnobValue::Unset, KnobValue::into_any)
+    }
+}
+
 impl KnobValue for String {
     const EXPECTED_FORMAT: &'static str = "text";
     fn parse_text(text: &str) -> Option<Self> {
