@@ -26,9 +26,10 @@ import hashlib
 import hmac
 import json
 import logging
-import os
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.stores import durable, small_files
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     Entry = dict[str, Any]
 
-SECRET_VARIABLE: Final = "FARANDOLE_STORE_SECRET"  # noqa: S105 - its name
+SECRET_VARIABLE: Final = variables.STORE_SECRET
 """Variable with the secret of the store's owner; only the driver needs it."""
 MARKER_FILENAME: Final = "_run.json"
 MARKER_VERSION: Final = 1
@@ -62,7 +63,7 @@ _log = logging.getLogger("farandole")
 
 def has_signing_secret() -> bool:
     """Returns whether this process has the secret."""
-    return bool(os.environ.get(SECRET_VARIABLE))
+    return bool(read_setting(SECRET_VARIABLE))
 
 
 def run_key(run_id: str) -> bytes | None:
@@ -71,7 +72,7 @@ def run_key(run_id: str) -> bytes | None:
     Args:
         run_id: name of the run.
     """
-    secret = os.environ.get(SECRET_VARIABLE)
+    secret = read_setting(SECRET_VARIABLE)
     return (
         hmac.digest(secret.encode(), f"farandole run {run_id}".encode(), "sha256")
         if secret
