@@ -22,8 +22,13 @@ from farandole.data.inputs.frames import (
     is_delta_table,
     is_spark_dataframe,
 )
-from farandole.data.inputs.int96 import check_int96_range, with_int96_unit
-from farandole.data.inputs.old_calendar import check_old_times
+from farandole.data.inputs.int96 import (
+    check_int96_files,
+    check_int96_range,
+    read_as_microseconds,
+    with_int96_unit,
+)
+from farandole.data.inputs.old_calendar import check_old_files, check_old_times
 from farandole.data.inputs.partitions import (
     common_directory,
     fragment_partitions,
@@ -340,18 +345,21 @@ def _dataset_source(dataset: Any) -> RowSource:
     """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
+        chosen = read_as_microseconds(dataset)
 
         def list_units(columns: list[str]) -> list[SourceUnit]:
+            check_int96_files(chosen, columns)
+            check_old_files(chosen, columns)
             return [
                 SourceUnit(
                     "the dataset",
-                    lambda: dataset.to_batches(
+                    lambda: chosen.to_batches(
                         columns=_column_expressions(columns), **_read_ahead_options()
                     ),
                 )
             ]
 
-        return RowSource(dataset.schema, None, list_units)
+        return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
     told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
