@@ -73,7 +73,7 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         count = hvd.allreduce(count, op=hvd.Sum)
         (total * hvd.size() / count.clamp(min=1e-9)).backward()
     """
-    function, _ = _unwrap_partial(loss)
+    function, _ = unwrap_partial(loss)
     if _is_loss(function, _LABEL_COUNT_LOSSES):
         label = arguments[1]
         total = with_reduction(loss, "sum")(*arguments)
@@ -93,8 +93,17 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
 
 def loss_name(loss: Any) -> str:
     """Returns the name of a loss for messages."""
-    function, _ = _unwrap_partial(loss)
+    function, _ = unwrap_partial(loss)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def unwrap_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function of a partial function without positional arguments, and its keywords;
+    of another loss, the loss itself.
+    """
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, dict(loss.keywords)
+    return loss, {}
 
 
 def known_reduction(loss: Any) -> str | None:
@@ -106,7 +115,7 @@ def known_reduction(loss: Any) -> str | None:
     Returns:
         `"mean"`, `"sum"` or `"batchmean"`; `None` for a loss of an unknown form.
     """
-    function, keywords = _unwrap_partial(loss)
+    function, keywords = unwrap_partial(loss)
     if not _is_loss(function, (*_LABEL_COUNT_LOSSES, *_ROW_LOSSES)):
         return None
     old_arguments = {"size_average", "reduce"} & {
@@ -144,7 +153,7 @@ def with_reduction(loss: Any, reduction: str) -> Callable[..., torch.Tensor]:
 
 def divides_by_labels(loss: Any) -> bool:
     """Returns whether the mean of a loss divides by a count that depends on the labels."""
-    return _is_loss(_unwrap_partial(loss)[0], _LABEL_COUNT_LOSSES)
+    return _is_loss(unwrap_partial(loss)[0], _LABEL_COUNT_LOSSES)
 
 
 def class_weights(loss: Any) -> torch.Tensor | None:
@@ -178,19 +187,12 @@ def label_count(loss: Any, label: torch.Tensor) -> torch.Tensor:
 
 
 def _loss_option(loss: Any, name: str, default: Any) -> Any:
-    function, keywords = _unwrap_partial(loss)
+    function, keywords = unwrap_partial(loss)
     return (
         getattr(function, name, default)
         if isinstance(function, nn.Module)
         else keywords.get(name, default)
     )
-
-
-def _unwrap_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the function of a partial function, and its keywords."""
-    if isinstance(loss, functools.partial) and not loss.args:
-        return loss.func, dict(loss.keywords)
-    return loss, {}
 
 
 def _is_loss(function: Any, losses: tuple[Any, ...]) -> bool:
