@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from farandole.torch.sync_batch_norm import counts_no_row
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _LABEL_COUNT_LOSSES: tuple[Any, ...] = (
     nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss,
@@ -63,7 +65,8 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
     Returns:
         The sum, a tensor of one number with gradients, and the count, a float64 tensor of one
         number on the sum's device. `sum / count` is the loss with `reduction="mean"` of these rows.
-        If the labels of all rows are ignored, both are 0.
+        If the labels of all rows are ignored, both are 0, and also in an estimator on a rank that
+        repeats a row because no row is left for the last step.
 
     Raises:
         TypeError: the loss is no loss of torch, so it is unknown what divides it.
@@ -73,6 +76,12 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         count = hvd.allreduce(count, op=hvd.Sum)
         (total * hvd.size() / count.clamp(min=1e-9)).backward()
     """
+    total, count = _split_loss(loss, arguments)
+    return (total * 0.0, count * 0.0) if counts_no_row() else (total, count)
+
+
+def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a loss as a sum and a count, of all rows."""
     function, _ = unwrap_partial(loss)
     if _is_loss(function, _LABEL_COUNT_LOSSES):
         label = arguments[1]
