@@ -257,9 +257,13 @@ def _open_dataset_files(
 def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    return {
-        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
-    }
+    found = {}
+    for name, one in types.items():
+        try:
+            found[name] = pa.type_for_alias(one) if isinstance(one, str) else one
+        except ValueError as error:
+            raise ValueError(f"the type of column {name!r} is no type of Arrow: {one!r}") from error
+    return found
 
 
 def _arrow_filesystem(path: str) -> Any:
@@ -435,7 +439,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
         other = schema.field(name)
         if other.type == field.type:
             continue
-        merged = _same_text_field(field, other) if typed else _merge_fields(field, other)
+        merged = _same_value_field(field, other) if typed else _merge_fields(field, other)
         if merged is None:
             raise ValueError(
                 f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
@@ -446,17 +450,24 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
     return field
 
 
-def _same_text_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns a type for texts of which only Arrow's storage differs."""
+def _same_value_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """Returns a type for values of which only Arrow's storage or zone differs."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
+    plain, other_plain = (
+        each.type.value_type if pa.types.is_dictionary(each.type) else each.type
+        for each in (one, other)
+    )
     for kinds in (
         (pa.string(), pa.large_string(), pa.string_view()),
         (pa.binary(), pa.large_binary(), pa.binary_view()),
     ):
-        if one.type in kinds and other.type in kinds:
+        if plain in kinds and other_plain in kinds:
             return one.with_type(kinds[1])
-    return None
+    is_zoned = all(pa.types.is_timestamp(kind) and kind.tz for kind in (plain, other_plain))
+    if is_zoned and plain.unit == other_plain.unit:
+        return one.with_type(pa.timestamp(plain.unit, "UTC"))  # zones only change how it is shown
+    return one.with_type(plain) if plain == other_plain else None
 
 
 def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:
