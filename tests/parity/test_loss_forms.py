@@ -139,9 +139,13 @@ def test_a_batch_of_ignored_labels_has_a_sum_and_a_count_of_zero_and_no_gradient
     assert not output.grad.any()
 
 
-def test_a_loss_that_is_not_torchs_has_no_count():
-    with pytest.raises(TypeError, match="contrastive is no loss of torch"):
-        hvd.loss_sum_and_count(contrastive, torch.ones(2, 2), torch.ones(2))
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(contrastive, "contrastive"), (nn.CTCLoss(), "CTCLoss"), (lambda *rows: rows, "<lambda>")],
+)
+def test_a_loss_whose_divisor_is_unknown_is_refused_by_name(loss, name):
+    with pytest.raises(TypeError, match=f"what divides the mean of {name} is unknown"):
+        hvd.loss_sum_and_count(loss, torch.ones(2, 2), torch.ones(2))
 
 
 def test_an_ignored_label_above_all_classes_is_no_class_of_prepared_data(tmp_path):

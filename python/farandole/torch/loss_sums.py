@@ -69,7 +69,8 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         repeats a row because no row is left for the last step.
 
     Raises:
-        TypeError: the loss is no loss of torch, so it is unknown what divides it.
+        TypeError: it is unknown what divides the loss: it is none of torch, or `CTCLoss`, which
+            divides by the lengths of targets.
 
     Example:
         total, count = hvd.loss_sum_and_count(criterion, model(images), labels)
@@ -93,8 +94,9 @@ def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torc
         return total, torch.tensor(elements, dtype=torch.float64, device=total.device)
     if not _is_loss(function, (*_ROW_LOSSES, *_OTHER_ARGUMENT_LOSSES)):
         raise TypeError(
-            f"{loss_name(loss)} is no loss of torch, so what divides it is unknown: return its sum "
-            "over rows and its count from your own code"
+            f"what divides the mean of {loss_name(loss)} is unknown: it is no loss of torch that "
+            "divides by elements or by class weights. Return its sum over rows and its count from "
+            "your own code"
         )
     losses = with_reduction(loss, "none")(*arguments)
     return losses.sum(), torch.tensor(losses.numel(), dtype=torch.float64, device=losses.device)
