@@ -188,14 +188,28 @@ def test_a_module_whose_loss_is_no_mean_is_refused_with_several_processes(gangs,
         _fit_module(Module("sum"), gangs, tmp_path, (1, 2))
 
 
+@pytest.mark.parametrize("rows", [25, 17])  # of 17, a rank has no row in the last step
 def test_a_module_that_divides_by_the_count_of_all_ranks_trains_what_one_process_trains(
-    gangs, tmp_path
+    rows, gangs, tmp_path
 ):
     found = [
-        _fit_module(CountedModule(""), gangs, tmp_path, spread, loss_reduction="sum")[0]
+        _fit_module(CountedModule(""), gangs, tmp_path, spread, rows, loss_reduction="sum")[0]
         for spread in ((1, 1), (3, 1))
     ]
     assert torch.allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+class TrainerModule(Module):
+    """A module whose step asks the trainer."""
+
+    def training_step(self, batch, index):
+        assert self.trainer.max_epochs
+        return super().training_step(batch, index)
+
+
+def test_a_module_that_cannot_be_tried_is_taken_for_a_mean_with_a_warning(gangs, tmp_path):
+    with pytest.warns(UserWarning, match="training_step of TrainerModule cannot be tried"):
+        _fit_module(TrainerModule("mean"), gangs, tmp_path, (2, 1))
 
 
 def test_losses_of_cells_exist():

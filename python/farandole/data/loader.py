@@ -21,6 +21,7 @@ from farandole.data.arrays import (
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.datasets import open_dataset
 from farandole.data.learning import read_encoding
+from farandole.data.loader_arguments import fill_by_column, types_of_reader
 from farandole.data.memory import cache_directory, default_byte_budget
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
 from farandole.data.skipped_columns import add_advice, is_unreadable_column, warn_of_skipped_columns
@@ -61,7 +62,7 @@ class ParquetLoader(BaseDataLoader):
         size: int | None = None,
         tail: Literal["keep", "pad", "drop_last", "join"] = "keep",
         cast: Mapping[str, str] | None = None,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float] | float | None = None,
         allow_nan: bool = False,
         framework: Literal["numpy", "torch"] = "numpy",
         byte_budget: int | None = None,
@@ -71,7 +72,7 @@ class ParquetLoader(BaseDataLoader):
         transform_workers: int = 2,
         transform_pool: Literal["thread", "process", "dummy"] = "thread",
         storage_options: Mapping[str, Any] | None = None,
-        types: Mapping[str, str] | None = None,
+        types: Mapping[str, Any] | None = None,
     ) -> None:
         """Opens the data set.
 
@@ -96,7 +97,8 @@ class ParquetLoader(BaseDataLoader):
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all
                 other float columns.
             fill: Replacements of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`;
-                `"*"` stands for all other columns that can hold it. Without it they are errors.
+                `"*"`, or a number alone, stands for all other columns that can hold it. Without it
+                they are errors.
             allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at
@@ -116,9 +118,9 @@ class ParquetLoader(BaseDataLoader):
             storage_options: Credentials and endpoints, as for a store; default: the options of a
                 store of this process with the same location, else the provider's environment. A
                 pickled loader contains them.
-            types: Types of columns whose values are in the names of directories, by NumPy's name
-                or `string`: `{"code": "string"}` keeps the zeros of `code=01001`. Without it,
-                columns of numbers are int64 or float64.
+            types: Types of columns whose values are in the names of directories, `string` or a
+                type of numbers of NumPy or Arrow: `{"code": "string"}` keeps the zeros of
+                `code=01001`. Without it, columns of numbers are int64 or float64.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
@@ -140,11 +142,8 @@ class ParquetLoader(BaseDataLoader):
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
-        self._types = {
-            name: "utf8" if kind in ("string", "str") else kind
-            for name, kind in (types or {}).items()
-        }
-        self._cast, self._fill = dict(cast or {}), dict(fill or {})
+        self._types = types_of_reader(types)
+        self._cast, self._fill = dict(cast or {}), fill_by_column(fill)
         self._allow_nan = allow_nan
         self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
         self._threads = None if threads is None else _whole_number("threads", threads, 1)

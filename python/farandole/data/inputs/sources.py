@@ -22,8 +22,13 @@ from farandole.data.inputs.frames import (
     is_delta_table,
     is_spark_dataframe,
 )
-from farandole.data.inputs.int96 import check_int96_range, with_int96_unit
-from farandole.data.inputs.old_calendar import check_old_times
+from farandole.data.inputs.int96 import (
+    check_int96_files,
+    check_int96_range,
+    read_as_microseconds,
+    with_int96_unit,
+)
+from farandole.data.inputs.old_calendar import check_old_files, check_old_times
 from farandole.data.inputs.partitions import (
     common_directory,
     fragment_partitions,
@@ -252,9 +257,13 @@ def _open_dataset_files(
 def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    return {
-        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
-    }
+    found = {}
+    for name, one in types.items():
+        try:
+            found[name] = pa.type_for_alias(one) if isinstance(one, str) else one
+        except ValueError as error:
+            raise ValueError(f"the type of column {name!r} is no type of Arrow: {one!r}") from error
+    return found
 
 
 def _arrow_filesystem(path: str) -> Any:
@@ -340,18 +349,21 @@ def _dataset_source(dataset: Any) -> RowSource:
     """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
+        chosen = read_as_microseconds(dataset)
 
         def list_units(columns: list[str]) -> list[SourceUnit]:
+            check_int96_files(chosen, columns)
+            check_old_files(chosen, columns)
             return [
                 SourceUnit(
                     "the dataset",
-                    lambda: dataset.to_batches(
+                    lambda: chosen.to_batches(
                         columns=_column_expressions(columns), **_read_ahead_options()
                     ),
                 )
             ]
 
-        return RowSource(dataset.schema, None, list_units)
+        return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
     told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
@@ -427,7 +439,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
         other = schema.field(name)
         if other.type == field.type:
             continue
-        merged = _same_text_field(field, other) if typed else _merge_fields(field, other)
+        merged = _same_value_field(field, other) if typed else _merge_fields(field, other)
         if merged is None:
             raise ValueError(
                 f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
@@ -438,17 +450,24 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
     return field
 
 
-def _same_text_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns a type for texts of which only Arrow's storage differs."""
+def _same_value_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """Returns a type for values of which only Arrow's storage or zone differs."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
+    plain, other_plain = (
+        each.type.value_type if pa.types.is_dictionary(each.type) else each.type
+        for each in (one, other)
+    )
     for kinds in (
         (pa.string(), pa.large_string(), pa.string_view()),
         (pa.binary(), pa.large_binary(), pa.binary_view()),
     ):
-        if one.type in kinds and other.type in kinds:
+        if plain in kinds and other_plain in kinds:
             return one.with_type(kinds[1])
-    return None
+    is_zoned = all(pa.types.is_timestamp(kind) and kind.tz for kind in (plain, other_plain))
+    if is_zoned and plain.unit == other_plain.unit:
+        return one.with_type(pa.timestamp(plain.unit, "UTC"))  # zones only change how it is shown
+    return one.with_type(plain) if plain == other_plain else None
 
 
 def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.frames import in_memory_table
+from farandole.data.inputs.int96 import check_int96_files, read_as_microseconds
 from farandole.data.inputs.old_calendar import check_old_files
 from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets
 from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_pyiceberg_table
@@ -126,7 +127,9 @@ def _register_table(
     found = list_datasets(source, kind, types, options)
     if found is not None:
         datasets, told, _ = found
+        datasets = [read_as_microseconds(dataset) for dataset in datasets]
         for dataset in datasets:
+            check_int96_files(dataset)
             check_old_files(dataset)
         context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
         return told

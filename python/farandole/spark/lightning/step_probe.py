@@ -31,8 +31,8 @@ def check_training_step(
     """Refuses a module whose loss of all rows is not the mean of its losses of parts, if several
     processes or passes make one step.
 
-    A module is not tried if it steps its optimizers by itself, or if its `training_step` needs the
-    trainer.
+    A module is not tried if it steps its optimizers by itself. If its `training_step` needs the
+    trainer, a warning says that it cannot be tried.
 
     Args:
         job: the run.
@@ -54,6 +54,13 @@ def check_training_step(
     bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
     losses = [_step_loss(job, module, columns, first, last) for first, last in bounds]
     if any(one is None for one in losses):
+        warnings.warn(
+            f"training_step of {type(module).__name__} cannot be tried without a trainer, so its "
+            "loss is taken for a mean over rows. With class weights, ignored labels or a sum, "
+            "several processes or passes would train something else than one process. "
+            "loss_reduction='mean' says that it is a mean",
+            stacklevel=2,
+        )
         return
     whole, *parts = [
         PartLoss(one * (last - first), float(last - first))
