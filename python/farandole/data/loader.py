@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
 from farandole._native.store import configure_options, full_path, object_store_options
+from farandole.common.logs import start_logging_for_urls
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
     batch_converter,
@@ -190,6 +191,8 @@ class ParquetLoader(BaseDataLoader):
         return {} if encoding is None else dict(encoding.ragged)
 
     def _open_dataset(self, given: str | Sequence[str] | Dataset) -> None:
+        if not isinstance(given, Dataset):
+            start_logging_for_urls((given,) if isinstance(given, str) else given)
         self.dataset = given if isinstance(given, Dataset) else open_dataset(given, self._types)
         self._convert = batch_converter(self.framework)
         self._wrap = result_wrapper(self.framework)

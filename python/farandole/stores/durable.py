@@ -192,23 +192,6 @@ def read_if_present(store: native.Store, name: str) -> bytes | None:
         return None
 
 
-def is_file_present(store: native.Store, name: str) -> bool:
-    """Returns whether there is a file, without reading it.
-
-    Args:
-        store: the directory.
-        name: path of the file below it.
-
-    Raises:
-        OSError: the store cannot be asked. The file may exist.
-    """
-    try:
-        store.size(name)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def content_names(name: str) -> tuple[str, str]:
     """Returns the names of the files with the last and the previous content of a checkpoint.
 
