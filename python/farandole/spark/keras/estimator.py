@@ -12,6 +12,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole._keras.values import as_array
 from farandole.data.columns import PreparedColumn, check_shapes_fit
+from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     create_transformation,
     missing_value_policy,
@@ -171,12 +172,12 @@ class KerasEstimator(
     ) -> KerasModel:
         job, copy, outputs, fingerprint = self._create_job(prepared)
         if self.getDataModule() is None:
-            check_loss_form(
+            job = check_loss_form(
                 job,
                 copy.model,
                 create_transformation(self),
                 wanted=self.getLossReduction(),
-                processes=backend.num_processes(),
+                processes=max_processes(backend),
                 names=self._column_roles().stored_columns,
             )
         shown.show_message(describe_mapping(job.shape, job.labels, outputs))

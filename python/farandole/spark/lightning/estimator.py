@@ -15,6 +15,7 @@ import torch
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_shapes_fit
+from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     create_transformation,
     missing_value_policy,
@@ -148,14 +149,14 @@ class LightningEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
-        mapping.check_embeddings(self.getModel(), backend.num_processes())
+        mapping.check_embeddings(self.getModel(), max_processes(backend))
         fingerprint = self._fit_fingerprint(prepared)
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
         self._check_losses(
             base,
             objects,
-            processes=backend.num_processes(),
+            processes=max_processes(backend),
             names=self._column_roles().stored_columns,
         )
         with (

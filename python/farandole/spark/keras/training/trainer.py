@@ -46,6 +46,7 @@ from farandole.spark.keras.training.feed import (
     prepare_steps,
 )
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
+from farandole.spark.keras.training.loss_counts import count_losses
 from farandole.spark.keras.training.publish import (
     RunPublisher,
     StepTimingCallback,
@@ -200,8 +201,15 @@ class KerasTrainer:
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
         self.rate = ScaledLearningRate(model.optimizer, 1)
-        prepare_steps(model, shares=self.train.shares, is_sum=job.loss_reduction == "sum")
-        if self.train.leaves_out or self.moves:
+        share = prepare_steps(
+            model,
+            shares=self.train.shares,
+            is_sum=job.loss_reduction == "sum",
+            validation_shares=self.val is not None and self.val.shares,
+        )
+        if job.counts_losses:
+            count_losses(model, share, job.added_losses)
+        if self.train.leaves_out or self.moves or (self.val is not None and self.val.leaves_out):
             model.steps_per_execution = 1
         return model
 
@@ -256,8 +264,9 @@ class KerasTrainer:
             _ends_on_nan(one) for one in self.objects.callbacks
         ):
             callbacks.append(FiniteLossCallback(self.rank))
-        if self.train.uncounted:
-            callbacks.append(UncountedStepsCallback(self.train.uncounted))
+        uncounted = self.train.uncounted, [] if self.val is None else self.val.uncounted
+        if any(uncounted):
+            callbacks.append(UncountedStepsCallback(*uncounted))
         if task.has_rank_display():
             callbacks.append(StepTimingCallback())
         boards = [
@@ -315,12 +324,10 @@ class KerasTrainer:
             source = self._create_source(
                 data.val_url, data.val_batch_size, data.val_threads, shuffle=True
             )
-            val = BatchFeed(
-                source,
-                job,
-                min(source.own_step_count, data.val_steps or source.own_step_count),
-                trains=False,
-            )
+            # Processes that add up counts have the same number of steps.
+            most = source.steps_until_end() if job.counts_losses else source.own_step_count
+            steps = min(most, data.val_steps or most)
+            val = BatchFeed(source, job, steps, trains=False, moves=self.moves)
         train.set_epoch_start(place or EpochPosition())
         return BatchFeed(
             train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves
