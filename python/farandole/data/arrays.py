@@ -260,3 +260,14 @@ def result_wrapper(framework: str) -> Wrap:
         return values
 
     return wrap_result
+
+
+def directory_dtypes(types: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the types of columns of names of directories as the reader names them.
+
+    Args:
+        types: NumPy's name of a number, or `string`, by column.
+    """
+    return {
+        name: "utf8" if kind in ("string", "str") else kind for name, kind in (types or {}).items()
+    }

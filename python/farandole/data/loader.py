@@ -15,6 +15,7 @@ from farandole._native.store import configure_options, full_path, object_store_o
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
     batch_converter,
+    directory_dtypes,
     nested_column,
     result_wrapper,
 )
@@ -140,10 +141,7 @@ class ParquetLoader(BaseDataLoader):
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
-        self._types = {
-            name: "utf8" if kind in ("string", "str") else kind
-            for name, kind in (types or {}).items()
-        }
+        self._types = directory_dtypes(types)
         self._cast, self._fill = dict(cast or {}), dict(fill or {})
         self._allow_nan = allow_nan
         self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
