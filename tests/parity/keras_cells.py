@@ -90,6 +90,15 @@ def make_loss(name: str, cell: dict[str, Any]) -> Any:
     return getattr(keras.losses, name)(**options)
 
 
+def make_optimizer(cell: dict[str, Any], scale: float = 1.0) -> Any:
+    import keras
+
+    if cell["optimizer"] == "adam":
+        return keras.optimizers.Adam(0.02 * scale, epsilon=1e-2)
+    momentum = 0.9 if cell["optimizer"] == "momentum" else 0.0
+    return keras.optimizers.SGD(0.02 * scale, momentum=momentum)
+
+
 def make_added_loss(reduce: str) -> Any:
     """Returns a layer that adds a loss."""
     import keras
@@ -170,7 +179,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
         data["y0"][24:27] = 1
     losses = [make_loss(name, cell) for name in cell["losses"]]
     plain = make_model(list(ends), cell)
-    plain.compile(optimizer=keras.optimizers.SGD(0.02), loss=losses)
+    plain.compile(optimizer=make_optimizer(cell), loss=losses)
     labels = [data[f"y{index}"] for index in range(len(kinds))]
     # Two rows leave the last of three processes without any.
     held = 2 if cell["rows"] % 2 and cell["size"] == 3 and cell["rows"] < 29 else cell["rows"]
@@ -198,23 +207,29 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
         columns = {n: pa.array(list(v)) if v.ndim > 1 else v for n, v in flat.items()}
         pq.write_table(pa.table(columns), path)
         pq.write_table(pa.table(columns).slice(0, held), Path(folder) / "held.parquet")
-        model = make_model(list(ends), cell)
-        fitted = KerasEstimator(
-            model=model,
-            optimizer=keras.optimizers.SGD(0.02 / cell["size"]),
-            loss=losses,
-            feature_cols=["x"],
-            label_cols=[f"y{index}" for index in range(len(kinds))],
-            label_shapes=[[-1, 4, 1]] if is_masked else None,
-            sample_weight_col="w" if cell["weighted"] else None,
-            batch_size=GLOBAL_BATCH_ROWS // cell["size"],
-            val_batch_size=cell["rows"],
-            epochs=EPOCHS,
-            shuffle=False,
-            verbose=0,
-            backend=gangs(cell["size"]),
-            store=f"{folder}/store",
-        ).fit_on_parquet(path=str(path), val_path=f"{folder}/held.parquet")
+
+        def fit(size: int, epochs: int) -> Any:
+            return KerasEstimator(
+                model=make_model(list(ends), cell),
+                optimizer=make_optimizer(cell, 1 / size),
+                loss=losses,
+                feature_cols=["x"],
+                label_cols=[f"y{index}" for index in range(len(kinds))],
+                label_shapes=[[-1, 4, 1]] if is_masked else None,
+                sample_weight_col="w" if cell["weighted"] else None,
+                batch_size=GLOBAL_BATCH_ROWS // size,
+                val_batch_size=cell["rows"],
+                epochs=epochs,
+                run_id="cell",
+                shuffle=False,
+                verbose=0,
+                backend=gangs(size),
+                store=f"{folder}/store",
+            ).fit_on_parquet(path=str(path), val_path=f"{folder}/held.parquet")
+
+        if cell["before"] is not None:
+            fit(cell["before"], 1)  # the rest of the run continues from its checkpoint
+        fitted = fit(cell["size"], EPOCHS)
     found = fitted.getHistory()
     weights = zip(plain.get_weights(), fitted.getModel().get_weights(), strict=True)
     differences = {"weights": max(float(np.abs(one - other).max()) for one, other in weights)}
@@ -229,7 +244,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
 
 def make_cells(short: bool) -> list[dict[str, Any]]:
     base = {"reduction": "sum_over_batch_size", "weighted": False, "own_step": False, "rows": 29}
-    base["form"] = "plain"
+    base |= {"form": "plain", "optimizer": "sgd", "before": None}
     sizes = (2,) if short else (1, 2, 3)
     names = list(MEANS)[:: 4 if short else 1]
     cells = [base | {"losses": [name], "size": size} for name in names for size in sizes]
@@ -244,6 +259,11 @@ def make_cells(short: bool) -> list[dict[str, Any]]:
         base | options | {"form": form, "size": size, "rows": rows}
         for form, options in FORMS.items()
         for size, rows in (((2, 29),) if short else ((1, 29), (2, 25), (2, 29), (3, 25), (3, 29)))
+    ]
+    cells += [
+        base | {"losses": ["Huber"], "optimizer": optimizer, "before": before, "size": size}
+        for optimizer in ("momentum", "adam")
+        for before, size in (((1, 2),) if short else ((1, 3), (3, 1), (2, 3), (2, 2)))
     ]
     cells += [base | {"losses": ["Huber"], "size": size, "weighted": True} for size in (*sizes, 3)]
     if os.environ["KERAS_BACKEND"] == "torch":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 LOSS_REDUCTIONS = ("mean", "sum", "per_batch")
 """Values of the parameter `loss_reduction`."""
-_PROBE_PART_ROWS = (3, 20, 41)
+_PROBE_PART_ROWS = (3, 20, 233)
 _RELATIVE_TOLERANCE = 1e-4
 _WHOLE_BATCH_LOSSES = {"Dice", "Tversky", "Circle", "dice", "tversky", "circle"}
 """Keras's losses that compare or add up the rows of a batch."""
@@ -263,7 +263,9 @@ def _losses_of_parts(
     losses_of: Callable[[Any, Any, Any, Any], list[float]],
 ) -> _PartLosses:
     data, rows = job.data, sum(_PROBE_PART_ROWS)
-    columns = first_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    columns = first_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, shuffle=True
+    )
 
     def losses_of_rows(first: int, last: int) -> list[float]:
         part = {name: values[first:last] for name, values in columns.items()}

@@ -48,7 +48,9 @@ def check_training_step(
     if alone or job.loss_reduction is not None or not module.automatic_optimization:
         return
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = first_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    arrays = first_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, shuffle=True
+    )
     columns = to_tensors(arrays)
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]

@@ -365,8 +365,10 @@ def first_rows(
     transformation: Callable[[Arrays], Arrays] | None,
     missing: MissingValuePolicy | None = None,
     ragged: Mapping[str, Ragged] | None = None,
+    *,
+    shuffle: bool = False,
 ) -> Arrays:
-    """Returns the first rows of a data set, as a training process would get them.
+    """Returns some rows of a data set, as a training process would get them.
 
     Args:
         url: of the data set.
@@ -375,12 +377,13 @@ def first_rows(
         transformation: as in `Source`.
         missing: as in `Source`.
         ragged: as in `Source`.
+        shuffle: whether the rows are drawn from all parts of the data set; else they are the first.
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
     source = BatchSource(
         url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
         missing=missing,
-        ragged=ragged, fixed=True,
+        ragged=ragged, fixed=True, shuffle=shuffle,
     )  # fmt: skip
     with closing(source.epoch(0, 1)) as batches:
         return dict(next(batches).columns)
