@@ -33,7 +33,7 @@ from farandole.spark.keras.arrays import (
     model_inputs,
     refuse_nested_columns,
 )
-from farandole.spark.keras.fingerprint_parts import model_parts
+from farandole.spark.keras.fingerprint_parts import add_totals, model_parts
 from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
@@ -171,6 +171,13 @@ class KerasEstimator(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> KerasModel:
         job, copy, outputs, fingerprint = self._create_job(prepared)
+        fingerprint = add_totals(
+            fingerprint,
+            copy.model,
+            self.getOptimizer(),
+            backend.num_processes(),
+            self.getBatchSize() * self.getBackwardPassesPerStep(),
+        )
         if self.getDataModule() is None:
             job = check_loss_form(
                 job,

@@ -88,6 +88,11 @@ class KerasTrainingJob:
     added_losses: tuple[str, ...] = ()
     """Reductions of the losses that layers add, if losses are counted."""
 
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step of the optimizer on one process."""
+        return self.data.batch_size * self.passes
+
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""
         return run_file_paths(self.store, self.data)

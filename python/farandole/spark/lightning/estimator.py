@@ -25,7 +25,7 @@ from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.model.signature import input_signature
-from farandole.spark.common.runs.digests import class_name
+from farandole.spark.common.runs.digests import class_name, value_digest
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
@@ -150,7 +150,11 @@ class LightningEstimator(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
         mapping.check_embeddings(self.getModel(), max_processes(backend))
-        fingerprint = self._fit_fingerprint(prepared)
+        processes = backend.num_processes()
+        step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
+        fingerprint = self._fit_fingerprint(prepared).with_totals(
+            {"batch_size": step, "backward_passes_per_step": step}, processes
+        )
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
         self._check_losses(

@@ -215,7 +215,7 @@ class KerasTrainer:
 
     def _load_checkpoint(self) -> None:
         """Loads the run's checkpoint into the model, equal on all ranks; a collective call."""
-        model, store = self.model, self.job.store
+        job, model, store = self.job, self.model, self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
             found = store.resume()
@@ -229,6 +229,9 @@ class KerasTrainer:
                         f"run_id, or move {store.run_path} elsewhere: {error}"
                     ) from error
                 self.note = payload.read_note(found)
+                # The file has the rate for the rows that a process had in a step.
+                rows = job.step_rows
+                self.rate.multiply(rows / self.note.get("rate_rows", rows))
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
