@@ -21,7 +21,10 @@ def _arrow_writer(**options: object) -> Writer:
 
 
 def _write_with_polars(table: pa.Table, path: Path) -> None:
-    frame = pl.from_arrow(table)
+    try:
+        frame = pl.from_arrow(table)
+    except pl.exceptions.PanicException as error:  # is no Exception
+        raise TypeError(f"polars has no {table.schema.types}") from error
     assert isinstance(frame, pl.DataFrame)
     frame.write_parquet(path)
 
