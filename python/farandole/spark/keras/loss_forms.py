@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from farandole._keras.values import as_array
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import drawn_rows
 from farandole.spark.keras.arrays import model_inputs, model_labels
 from farandole.spark.keras.model_compilation import compile_arguments, has_custom_train_step
 from farandole.spark.keras.training.loss_counts import ignored_class
@@ -263,9 +263,7 @@ def _losses_of_parts(
     losses_of: Callable[[Any, Any, Any, Any], list[float]],
 ) -> _PartLosses:
     data, rows = job.data, sum(_PROBE_PART_ROWS)
-    columns = first_rows(
-        data.train_url, names, rows, transformation, data.missing, data.ragged, shuffle=True
-    )
+    columns = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
 
     def losses_of_rows(first: int, last: int) -> list[float]:
         part = {name: values[first:last] for name, values in columns.items()}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import drawn_rows
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.mapping import model_outputs
@@ -84,9 +84,7 @@ def read_probe_rows(
         names: columns that are read.
     """
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = first_rows(
-        data.train_url, names, rows, transformation, data.missing, data.ragged, shuffle=True
-    )
+    arrays = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
     columns = to_tensors(arrays)
     outputs = model_outputs(job.inputs, job.labels, model, columns, _MODEL_ROWS)
     order = torch.arange(rows) % _MODEL_ROWS
