@@ -18,8 +18,11 @@ import numpy as np
 from farandole._keras.values import as_array
 from farandole.spark.common.data.source import drawn_rows
 from farandole.spark.keras.arrays import model_inputs, model_labels
-from farandole.spark.keras.model_compilation import compile_arguments, has_custom_train_step
-from farandole.spark.keras.training.loss_counts import ignored_class
+from farandole.spark.keras.model_compilation import (
+    compile_arguments,
+    has_custom_train_step,
+    ignored_class,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

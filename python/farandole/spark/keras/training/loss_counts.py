@@ -17,23 +17,12 @@ from keras.src.backend.common.masking import get_keras_mask
 from farandole._keras.reducer import make_reducer
 from farandole._keras.settings import Settings
 from farandole.common import basics
+from farandole.spark.keras.model_compilation import ignored_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _WEIGHTED_MEAN = "mean_with_sample_weight"
-
-
-def ignored_class(loss: Any) -> int | None:
-    """Returns the class that a loss of Keras ignores; `None` if it ignores none.
-
-    Args:
-        loss: of Keras.
-    """
-    found = getattr(loss, "ignore_class", None)
-    if found is None:
-        found = (getattr(loss, "_fn_kwargs", None) or {}).get("ignore_class")
-    return found
 
 
 def count_losses(model: Any, share: list[Any], added: Sequence[str]) -> None:
@@ -81,6 +70,7 @@ class _CountedLoss:
         return getattr(self._loss, name)
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        ops: Any = keras.ops  # its functions are typed as if they returned None
         value = self._loss(y_true, y_pred, sample_weight)
         share = self._share[0]
         if self._loss.reduction == "sum":
@@ -88,23 +78,24 @@ class _CountedLoss:
         count = _count_of_values(self._loss, y_true, y_pred, sample_weight)
         if count is None:
             return value
-        share = keras.ops.cast(share, "float32")
-        own = keras.ops.stop_gradient(keras.ops.cast(count, "float32"))
-        own = own * keras.ops.cast(share > 0, "float32")
+        share = ops.cast(share, "float32")
+        own = ops.stop_gradient(ops.cast(count, "float32"))
+        own = own * ops.cast(share > 0, "float32")
         total = self._reducer.sum_over_ranks(own, self._name)
-        factor = keras.ops.divide_no_nan(own * basics.size(), total * share)
-        return value * keras.ops.cast(keras.ops.stop_gradient(factor), value.dtype)
+        factor = ops.divide_no_nan(own * basics.size(), total * share)
+        return value * ops.cast(ops.stop_gradient(factor), value.dtype)
 
 
 def _sum_factor(share: Any, dtype: Any) -> Any:
     """Returns the factor of a sum over rows, which is 0 for a batch without rows that count."""
-    size = keras.ops.convert_to_tensor(float(basics.size()), dtype="float32")
-    return keras.ops.cast(keras.ops.divide_no_nan(size, keras.ops.cast(share, "float32")), dtype)
+    ops: Any = keras.ops  # its functions are typed as if they returned None
+    size = ops.convert_to_tensor(float(basics.size()), dtype="float32")
+    return ops.cast(ops.divide_no_nan(size, ops.cast(share, "float32")), dtype)
 
 
 def _count_of_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
     """Returns the number that a loss divides by; `None` if it is proportional to rows."""
-    ops = keras.ops
+    ops: Any = keras.ops  # its functions are typed as if they returned None
     mask = get_keras_mask(y_pred)
     ignored = ignored_class(loss)
     if ignored is not None:
