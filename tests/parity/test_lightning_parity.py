@@ -31,9 +31,11 @@ for module in (plain_loop, torch_cells, sys.modules[__name__]):
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree|self.trainer).*"
 )
-LIGHTNING_OPTIONS = {
-    name: OPTIONS[name] for name in ("loss", "second", "spread", "rows", "weights", "validation")
-} | {"optimizer": ("sgd", "adam"), "clip": (None, 0.5), "scheduler": (None,)}
+LIGHTNING_OPTIONS = (
+    {name: OPTIONS[name] for name in ("loss", "second", "spread", "rows", "weights", "validation")}
+    | {"optimizer": ("sgd", "adam"), "clip": (None, 0.5), "scheduler": (None,)}
+    | {"before": OPTIONS["before"]}
+)
 CELLS = cover_pairs(LIGHTNING_OPTIONS, torch_cells.is_valid_cell)
 SHORT_CELLS = 8
 
@@ -64,7 +66,7 @@ def _fit(model, gang, folder, spread, paths, **options):
         batch_size=GLOBAL_BATCH_ROWS // (processes * passes),
         backward_passes_per_step=passes,
         backend=gang,
-        store=str(folder / f"store-{processes}-{passes}"),
+        store=str(folder / options.pop("store", f"store-{processes}-{passes}")),
         **known | options,
     ).fit_on_parquet(**paths)
 
@@ -73,24 +75,34 @@ def check_cell(cell, gangs, folder):
     cases, data = cases_of(cell), make_data(cell)
     wanted = plain_loop.train_plainly(cell, data)
     held = data["held"] if cell["validation"] else data["held"] & False
-    torch.manual_seed(0)
-    network = Network(cases)
     optional = {
         "sample_weight_col": "w" if "w" in data else None,
         "gradient_clip_norm": cell["clip"],
         "loss_reduction": cases[0].reduction,
     }
-    fitted = _fit(
-        network,
-        gangs(cell["spread"][0]),
-        folder,
-        cell["spread"],
-        _write(folder, data, held),
-        optimizer=make_optimizer(cell["optimizer"], network.parameters()),
-        loss=[one.make() for one in cases],
-        label_cols=[f"y{index}" for index in range(len(cases))],
-        **{name: value for name, value in optional.items() if value is not None},
-    )
+    paths = _write(folder, data, held)
+
+    def fit(spread, epochs):
+        torch.manual_seed(0)
+        network = Network(cases)
+        return _fit(
+            network,
+            gangs(spread[0]),
+            folder,
+            spread,
+            paths,
+            optimizer=make_optimizer(cell["optimizer"], network.parameters()),
+            loss=[one.make() for one in cases],
+            label_cols=[f"y{index}" for index in range(len(cases))],
+            epochs=epochs,
+            run_id="cell",
+            store="store",
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+
+    if cell["before"] is not None:
+        fit(cell["before"], 1)  # the rest of the run continues from its checkpoint
+    fitted = fit(cell["spread"], EPOCHS)
     found = torch.cat([one.detach().ravel() for one in fitted.getModel().parameters()])
     last = fitted.getHistory()[-1]
     assert torch.allclose(found, wanted["parameters"], rtol=1e-5, atol=1e-5)

@@ -17,6 +17,8 @@ from torch.nn import functional
 
 import farandole.torch as hvd
 from farandole.data import prepare_data
+from farandole.ray import RayBackend
+from farandole.spark.common import LocalBackend, SparkBackend
 from farandole.spark.torch import TorchEstimator
 
 ROWS = 24
@@ -80,6 +82,26 @@ def test_a_loss_that_is_no_mean_is_refused_with_several_processes_or_passes(
     with pytest.raises(ValueError, match=rf"loss {loss.__name__} of column 'y' is no mean") as told:
         fit(path=data)
     assert all(one in str(told.value) for one in ("loss_reduction", "per_batch", "label_count"))
+
+
+def test_labels_that_only_the_last_rows_have_are_tried(tmp_path):
+    rows = 20_000
+    x = np.random.default_rng(0).normal(size=(rows, 2)).astype("float32")
+    label = np.where(np.arange(rows) > 0.95 * rows, -1.0, np.abs(x[:, 0])).astype("float32")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": list(x), "y": label}), path, row_group_size=1000)
+    with pytest.raises(ValueError, match="loss masked_mean of column 'y' is no mean"):
+        estimator(masked_mean, 2, tmp_path / "store").fit_on_parquet(path=str(path))
+
+
+@pytest.mark.parametrize("kind", [LocalBackend, SparkBackend, RayBackend])
+def test_a_job_of_one_process_that_may_grow_is_tried_as_several(kind, data, tmp_path):
+    backend = kind(1, max_num_proc=2)
+    assert (backend.num_processes(), backend.max_processes()) == (1, 2)
+    grows = estimator(contrastive, 1, tmp_path)
+    grows.setBackend(LocalBackend(1, max_num_proc=2))
+    with pytest.raises(ValueError, match="loss contrastive of column 'y' is no mean"):
+        grows.fit_on_parquet(path=data)
 
 
 def test_a_sum_of_ones_own_is_refused_with_the_option_that_is_right(data, tmp_path):

@@ -66,7 +66,7 @@ def use_encoded_copy(
 
         def copy_side(paths: str | list[str], wish: EncodingSpec) -> Prepared:
             spec = writer_spec(sides, 0, dict(wish.fill), allow_nan=allow_nan)
-            rows = open_source(paths, format=file_format(paths))
+            rows = open_source(paths, format=file_format(paths), types=where.types or None)
             return held.enter_context(prepare_source(rows, store, sides, spec, "fit", wish))
 
         train = copy_side(where.train, wish)

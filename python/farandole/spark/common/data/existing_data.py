@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
+from farandole.data.loader_arguments import types_of_reader
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -30,6 +31,8 @@ class ExistingDataPaths:
     val: str | list[str] | None
     given: bool
     """Whether the user gave the paths."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Types of columns of names of directories."""
 
     @classmethod
     def from_store(cls, store: AbstractFilesystemStore, idx: int | None) -> Self:
@@ -42,18 +45,30 @@ class ExistingDataPaths:
         return cls(store.get_train_data_path(idx), store.get_val_data_path(idx), given=False)
 
     @classmethod
-    def from_paths(cls, path: Paths | None, val_path: Paths | None, idx: int | None) -> Self | None:
+    def from_paths(
+        cls,
+        path: Paths | None,
+        val_path: Paths | None,
+        idx: int | None,
+        types: Mapping[str, str] | None = None,
+    ) -> Self | None:
         """Returns the rows at the user's paths; `None` without paths.
 
         Args:
             path: path of the training rows.
             val_path: path of the validation rows.
             idx: number of a data set in the store, which cannot be used together with paths.
+            types: types of columns of names of directories.
 
         Raises:
             ValueError: arguments that contradict each other, or no path in a list.
         """
         if path is None:
+            if types:
+                raise ValueError(
+                    "types needs path: it gives the types of values in names of directories, and "
+                    "data of the store has types"
+                )
             if val_path is not None:
                 raise ValueError(
                     "val_path needs path: without it, training and validation rows are those of "
@@ -66,6 +81,7 @@ class ExistingDataPaths:
             _path_texts("path", path),
             None if val_path is None else _path_texts("val_path", val_path),
             given=True,
+            types=types_of_reader(types),
         )
 
 
