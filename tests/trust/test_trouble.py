@@ -304,11 +304,6 @@ def judge(cell: table.Cell, experiment: Experiment, error: Exception | None, hit
         assert hits > 0 or cell.trouble in (*table.FULL, "skewed"), "the trouble did not happen"
         return
     assert hits > 0, "the trouble did not happen"
-    if error is None:
-        # Deleting needs no room, and it is what makes some.
-        assert cell.operation == "gc"
-        assert cell.trouble in table.FULL
-        return
     assert isinstance(error, OSError), repr(error)
     assert not isinstance(error, FileNotFoundError), f"it is there: {error}"
     place = native.Store(experiment.store.prefix_path)
