@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.needs import skip_without
 from tests.storage.trouble_proxy import TroubleProxy
 from tests.trust import trouble_table as table
 from tests.trust.trouble_mount import READS, WRITES, TroubleMount
@@ -52,6 +53,11 @@ NUMBERS = {
     "stale": errno.ESTALE,
     "unconnected": errno.ENOTCONN,
 }
+_MOUNTS_MISSING = (
+    None
+    if os.geteuid() == 0 and os.access("/dev/fuse", os.R_OK | os.W_OK)
+    else "mounts need root and /dev/fuse"
+)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -194,11 +200,16 @@ def cluster(request: Any, prefix: str, monkeypatch: Any) -> Iterator[Trouble]:
     for name, value in hdfs.environment.items():
         monkeypatch.setenv(name, value)
 
+    timers: list[threading.Timer] = []
+
     def begin(_: str, seconds: float) -> None:
         os.kill(hdfs.pid, signal.SIGSTOP)
-        threading.Timer(seconds, os.kill, (hdfs.pid, signal.SIGCONT)).start()
+        timers.append(threading.Timer(seconds, os.kill, (hdfs.pid, signal.SIGCONT)))
+        timers[-1].start()
 
     def end() -> int:
+        for timer in timers:
+            timer.cancel()
         os.kill(hdfs.pid, signal.SIGCONT)
         return 1
 
@@ -254,6 +265,8 @@ def network_mount(place: Path) -> Iterator[Trouble]:
 def open_place(
     request: Any, kind: str, prefix: str, tmp_path: Path, monkeypatch: Any
 ) -> contextlib.AbstractContextManager[Trouble]:
+    if kind in ("local", "mount"):
+        skip_without(_MOUNTS_MISSING)
     if kind == "hdfs":
         return cluster(request, prefix, monkeypatch)
     if kind == "local":
