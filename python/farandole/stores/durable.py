@@ -150,11 +150,14 @@ def _write_locally(
                 disk.rename_file(second, directory / (name + PREVIOUS_SUFFIX))
         disk.rename_file(fresh, path)
         disk.sync_path(directory)
-    except BaseException:
+    except BaseException as error:
         for unfinished in (fresh, second):
             # The caller needs the first error, and a later write does not use these names.
             with contextlib.suppress(OSError):
                 disk.remove_file(unfinished)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # An error of a descriptor, such as of a full disk, names no file.
+            error.filename = str(path)
         raise
 
 
