@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets
-from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_pyiceberg_table
+from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets, table_source
+from farandole.data.inputs.tables import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,10 +119,13 @@ def _register_table(
 ) -> str | None:
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
-    iceberg = source if is_pyiceberg_table(source) else iceberg_table_at(source)
-    if iceberg is not None:
-        context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
-        return iceberg_fingerprint(iceberg)
+    at_version = find_table(source)
+    if at_version is not None:
+        rows = table_source(at_version)
+        units = rows.units(rows.schema.names)
+        batches = [batch for unit in units for batch in unit.batches()]
+        context.register_record_batches(name, [batches])
+        return at_version.fingerprint
     found = list_datasets(source, kind, types, options)
     if found is not None:
         datasets, told, _ = found
