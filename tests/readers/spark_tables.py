@@ -2,13 +2,16 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Writes Delta and Iceberg tables with Spark, and what Spark reads from each.
 
-Runs in a process of its own, `python spark_tables.py HOME`, with a pyspark for which both projects
-have a release. `HOME/tables.json` has the tables: where each is, and its rows as Spark reads them.
+Runs in a process of its own, `python spark_tables.py HOME JARS`, with a pyspark for which both
+projects have a release, and a directory of their jars. `HOME/tables.json` has the tables: where
+each is, and its rows as Spark reads them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
+import decimal
 import json
 import sys
 from pathlib import Path
@@ -19,12 +22,26 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _DELTA_VECTORS = "'delta.enableDeletionVectors'='true'"
 _DELTA_CHECKPOINTS = "'delta.checkpointPolicy'='v2', 'delta.checkpointInterval'='1'"
 _DELTA_NAMES = "'delta.columnMapping.mode'='name'"
 _DELTA_IDS = "'delta.columnMapping.mode'='id'"
 _ICEBERG_V2 = "'format-version'='2', 'write.delete.mode'='merge-on-read'"
 _ICEBERG_V3 = "'format-version'='3', 'write.delete.mode'='merge-on-read'"
+_PARTITIONED_FILES = (
+    "CREATE TABLE files_to_add USING parquet PARTITIONED BY (s) LOCATION '{home}/files' AS "
+    "SELECT id AS i, id / 4D AS a, array(float(id), float(-id)) AS v, int(id % 3) AS s "
+    "FROM range(0, 30, 1, 1)"
+)
+_ADD_FILES = (
+    "CALL ice.system.add_files(table => '{plain}', source_table => '`parquet`.`{home}/files`')"
+)
+_ROWS_OF_TYPES = (
+    "INSERT INTO {t} SELECT id, date_add(DATE '2024-01-01', CAST(id % 2 AS INT)), "
+    "CAST(id % 3 AS DECIMAL(5,2)) / 4, id % 2 = 0, timestamp_seconds(1704067200 + id % 3) "
+    "FROM range(0, 24, 1, 1)"
+)
 _COLUMNS = "i BIGINT, a DOUBLE, s INT, v ARRAY<FLOAT>"
 _ROWS = (
     "SELECT /*+ COALESCE(1) */ id, CAST(id AS DOUBLE) / 4, CAST(id % 7 AS INT), "
@@ -139,6 +156,20 @@ _DELTA_ONLY: dict[str, tuple[str, list[str]]] = {
             "INSERT INTO {t} (i, a, s, v) SELECT i + 100, a, s, v FROM {t}",
         ],
     ),
+    "partitioned_by_types": (
+        f"PARTITIONED BY (k, n, q, z) TBLPROPERTIES ({_DELTA_VECTORS})",
+        [_ROWS_OF_TYPES, "DELETE FROM {t} WHERE i IN (5, 6)"],
+    ),
+    "clone": (
+        f"TBLPROPERTIES ({_DELTA_VECTORS})",
+        [
+            "INSERT INTO {t} {rows}",
+            "DELETE FROM {t} WHERE i < 4",
+            "CREATE TABLE {t2} SHALLOW CLONE {t}",
+            "INSERT INTO {t2} {rows}",
+            "DELETE FROM {t2} WHERE i % 10 = 7",
+        ],
+    ),
     "checkpoint_v2": (
         f"TBLPROPERTIES ({_DELTA_CHECKPOINTS}, {_DELTA_VECTORS})",
         ["INSERT INTO {t} {rows}", "INSERT INTO {t} {rows}", "DELETE FROM {t} WHERE i % 7 = 0"],
@@ -163,6 +194,20 @@ _ICEBERG_ONLY: dict[str, tuple[str, list[str]]] = {
             "INSERT INTO {t} {rows}",
             "DELETE FROM {t} WHERE i % 3 = 0",
         ],
+    ),
+    "added_files": (
+        "PARTITIONED BY (s) TBLPROPERTIES ('format-version'='2')",
+        [
+            _PARTITIONED_FILES,
+            _ADD_FILES,
+            "ALTER TABLE {t} RENAME COLUMN a TO z",
+            "INSERT INTO {t} {rows}",
+            "DELETE FROM {t} WHERE i = 7",
+        ],
+    ),
+    "partitioned_by_types": (
+        f"PARTITIONED BY (k, n, q, z) TBLPROPERTIES ({_ICEBERG_V2})",
+        [_ROWS_OF_TYPES, "DELETE FROM {t} WHERE i IN (5, 6)"],
     ),
     "reordered": (
         f"TBLPROPERTIES ({_ICEBERG_V2})",
@@ -241,8 +286,8 @@ def table_cells() -> dict[str, tuple[str, str, list[str]]]:
 
 
 @contextlib.contextmanager
-def spark_session(home: Path) -> Iterator[SparkSession]:
-    """Starts Spark with both formats, whose jars are beside those of Spark."""
+def spark_session(home: Path, jars: str) -> Iterator[SparkSession]:
+    """Starts Spark with both formats."""
     from pyspark.sql import SparkSession
 
     extensions = (
@@ -250,6 +295,7 @@ def spark_session(home: Path) -> Iterator[SparkSession]:
         "org.apache.iceberg.spark.extensions.IcebergSparkSessionExtensions"
     )
     options = {
+        "spark.driver.extraClassPath": f"{jars}/*",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
@@ -280,11 +326,12 @@ def delete_by_values(
     spark: SparkSession, path: str, names: list[str], rows: list[list[Any]]
 ) -> None:
     """Deletes rows of an Iceberg table by their values, as Flink does."""
-    jvm: Any = spark.sparkContext._jvm
+    context: Any = spark.sparkContext
+    jvm = context._jvm  # Iceberg's own library
     iceberg = jvm.org.apache.iceberg
-    table = iceberg.hadoop.HadoopTables(spark.sparkContext._jsc.hadoopConfiguration()).load(path)
+    table = iceberg.hadoop.HadoopTables(context._jsc.hadoopConfiguration()).load(path)
     schema = table.schema().select(names)
-    gateway: Any = spark.sparkContext._gateway
+    gateway = context._gateway
     ids = gateway.new_array(gateway.jvm.int, len(names))
     for index, name in enumerate(names):
         ids[index] = schema.findField(name).fieldId()
@@ -307,13 +354,28 @@ def delete_by_values(
     table.newRowDelta().addDeletes(writer.toDeleteFile()).commit()
 
 
+def batch_value(value: Any) -> Any:
+    """Returns a value as batches have it: days, microseconds, and floats for decimals."""
+    if isinstance(value, dt.datetime):
+        return (value.astimezone(dt.UTC) - _EPOCH) // dt.timedelta(microseconds=1)
+    if isinstance(value, dt.date):
+        return (value - _EPOCH.date()).days
+    return float(value) if isinstance(value, decimal.Decimal) else value
+
+
 def write_table(spark: SparkSession, home: Path, name: str, cell: Any) -> dict[str, Any]:
     """Writes one table and returns its place, and its rows as Spark reads them."""
     kind, options, steps = cell
     safe = name.replace("-", "_")
     path = f"{home}/delta/{safe}" if kind == "delta" else f"{home}/iceberg/db/{safe}"
     table = f"delta.`{path}`" if kind == "delta" else f"ice.db.{safe}"
-    columns = "i BIGINT, p STRING" if name.endswith("null_text") else _COLUMNS
+    columns = _COLUMNS
+    if name.endswith("null_text"):
+        columns = "i BIGINT, p STRING"
+    elif name.endswith("by_types"):
+        columns = "i BIGINT, k DATE, n DECIMAL(5,2), q BOOLEAN, z TIMESTAMP"
+    words = {"{t2}": f"delta.`{path}_clone`", "{t}": table, "{home}": str(home)}
+    words["{plain}"] = f"db.{safe}"
     spark.sql(f"CREATE TABLE {table} ({columns}) USING {kind} {options}")
     states = []
     for number, step in enumerate(steps):
@@ -323,22 +385,26 @@ def write_table(spark: SparkSession, home: Path, name: str, cell: Any) -> dict[s
             spark.sql(f"REFRESH TABLE {table}")
         else:
             rows = _ROWS.format(first=40 * number, last=40 * number + 40)
-            spark.sql(step.replace("{t}", table).replace("{rows}", rows))
+            for word, text in {**words, "{rows}": rows}.items():
+                step = step.replace(word, text)  # noqa: PLW2901 - filled in
+            spark.sql(step)
         states.append(len(spark.table(table).collect()))
+    if name.endswith("clone"):
+        table, path = words["{t2}"], f"{path}_clone"
     read = spark.table(table)
     return {
         "path": path,
         "columns": read.columns,
-        "rows": [list(row) for row in read.collect()],
+        "rows": [[batch_value(value) for value in row] for row in read.collect()],
         "row_counts": states,
     }
 
 
-def write_tables(home: Path, prefix: str = "") -> None:
+def write_tables(home: Path, jars: str, prefix: str = "") -> None:
     """Writes all tables, or those whose names begin so, and `tables.json`. A table that cannot be
     written is an error.
     """
-    with spark_session(home) as spark:
+    with spark_session(home, jars) as spark:
         told = {}
         for name, cell in table_cells().items():
             if not name.startswith(prefix):

@@ -53,7 +53,8 @@ def read_resumed(path: Any, columns: list[str], fill: dict[str, float]) -> list:
 def read_linked(path: Any, columns: list[str], fill: dict[str, float]) -> list:
     """As the workers of `fit_on_parquet(path=...)` read."""
     with tempfile.TemporaryDirectory() as home:
-        url = linked_dataset_url(Store.create(home), open_dataset(path))
+        store: Any = Store.create(home)
+        url = linked_dataset_url(store, open_dataset(path))
         return read_native(url, columns, fill)
 
 

@@ -34,7 +34,8 @@ from table_cells import READERS, judge_table
 
 from farandole.data import ParquetLoader, frame_loader, open_table, prepare_data
 
-SPARK = Path(__file__).parents[2] / ".tools" / "pyspark-4.1" / "bin" / "python"
+TOOLS = Path(__file__).parents[2] / ".tools"
+SPARK = TOOLS / "pyspark-4.1" / "bin" / "python"
 SPARK_LIMIT_SECONDS = 900
 ROW_GROUP = 16
 ROWS = 5 * ROW_GROUP
@@ -408,7 +409,7 @@ def spark_tables(tmp_path_factory):
     script = Path(__file__).with_name("spark_tables.py")
     with (home / "log").open("wb") as log:
         done = subprocess.run(
-            [SPARK, script, home],
+            [SPARK, script, home, TOOLS / "table-jars"],
             stdout=log,
             stderr=subprocess.STDOUT,
             timeout=SPARK_LIMIT_SECONDS,
@@ -436,3 +437,12 @@ def test_all_readers_read_what_spark_reads(name, spark_tables):
 def test_the_tables_of_spark_are_at_least_50_with_all_readers():
     assert len(table_cells()) >= 50
     assert len(READERS) * len(table_cells()) >= 350
+
+
+@pytest.mark.parametrize("mask", ["nothing", "random"])
+def test_a_query_reads_living_rows(mask, masked_tables, tmp_path):
+    told = masked_tables[mask]
+    made = prepare_data(told["path"], tmp_path, sql="select i, h from source where i >= 20")
+    expected = [row[0] for row in told["rows"] if row[0] >= 20]
+    found = [batch["i"] for batch in ParquetLoader(made.train_url, 99)]
+    assert sorted(np.concatenate(found).tolist()) == expected

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from farandole._native.reader import Dataset, partition_values
 from farandole.data.inputs.files import (
@@ -46,7 +46,9 @@ def open_dataset(
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
     table = find_table(paths)
-    return open_parquet(paths, types) if table is None else table.open_dataset()
+    if table is not None:
+        return table.open_dataset()
+    return open_parquet(cast("str | Sequence[str]", paths), types)
 
 
 def open_parquet(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:

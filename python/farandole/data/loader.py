@@ -598,7 +598,7 @@ class ParquetLoader(BaseDataLoader):
 
 
 def _full_paths(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    given: Any,
     storage_options: Mapping[str, Any] | None,
 ) -> str | list[str]:
     """Returns full paths, and applies the options of their stores."""

@@ -148,13 +148,19 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     files.sort(key=lambda file: file.path)
     version = table.version()
     return TableSnapshot(
-        name, location, str(version), columns, tuple(files), f"delta {location} {version}"
+        name,
+        location,
+        str(version),
+        columns,
+        tuple(files),
+        f"delta {location} {version}",
+        bool(features & _WIDENING_FEATURES),
     )
 
 
 def _reader_features(table: Any, name: str) -> set[str]:
     protocol = table.protocol()
-    features = set(protocol.reader_features or ())
+    features: set[str] = set(protocol.reader_features or ())
     unknown = sorted(features - _KNOWN_READER_FEATURES)
     if unknown:
         raise ValueError(

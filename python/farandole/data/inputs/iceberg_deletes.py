@@ -89,13 +89,18 @@ class DeleteFiles:
         if path in self._seen_puffins:
             return
         self._seen_puffins.add(path)
-        from pyiceberg.table.puffin import PuffinFile  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+        from pyiceberg.table.deletion_vector import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+            deletion_vectors_from_puffin_file,
+        )
+        from pyiceberg.table.puffin import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+            PuffinFile,
+        )
 
         with self._table.io.new_input(path).open() as stream:
             puffin = PuffinFile(stream.read())
-        for data_file, rows in _puffin_vectors(puffin):
-            positions = np.asarray(rows, np.uint64)
-            self._vectors[data_file].append((sequence, positions))
+        for vector in deletion_vectors_from_puffin_file(puffin):
+            positions = np.asarray(vector.to_vector().to_numpy(), np.uint64)
+            self._vectors[vector.referenced_data_file].append((sequence, positions))
 
     def _add_positions(self, path: str, sequence: int) -> None:
         import numpy as np  # noqa: PLC0415 - as above
@@ -206,28 +211,13 @@ class DeleteFiles:
         return pa.Table.from_batches(batches, schema)
 
 
-def _puffin_vectors(puffin: Any) -> list[tuple[str, Any]]:
-    """Returns data files and the positions of their deleted rows."""
-    try:
-        from pyiceberg.table.deletion_vector import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-            deletion_vectors_from_puffin_file,
-        )
-    except ImportError:  # before pyiceberg 0.12
-        return [(path, rows.to_numpy()) for path, rows in puffin.to_vector().items()]
-    return [
-        (one.referenced_data_file, one.to_vector().to_numpy())
-        for one in deletion_vectors_from_puffin_file(puffin)
-    ]
-
-
 def _read_parquet(path: str, columns: list[str]) -> pa.Table:
     import pyarrow.parquet as pq  # noqa: PLC0415 - as above
 
     from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - as above
 
-    return pq.read_table(
-        path, columns=columns, filesystem=arrow_filesystem(path), partitioning=None
-    )
+    # pq.read_table would make columns of names of directories.
+    return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
 
 
 def _rows_in(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:

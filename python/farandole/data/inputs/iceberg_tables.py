@@ -126,13 +126,8 @@ def _scanned_table(source: Any, version: int | None) -> tuple[Any, set[str] | No
             "a scan of an Iceberg table with a filter or a limit is not read: pass "
             "scan.to_arrow_batch_reader(), or prepare_data(where=...)"
         )
-    table = StaticTable(
-        identifier=(),
-        metadata=source.table_metadata,
-        metadata_location="",
-        io=source.io,
-        catalog=None,
-    )
+    no_catalog: Any = None
+    table = StaticTable((), source.table_metadata, "", source.io, no_catalog)
     selected = None if "*" in source.selected_fields else set(source.selected_fields)
     return table, selected, source.snapshot_id if version is None else version
 

@@ -336,6 +336,28 @@ def table_source(table: TableSnapshot) -> RowSource:
     return RowSource(table.schema, table.fingerprint, list_units)
 
 
+def plain_dataset(table: TableSnapshot) -> Any:
+    """Returns a table as a pyarrow dataset, if its files alone tell its rows; else `None`.
+
+    Args:
+        table: At one version.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    if not table.is_plain:
+        return None
+    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    fragments = []
+    for file in table.files:
+        guarantee = ds.scalar(True)
+        for name, value in file.defaults.items():
+            known = ds.field(name)
+            guarantee &= known == value if value.is_valid else known.is_null()
+        fragments.append(reading.make_fragment(file.path, arrow_filesystem(file.path), guarantee))
+    filesystem = arrow_filesystem(table.files[0].path)
+    return ds.FileSystemDataset(fragments, table.schema, reading, filesystem)
+
+
 def _fragments_source(
     datasets: list[Any], told: str, typed: bool, *, declared: bool = False
 ) -> RowSource:
@@ -483,13 +505,19 @@ def _fragment_units(
             )
             checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
             checked = check_old_times(checked, part, name)
-            return checked if convert_batch is None else convert_batches(checked, first)
+            if convert_batch is None:
+                return checked
+            return convert_batches(convert_batch, checked, first)
 
         return SourceUnit(name, read_batches, whole)
 
-    def convert_batches(batches: Iterable[pa.RecordBatch], first: int) -> Iterator[pa.RecordBatch]:
+    def convert_batches(
+        convert: Callable[[pa.RecordBatch, int], pa.RecordBatch],
+        batches: Iterable[pa.RecordBatch],
+        first: int,
+    ) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            yield convert_batch(batch, first)
+            yield convert(batch, first)
             first += batch.num_rows
 
     if not hasattr(fragment, "row_groups"):

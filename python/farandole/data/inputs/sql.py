@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets, table_source
+from farandole.data.inputs.sources import (
+    RowSource,
+    SourceUnit,
+    list_datasets,
+    plain_dataset,
+    table_source,
+)
 from farandole.data.inputs.tables import find_table
 
 if TYPE_CHECKING:
@@ -120,6 +126,11 @@ def _register_table(
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
     at_version = find_table(source)
+    plain = None if at_version is None else plain_dataset(at_version)
+    if at_version is not None and plain is not None:
+        check_old_files(plain)
+        context.register_dataset(name, plain)
+        return at_version.fingerprint
     if at_version is not None:
         rows = table_source(at_version)
         units = rows.units(rows.schema.names)

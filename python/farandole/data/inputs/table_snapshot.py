@@ -122,6 +122,7 @@ class TableSnapshot:
         columns: of the table.
         files: its data files, in the order of the rows.
         fingerprint: identity of its rows.
+        is_widened: whether files may have columns in narrower types.
     """
 
     name: str
@@ -130,6 +131,7 @@ class TableSnapshot:
     columns: tuple[TableColumn, ...]
     files: tuple[TableFile, ...]
     fingerprint: str
+    is_widened: bool = False
 
     @property
     def schema(self) -> pa.Schema:
@@ -137,6 +139,17 @@ class TableSnapshot:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
         return pa.schema([_plain_field(one.arrow_field) for one in self.columns])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all columns have their names and types in the files, and no row is deleted."""
+        return (
+            not self.is_widened
+            and bool(self.files)
+            and all(one.field_id is None for one in self.columns)
+            and all(one.stored_names == (one.name,) for one in self.columns)
+            and all(file.deleted is None for file in self.files)
+        )
 
     def open_dataset(self) -> Dataset:
         """Opens the table for the native reader.
