@@ -50,6 +50,14 @@ def read_resumed(path: Any, columns: list[str], fill: dict[str, float]) -> list:
     return batch_rows(batches + rest, columns)
 
 
+def read_cached(path: Any, columns: list[str], fill: dict[str, float]) -> list:
+    """The second epoch comes from memory."""
+    loader = ParquetLoader(path, BATCH_SIZE, columns, fill=fill, inmemory_cache_all=True)
+    first, second = (batch_rows(list(loader), columns) for _ in range(2))
+    assert first == second
+    return second
+
+
 def read_linked(path: Any, columns: list[str], fill: dict[str, float]) -> list:
     """As the workers of `fit_on_parquet(path=...)` read."""
     with tempfile.TemporaryDirectory() as home:
@@ -76,6 +84,7 @@ READERS = {
     "ParquetLoader": read_native,
     "two ranks": read_two_ranks,
     "resume": read_resumed,
+    "cached": read_cached,
     "fit_on_parquet": read_linked,
     "prepare_data": read_prepared,
     "frame_loader": read_frame,

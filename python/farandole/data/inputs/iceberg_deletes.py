@@ -160,7 +160,7 @@ class DeleteFiles:
         values = pa.concat_tables([one.values for one in deletes if one.values is not None])
         defaults = self._partition_defaults(file, columns)
         rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
-        return np.flatnonzero(_rows_in(rows, values)).astype(np.uint64)
+        return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
 
     def _partition_defaults(self, file: Any, columns: tuple[TableColumn, ...]) -> dict[str, Any]:
         kinds = {one.field_id: one.arrow_field.type for one in columns}
@@ -220,8 +220,14 @@ def _read_parquet(path: str, columns: list[str]) -> pa.Table:
     return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
 
 
-def _rows_in(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
-    """Returns which rows have the values of a row of `values`; nulls are equal to nulls."""
+def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
+    """Returns which rows have the values of some row of other rows; nulls and NaN are equal to
+    themselves.
+
+    Args:
+        rows: The rows.
+        values: The other rows, of the same columns.
+    """
     import numpy as np  # noqa: PLC0415 - as above
     import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
