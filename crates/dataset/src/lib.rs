@@ -48,6 +48,7 @@
 
 #![forbid(unsafe_code)]
 
+mod deleted_rows;
 mod element;
 mod error;
 mod exact_values;
@@ -55,6 +56,7 @@ mod manifest;
 mod plan;
 mod rng;
 
+pub use deleted_rows::DeletedRows;
 pub use element::ElementType;
 pub use error::{Error, Result};
 pub use exact_values::{

@@ -20,7 +20,8 @@ from farandole.data.arrays import (
     result_wrapper,
 )
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-from farandole.data.datasets import open_dataset
+from farandole.data.datasets import open_parquet
+from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.learning import read_encoding
 from farandole.data.loader_arguments import fill_by_column, types_of_reader
 from farandole.data.memory import cache_directory, default_byte_budget
@@ -31,6 +32,7 @@ from farandole.data.transform import BatchTransform
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.data.ragged import Ragged
 
 WEIGHTS_KEY = "_weights"
@@ -53,7 +55,11 @@ class ParquetLoader(BaseDataLoader):
 
     def __init__(
         self,
-        path_or_dataset: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset,
+        path_or_dataset: str
+        | os.PathLike[str]
+        | Sequence[str | os.PathLike[str]]
+        | Dataset
+        | TableSnapshot,
         batch_size: int,
         columns: Sequence[str] | None = None,
         *,
@@ -80,7 +86,8 @@ class ParquetLoader(BaseDataLoader):
         Args:
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one
                 file, a pattern such as `/data/2024-*/*.parquet`, or a list of files, directories
-                and patterns; or what `Dataset.open` made.
+                and patterns; a Delta or Iceberg table, by its path, as an object of deltalake or
+                pyiceberg, or at a version that `open_table` chose; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a
                 warning that names the others. Columns of strings and bytes are read if they are
@@ -162,19 +169,13 @@ class ParquetLoader(BaseDataLoader):
         columns.
         """
         self._paths: str | list[str] | None = None
-        if isinstance(path_or_dataset, str | os.PathLike):
-            self._paths = full_path(os.fspath(path_or_dataset))
+        self._table: TableSnapshot | None = None
+        """A table at the version that all copies of this loader read."""
+        if is_table(path_or_dataset):
+            self._table = open_table(path_or_dataset)
         elif not isinstance(path_or_dataset, Dataset):
-            self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
-        if self._paths is not None:
-            from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
-
-            urls = (self._paths,) if isinstance(self._paths, str) else tuple(self._paths)
-            if storage_options:
-                options.StorageOptions(urls, storage_options).apply()
-            else:
-                for url in urls:
-                    options.apply_store_options(url)
+            self._paths = _full_paths(path_or_dataset, storage_options)
+            self._table = find_table(self._paths)
         self._open_dataset(
             path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
         )
@@ -191,9 +192,13 @@ class ParquetLoader(BaseDataLoader):
         return {} if encoding is None else dict(encoding.ragged)
 
     def _open_dataset(self, given: str | Sequence[str] | Dataset) -> None:
-        if not isinstance(given, Dataset):
+        if self._table is not None:
+            self.dataset = self._table.open_dataset()
+        elif isinstance(given, Dataset):
+            self.dataset = given
+        else:
             start_logging_for_urls((given,) if isinstance(given, str) else given)
-        self.dataset = given if isinstance(given, Dataset) else open_dataset(given, self._types)
+            self.dataset = open_parquet(given, self._types)
         self._convert = batch_converter(self.framework)
         self._wrap = result_wrapper(self.framework)
         self._ragged = self._stored_ragged_columns()
@@ -593,6 +598,23 @@ class ParquetLoader(BaseDataLoader):
         self._open_dataset(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
+
+
+def _full_paths(
+    given: Any,
+    storage_options: Mapping[str, Any] | None,
+) -> str | list[str]:
+    """Returns full paths, and applies the options of their stores."""
+    from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
+
+    is_single = isinstance(given, str | os.PathLike)
+    urls = tuple(full_path(os.fspath(path)) for path in ((given,) if is_single else given))
+    if storage_options:
+        options.StorageOptions(urls, storage_options).apply()
+    else:
+        for url in urls:
+            options.apply_store_options(url)
+    return urls[0] if is_single else list(urls)
 
 
 def _whole_number(name: str, value: Any, least: int = 0) -> int:

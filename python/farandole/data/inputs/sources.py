@@ -19,7 +19,6 @@ from farandole.data.inputs import files as found_files
 from farandole.data.inputs.frames import (
     frame_source,
     is_arrow_dataset,
-    is_delta_table,
     is_spark_dataframe,
 )
 from farandole.data.inputs.int96 import (
@@ -36,14 +35,17 @@ from farandole.data.inputs.partitions import (
     partitioned_dataset,
 )
 from farandole.data.inputs.run_end_encoding import decode_run_ends
-from farandole.data.inputs.tables import iceberg_table_at
+from farandole.data.inputs.table_snapshot import FileColumns
+from farandole.data.inputs.tables import find_table
 from farandole.data.inputs.tensors import decode_tensors
 from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
+
+    from farandole.data.inputs.table_snapshot import TableSnapshot
 
 UNIT_TARGET_BYTES = 128 << 20
 """Bytes of Parquet, encoded, that are one unit."""
@@ -96,13 +98,15 @@ def open_source(
     except ImportError as error:
         raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
 
-    iceberg = iceberg_table_at(source)
-    found = None if iceberg is not None else list_datasets(source, format, types, options)
+    table = find_table(source)
+    if table is not None:
+        return _plain_columns(table_source(table))
+    found = list_datasets(source, format, types, options)
     if found is not None:
         return _plain_columns(_fragments_source(*found))
     if is_arrow_dataset(source):
         return _plain_columns(_dataset_source(source))
-    opened = frame_source(source if iceberg is None else iceberg)
+    opened = frame_source(source)
     if opened is not None:
         return _plain_columns(opened)
     kind = type(source)
@@ -142,19 +146,10 @@ def list_datasets(
         The datasets, a text that identifies their files and versions, and whether the files contain
         a schema.
     """
-    if is_delta_table(source):
-        told = f"delta {source.table_uri} {source.version()}"
-        return [delta_dataset(source, source.table_uri)], told, True
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
     paths = [os.fspath(one) for one in given_paths]
-    for path in paths:
-        table = delta_table(path)
-        if table is not None:
-            if len(paths) > 1:
-                raise ValueError(f"a Delta table must be the only source: {path}")
-            return [delta_dataset(table, path)], f"delta {path} {table.version()}", True
     places = [found_files.find_files(path) for path in paths]
     everything = [file for place in places for file in place.files]
     kind, endings = given, found_files.file_extensions(everything)
@@ -183,56 +178,6 @@ def list_datasets(
     return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
-def delta_table(path: str) -> Any:
-    """Returns the Delta table in a directory, read by its log; `None` where there is none.
-
-    Args:
-        path: A path or URL.
-
-    Raises:
-        ImportError: There is one, and deltalake is not installed.
-    """
-    from farandole._native import store as native  # noqa: PLC0415 - as above
-
-    directory = native.Store(path)
-    if any(magic in path for magic in "*?[") or not directory.exists("_delta_log"):
-        return None
-    try:
-        from deltalake import DeltaTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
-        ) from error
-    if directory.local_path is not None:
-        return DeltaTable(directory.local_path)
-    return DeltaTable(directory.url, storage_options=native.object_store_options(directory.url))
-
-
-def delta_dataset(table: Any, path: str) -> Any:
-    """Returns a Delta table as a dataset of pyarrow.
-
-    Args:
-        table: Of deltalake.
-        path: Of the table, for messages.
-
-    Raises:
-        ValueError: The table has a feature that is not read; the message names both.
-    """
-    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    if mapping != "none":
-        raise ValueError(
-            f"the Delta table {path} has a column mapping ({mapping}): its files have other names "
-            "of columns than the table. Read it with Spark, and fit on the DataFrame"
-        )
-    try:
-        return table.to_pyarrow_dataset()
-    except Exception as error:
-        # The extension of deltalake has no package in its name.
-        if type(error).__module__.partition(".")[0] not in ("deltalake", "_internal"):
-            raise
-        raise ValueError(f"the Delta table {path} cannot be read: {error}") from error
-
-
 def _open_dataset_files(
     paths: list[str], base: str, kind: str, reading: Any, types: Mapping[str, Any]
 ) -> Any:
@@ -241,7 +186,7 @@ def _open_dataset_files(
     given = types if kind in _SELF_DESCRIBING_FORMATS else {}
     try:
         opened = partitioned_dataset(
-            paths, base, reading, _arrow_filesystem(paths[0]), _arrow_types(given)
+            paths, base, reading, arrow_filesystem(paths[0]), _arrow_types(given)
         )
     except (pa.ArrowException, OSError) as error:
         raise _read_error(paths[0], error) from error
@@ -266,7 +211,12 @@ def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _arrow_filesystem(path: str) -> Any:
+def arrow_filesystem(path: str) -> Any:
+    """Returns the filesystem of pyarrow in which a file is.
+
+    Args:
+        path: Path or URL.
+    """
     from pyarrow import fs  # noqa: PLC0415 - as above
 
     if path.startswith("/"):
@@ -368,12 +318,64 @@ def _dataset_source(dataset: Any) -> RowSource:
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
     told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
     return _fragments_source(
-        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False
+        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False, declared=True
     )
 
 
-def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
+def table_source(table: TableSnapshot) -> RowSource:
+    """Returns the rows of a Delta or Iceberg table.
 
+    Args:
+        table: At one version.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        fragments = [
+            reading.make_fragment(file.path, arrow_filesystem(file.path)) for file in table.files
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            schemas = list(pool.map(_fragment_schema, fragments))
+        units: list[SourceUnit] = []
+        for file, fragment, schema in zip(table.files, fragments, schemas, strict=True):
+            chosen = FileColumns(table, file, schema, columns)
+            stored, names = chosen.stored_schema, chosen.stored_names
+            units += _fragment_units(fragment, stored, names, chosen.convert_batch)
+        return units
+
+    return RowSource(table.schema, table.fingerprint, list_units)
+
+
+def plain_dataset(table: TableSnapshot) -> Any:
+    """Returns a table as a pyarrow dataset, if its files alone tell its rows; else `None`.
+
+    Args:
+        table: At one version.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    if not table.is_plain:
+        return None
+    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    fragments = []
+    for file in table.files:
+        guarantee = ds.scalar(True)
+        for name, value in file.defaults.items():
+            known = ds.field(name)
+            guarantee &= known == value if value.is_valid else known.is_null()
+        fragments.append(reading.make_fragment(file.path, arrow_filesystem(file.path), guarantee))
+    filesystem = arrow_filesystem(table.files[0].path)
+    return ds.FileSystemDataset(fragments, table.schema, reading, filesystem)
+
+
+def _fragments_source(
+    datasets: list[Any], told: str, typed: bool, *, declared: bool = False
+) -> RowSource:
+    """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
+    there.
+    """
     fragments = [
         with_int96_unit(fragment, "us")
         for dataset in datasets
@@ -382,7 +384,7 @@ def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
     schema = datasets[0].schema
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
-        whole = _common_schema(fragments, datasets, columns, typed=typed)
+        whole = _common_schema(fragments, datasets, columns, typed=typed, declared=declared)
         return [
             unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
         ]
@@ -391,7 +393,12 @@ def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
 
 
 def _common_schema(
-    fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool
+    fragments: list[Any],
+    datasets: list[Any],
+    columns: list[str],
+    *,
+    typed: bool,
+    declared: bool,
 ) -> pa.Schema:
     """Returns the types of columns in all files; if the files have no schema, types that can hold
     the guessed types of all files.
@@ -407,6 +414,10 @@ def _common_schema(
         if any(name in values for values in partitions):
             _check_always_partition(name, files, partitions)
             fields[name] = datasets[0].schema.field(name)
+        elif declared and name in datasets[0].schema.names:
+            having = [file for file in files if name in file[1].names]
+            known = datasets[0].schema.field(name)
+            fields[name] = _common_field(name, having, typed=typed) if having else known
         else:
             fields[name] = _common_field(name, files, typed=typed)
     return pa.schema([field.with_nullable(True) for field in fields.values()])
@@ -495,32 +506,52 @@ def _fragment_schema(fragment: Any) -> pa.Schema:
         raise _read_error(_fragment_path(fragment), error) from error
 
 
-def _fragment_units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[SourceUnit]:
+def _fragment_units(
+    fragment: Any,
+    schema: pa.Schema,
+    columns: list[str],
+    convert_batch: Callable[[pa.RecordBatch, int], pa.RecordBatch] | None = None,
+) -> Iterator[SourceUnit]:
+    """Yields the units of a file. `convert_batch` gets each batch and the position of its first
+    row in the file.
+    """
     name = _fragment_path(fragment)
 
-    def make_unit(part: Any, rows: int, *, whole: bool) -> SourceUnit:
+    def make_unit(part: Any, rows: int, first: int, *, whole: bool) -> SourceUnit:
         def read_batches() -> Iterator[pa.RecordBatch]:
             batches = part.to_batches(
                 schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
             )
             checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
-            return check_old_times(checked, part, name)
+            checked = check_old_times(checked, part, name)
+            if convert_batch is None:
+                return checked
+            return convert_batches(convert_batch, checked, first)
 
         return SourceUnit(name, read_batches, whole)
 
+    def convert_batches(
+        convert: Callable[[pa.RecordBatch, int], pa.RecordBatch],
+        batches: Iterable[pa.RecordBatch],
+        first: int,
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield convert(batch, first)
+            first += batch.num_rows
+
     if not hasattr(fragment, "row_groups"):
-        yield make_unit(fragment, MAX_BATCH_ROWS, whole=False)
+        yield make_unit(fragment, MAX_BATCH_ROWS, 0, whole=False)
         return
     ids: list[int] = []
-    rows = size = 0
+    rows = size = first = 0
     groups = list(fragment.row_groups)
     for group in groups:
         ids.append(group.id)
         rows, size = rows + group.num_rows, size + group.total_byte_size
         if size >= UNIT_TARGET_BYTES or group is groups[-1]:
             each = max(256, min(MAX_BATCH_ROWS, _BATCH_TARGET_BYTES * max(rows, 1) // max(size, 1)))
-            yield make_unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
-            ids, rows, size = [], 0, 0
+            yield make_unit(fragment.subset(row_group_ids=list(ids)), each, first, whole=True)
+            ids, rows, size, first = [], 0, 0, first + rows
 
 
 def _column_expressions(columns: Sequence[str]) -> dict[str, Any]:

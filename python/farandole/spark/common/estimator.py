@@ -160,8 +160,10 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
             path: the training rows, if they are not in the store: a file, a pattern such as
-                `/data/2024-*/*.parquet`, a directory, a Delta or Iceberg table, or a list of files,
-                directories and patterns. All training processes must see them.
+                `/data/2024-*/*.parquet`, a directory, or a list of files, directories and patterns;
+                a Delta or Iceberg table, by its path, as an object of deltalake or pyiceberg, or at
+                a version that `farandole.data.open_table` chose. All training processes must see
+                the files.
             val_path: the same for the validation rows.
             types: types of columns whose values are in names of directories, by NumPy's name or
                 `string`, as for `ParquetLoader`: `{"code": "string"}`. Only with `path`.
