@@ -203,6 +203,13 @@ def test_an_error_names_the_row_in_the_file(tmp_path):
         list(ParquetLoader(path, 9, cast={"c": "float32"}))
 
 
+def test_types_for_directories_are_refused_for_a_table(tmp_path):
+    rows = pa.table({"c": [1.0]})
+    path = write_delta(tmp_path / "t", [field_of("c", "double")], [("f.parquet", rows, [])])
+    with pytest.raises(ValueError, match=r"types .*'c'.* has the types of all its columns"):
+        ParquetLoader(path, 1, types={"c": "int64"})
+
+
 def test_a_null_among_living_rows_is_an_error_without_a_fill(tmp_path):
     rows = pa.table({"c": pa.array([None, 1.0, None, 3.0])})
     path = write_delta(tmp_path / "t", [field_of("c", "double")], [("f.parquet", rows, [0])])

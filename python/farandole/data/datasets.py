@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from farandole._native.reader import Dataset, partition_values
 from farandole.data.inputs.files import (
@@ -47,8 +47,26 @@ def open_dataset(
     """
     table = find_table(paths)
     if table is not None:
+        refuse_types_of_table(table, types)
         return table.open_dataset()
     return open_parquet(cast("str | Sequence[str]", paths), types)
+
+
+def refuse_types_of_table(table: TableSnapshot, types: Mapping[str, Any] | None) -> None:
+    """Refuses types for a table, which has its own.
+
+    Args:
+        table: A table at one version.
+        types: Types of columns whose values are in the names of directories.
+
+    Raises:
+        ValueError: There are such types.
+    """
+    if types:
+        raise ValueError(
+            f"types {dict(types)}: they are for values in names of directories, but "
+            f"{table.name} has the types of all its columns"
+        )
 
 
 def open_parquet(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:

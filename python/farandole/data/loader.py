@@ -20,7 +20,7 @@ from farandole.data.arrays import (
     result_wrapper,
 )
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-from farandole.data.datasets import open_parquet
+from farandole.data.datasets import open_parquet, refuse_types_of_table
 from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.learning import read_encoding
 from farandole.data.loader_arguments import fill_by_column, types_of_reader
@@ -175,7 +175,10 @@ class ParquetLoader(BaseDataLoader):
             self._table = open_table(path_or_dataset)
         elif not isinstance(path_or_dataset, Dataset):
             self._paths = _full_paths(path_or_dataset, storage_options)
+            start_logging_for_urls([self._paths] if isinstance(self._paths, str) else self._paths)
             self._table = find_table(self._paths)
+        if self._table is not None:
+            refuse_types_of_table(self._table, types)
         self._open_dataset(
             path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
         )
