@@ -118,3 +118,26 @@ pub(crate) fn wide_decimal_float64(unscaled: i256, scale: i32) -> f64 {
         |unscaled| nearest_float64(unscaled, scale),
     )
 }
+
+/// Returns one value repeated `rows` times; `None` if the element cannot represent it.
+pub(crate) fn repeat_value(value: &str, element: ElementType, rows: usize) -> Option<Buffer> {
+    macro_rules! repeat {
+        ($kind:ty) => {
+            Buffer::from_vec(vec![value.parse::<$kind>().ok()?; rows])
+        };
+    }
+    Some(match element {
+        ElementType::Bool => Buffer::from_vec(vec![u8::from(value.parse::<bool>().ok()?); rows]),
+        ElementType::Int8 => repeat!(i8),
+        ElementType::Int16 => repeat!(i16),
+        ElementType::Int32 => repeat!(i32),
+        ElementType::Int64 => repeat!(i64),
+        ElementType::UInt8 => repeat!(u8),
+        ElementType::UInt16 => repeat!(u16),
+        ElementType::UInt32 => repeat!(u32),
+        ElementType::UInt64 => repeat!(u64),
+        ElementType::Float32 => repeat!(f32),
+        ElementType::Float64 => repeat!(f64),
+        ElementType::Utf8 | ElementType::Binary => return None,
+    })
+}

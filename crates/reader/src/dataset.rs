@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{
-    DataFile, ElementType, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn, PlanPart,
-    RowGroup,
+    DataFile, ElementType, FileValues, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn,
+    PlanPart, RowGroup, known_values, partition_columns, partition_values,
 };
 use farandole_store::{FileEntry, Store};
 use parking_lot::Mutex;
@@ -21,7 +21,6 @@ use crate::chunk_verification::VerifiedChunks;
 use crate::column::BatchField;
 use crate::error::{Error, Result};
 use crate::footer::{self, FileFooter};
-use crate::hive::{self, FileValues};
 use crate::pages::{PageIndex, PageLookupError, find_pages};
 use crate::schema::file_columns;
 use crate::table_columns::{TableColumn, TableFile, TableSchema, split_deleted_rows};
@@ -175,7 +174,7 @@ impl ParquetDataset {
             return Err(Error::Table { kind: "Iceberg", url: store.url() });
         }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
-        let values = entries.iter().map(|entry| hive::partition_values(&entry.path)).collect();
+        let values = entries.iter().map(|entry| partition_values(&entry.path)).collect();
         Self::from_entries(store, entries, values, types)
     }
 
@@ -227,10 +226,16 @@ impl ParquetDataset {
             .map(|(entry, footer)| describe_data_file(entry, footer, &columns))
             .collect();
         for (file, values) in files.iter_mut().zip(&values) {
-            file.values = hive::known_values(values);
+            file.values = known_values(values);
         }
-        let display_path = |path: &str| store.display_path(path);
-        let partitions = hive::partition_columns(&files, &partitions, types, display_path)?;
+        let partitions = partition_columns(&files, &partitions, types).map_err(|wrong| {
+            Error::ColumnChanged {
+                column: wrong.column,
+                file: store.display_path(&wrong.file),
+                found: wrong.found,
+                expected: wrong.expected.numpy_name().to_owned(),
+            }
+        })?;
         columns.extend(partitions.into_iter().map(|column| (column, None)));
         Self::from_description(store, columns, disputed, files, footers)
     }

@@ -8,17 +8,17 @@ use std::sync::Arc;
 
 use arrow::array::BinaryViewArray;
 use arrow::datatypes::DataType;
-use farandole_dataset::{DataFile, DeletedRows, PlanPart};
+use farandole_dataset::{DataFile, DeletedRows, PlanPart, is_partition_column};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
+use crate::array_values::repeat_value;
 use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::ParquetDataset;
 use crate::error::{Error, Result};
 use crate::fill::{null_fill_bytes, replace_nans};
 use crate::footer::{FetchedRanges, FileFooter, chunk_range};
-use crate::hive;
 use crate::pages::{
     ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, PageIndex, ValueStorage,
     decode_chunk, needed_ranges,
@@ -107,7 +107,7 @@ impl DecodePlan {
                 None if dataset
                     .manifest()
                     .find_column(&field.name)
-                    .is_ok_and(hive::is_partition_column) =>
+                    .is_ok_and(is_partition_column) =>
                 {
                     ColumnDecoding::Nulls
                 }
@@ -186,7 +186,7 @@ impl DecodePlan {
         let mut nulls = 0;
         let leaf = match way {
             ColumnDecoding::Value(value) => {
-                let values = hive::repeat_value(value, field.element, rows).ok_or_else(|| {
+                let values = repeat_value(value, field.element, rows).ok_or_else(|| {
                     Error::ColumnChanged {
                         column: field.name.clone(),
                         file: self.file.clone(),

@@ -5,11 +5,13 @@
 //! there.
 
 use arrow::datatypes::Schema;
-use farandole_dataset::{ColumnRole, DataFile, DeletedRows, ElementType, ManifestColumn, RowGroup};
+use farandole_dataset::{
+    ColumnRole, DataFile, DeletedRows, ElementType, FileValues, ManifestColumn, RowGroup,
+};
 
+use crate::array_values::repeat_value;
 use crate::error::{Error, Result};
 use crate::footer::FileFooter;
-use crate::hive::{FileValues, repeat_value};
 use crate::schema::{describe_column, is_promotable};
 
 /// A column of the schema of a table.

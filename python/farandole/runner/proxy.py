@@ -16,9 +16,7 @@ import struct
 import sys
 import time
 
-from farandole import _variables as variables
-
-PIPE_VARIABLES = (variables.PAYLOAD_FD, variables.RESULT_FD)
+PIPE_VARIABLES = ("FARANDOLE_PAYLOAD_FD", "FARANDOLE_RESULT_FD")
 _SERVER_TIMEOUT = 60.0
 _FORK_TIMEOUT = 15.0
 
