@@ -199,7 +199,7 @@ fn read_flat(
         [range] => reader.with_offset(count(range.start)).with_limit(rows),
         ranges => {
             let ranges = ranges.iter().map(|range| count(range.start)..count(range.end));
-            let total = ranges.clone().last().map_or(0, |range| range.end);
+            let total = ranges.clone().next_back().map_or(0, |range| range.end);
             reader.with_row_selection(RowSelection::from_consecutive_ranges(ranges, total))
         }
     };
@@ -332,8 +332,8 @@ mod tests {
         let footer = dataset.file_footer(0).unwrap();
         let part = part();
         let schema = |leaf: usize| {
-            let origin =
-                ValueOrigin { file: "0.parquet", group: 0, column: "a", stored_rows: &[500..510] };
+            let stored_rows = std::slice::from_ref(&(500..510));
+            let origin = ValueOrigin { file: "0.parquet", group: 0, column: "a", stored_rows };
             let fetched = FetchedRanges::new(dataset.store(), "0.parquet", &[], 0).unwrap();
             let source = LibraryChunk {
                 footer: &footer,
