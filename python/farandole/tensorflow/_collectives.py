@@ -122,9 +122,10 @@ def grouped_allreduce(
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
     if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        _check_slices(op, factors)
         if xla.is_tracing():
             tensors = [as_tensor(tensor) for tensor in tensors]
+        else:
+            _check_slices(op, factors)
     sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     with _device_scope(device_dense):
