@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""What each reader makes of a table, compared with the rows that the table's engine reads."""
+"""The rows that each reader has of a table, compared with the rows that its engine reads."""
 
 from __future__ import annotations
 

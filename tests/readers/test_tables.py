@@ -399,7 +399,7 @@ def test_iceberg_columns_are_renamed_added_and_promoted(iceberg, tmp_path):
 
 
 def test_rows_are_equal_by_value_with_nulls_and_nan():
-    """What equality deletes delete, compared with sets of tuples."""
+    """Rows that equality deletes match, compared with sets of tuples."""
     random = np.random.default_rng(3)
     choices = ([None, 0.5, float("nan"), -1.0], [None, 1, 2, 3], ["a", None, "b"])
     for size in (0, 1, 7, 40):

@@ -72,7 +72,7 @@ class Cell:
 
     @property
     def kind(self) -> str:
-        """What the trouble has in common with others."""
+        """Kind of the trouble, which similar troubles share."""
         kinds = {"passing": PASSING, "full": FULL, "unreadable": UNREADABLE}
         return next((kind for kind, ones in kinds.items() if self.trouble in ones), self.trouble)
 
