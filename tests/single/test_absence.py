@@ -217,12 +217,10 @@ ALLOWED_LOOKS = {
 """Looks at local paths in each file. A new one uses `durable.is_present`, or is added here."""
 STORE_LOOKS = {
     "data/command.py": 2,
-    "data/datasets.py": 1,
+    "data/inputs/delta_tables.py": 1,
     "data/inputs/files.py": 2,
-    "data/inputs/sources.py": 1,
-    "data/inputs/tables.py": 1,
+    "data/inputs/iceberg_tables.py": 1,
     "data/prepared_directories.py": 4,
-    "spark/common/data/existing_data.py": 1,
     "spark/common/estimator.py": 1,
     "spark/common/runs/driver.py": 1,
     "spark/common/saving/save_directory.py": 3,
