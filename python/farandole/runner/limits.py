@@ -38,7 +38,9 @@ def elastic_timeout_seconds(elastic_timeout: float | None) -> float:
 
 
 def _timeout_seconds(argument: str, given: float | None, variable: str) -> float:
-    return read_setting(variable) if given is None else positive_number(argument, given)
+    if given is None:
+        return positive_number(variable, read_setting(variable))
+    return positive_number(argument, given)
 
 
 def elastic_worker_counts(

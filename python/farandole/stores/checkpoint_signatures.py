@@ -26,10 +26,10 @@ import hashlib
 import hmac
 import json
 import logging
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole import _variables as variables
-from farandole._native.settings import read_setting
 from farandole.stores import durable, small_files
 
 if TYPE_CHECKING:
@@ -61,9 +61,15 @@ got no answer.
 _log = logging.getLogger("farandole")
 
 
+def _signing_secret() -> str | None:
+    # Not `read_setting`, which trims text: each character of the secret counts.
+    alias = SECRET_VARIABLE.replace("FARANDOLE_", "HOROVOD_")
+    return os.environ.get(SECRET_VARIABLE) or os.environ.get(alias)
+
+
 def has_signing_secret() -> bool:
     """Returns whether this process has the secret."""
-    return bool(read_setting(SECRET_VARIABLE))
+    return bool(_signing_secret())
 
 
 def run_key(run_id: str) -> bytes | None:
@@ -72,7 +78,7 @@ def run_key(run_id: str) -> bytes | None:
     Args:
         run_id: name of the run.
     """
-    secret = read_setting(SECRET_VARIABLE)
+    secret = _signing_secret()
     return (
         hmac.digest(secret.encode(), f"farandole run {run_id}".encode(), "sha256")
         if secret
