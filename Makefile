@@ -105,8 +105,9 @@ sanitize:
 	cargo test --target-dir target/valgrind -p farandole-shm --lib --tests -- --skip shm_6
 
 # All readers against pyarrow and Spark: types x writers x shapes, and Spark's settings. `test` tries
-# each hundredth cell. At most ten minutes.
-test-readers: bytecode
+# each hundredth cell. Tables of Delta and Iceberg, written by Spark 4.1: the newest version for
+# which both have a release. At most ten minutes.
+test-readers: bytecode .tools/pyspark-4.1/ready .tools/table-jars/ready
 	$(BIN)/python -m pytest tests/readers tests/spark/test_reading_as_spark.py -m "slow or not slow" --durations=10
 
 # Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
@@ -153,6 +154,12 @@ spark-plugin-%:
 	echo "import site; site.addsitedir('`echo $(CURDIR)/$(VENV)/lib/python*/site-packages`')" > `echo $(@D)/lib/python*/site-packages`/shared.pth
 	touch $@
 
+TABLE_JARS := io.delta:delta-spark_4.1_2.13:4.4.0 $(addsuffix :4.4.0,$(addprefix io.delta:delta-,storage kernel-api kernel-defaults kernel-unitycatalog)) \
+io.unitycatalog:unitycatalog-client:0.6.0 org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0
+.tools/table-jars/ready: Makefile
+	for jar in $(TABLE_JARS); do mvn -q -B dependency:copy -Dartifact=$$jar -DoutputDirectory=$(CURDIR)/$(@D) || exit 1; done
+	touch $@
+
 # MXNet is retired. It has its own environment, because its last wheel needs a NumPy that is too old
 # for everything else.
 test-mxnet: install .tools/mxnet/bin/mxnet-is-here
@@ -186,7 +193,7 @@ test-scale: bytecode
 # collectives, a driver that is stopped or cut off from its executors: half an hour at most, in two
 # parallel halves. `test` runs the short ones.
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
-test-trust: bytecode packages
+test-trust: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
 	cargo test --release -p farandole-transport -p farandole-registrar --test relay --test mesh --test crowd
 

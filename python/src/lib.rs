@@ -26,6 +26,7 @@ mod prepare;
 mod reader;
 mod registrar;
 mod runtime;
+mod settings;
 mod store;
 mod tensor;
 mod timeline;
@@ -54,6 +55,7 @@ const NATIVE_SUBMODULES: &[(&str, Register)] = &[
     ("prepare", prepare::register_submodule),
     ("reader", reader::register_submodule),
     ("registrar", registrar::register_submodule),
+    ("settings", settings::register_submodule),
     ("store", store::register_submodule),
     ("timeline", timeline::register_submodule),
     ("ui", ui::register_submodule),

@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use farandole::dataset::{ElementType, TailPolicy};
 use farandole::reader::{
-    self, Error, FileValues, FillValue, NextBatch, ReadFault, ReaderOptions, RowPadding, TableRules,
+    self, Error, FileValues, FillValue, NextBatch, ReadFault, ReaderOptions, RowPadding,
+    TableColumn, TableFile,
 };
 use farandole::world::Rank;
 use pyo3::exceptions::{PyFileNotFoundError, PyMemoryError, PyOSError, PyValueError};
@@ -77,23 +78,59 @@ impl DatasetField {
     }
 }
 
-fn table_rules(
-    types: Option<BTreeMap<String, String>>,
-    field_ids: Option<BTreeMap<String, i32>>,
-) -> PyResult<TableRules> {
+fn parse_element(column: &str, kind: &str) -> PyResult<ElementType> {
     let variable = [ElementType::Utf8, ElementType::Binary];
-    let parse = |(name, kind): (String, String)| match ElementType::from_numpy_name(&kind)
+    ElementType::from_numpy_name(kind)
         .or_else(|| variable.into_iter().find(|element| element.numpy_name() == kind))
-    {
-        Some(element) => Ok((name, element)),
-        None => Err(PyValueError::new_err(format!(
-            "the type of column {name} must be utf8, binary or NumPy's name of a number: {kind}"
-        ))),
+        .ok_or_else(|| {
+            PyValueError::new_err(format!(
+                "the type of column {column} must be utf8, binary or NumPy's name of a number: \
+                 {kind}"
+            ))
+        })
+}
+
+fn parse_types(types: Option<BTreeMap<String, String>>) -> PyResult<BTreeMap<String, ElementType>> {
+    let parse = |(name, kind): (String, String)| {
+        let element = parse_element(&name, &kind)?;
+        Ok((name, element))
     };
-    Ok(TableRules {
-        types: types.unwrap_or_default().into_iter().map(parse).collect::<PyResult<_>>()?,
-        field_ids: field_ids.unwrap_or_default(),
-    })
+    types.unwrap_or_default().into_iter().map(parse).collect()
+}
+
+/// A column of a table, as Python describes it.
+#[derive(FromPyObject)]
+struct ColumnOfTable {
+    name: String,
+    field_id: Option<i32>,
+    stored_names: Vec<String>,
+    dtype: Option<String>,
+    is_list: bool,
+    unit: Option<String>,
+    source: String,
+}
+
+impl ColumnOfTable {
+    fn parse(self) -> PyResult<TableColumn> {
+        let Self { name, field_id, stored_names, dtype, is_list, unit, source } = self;
+        let element = match dtype {
+            Some(kind) => Ok(parse_element(&name, &kind)?),
+            None => Err(format!("it is {source}")),
+        };
+        Ok(TableColumn { name, field_id, stored_names, element, is_list, unit, source })
+    }
+}
+
+/// Path, values of columns that the file lacks, and little-endian positions of deleted rows.
+type FileOfTable = (String, FileValues, Vec<u8>);
+
+fn parse_file((path, defaults, deleted): FileOfTable) -> TableFile {
+    let (positions, _) = deleted.as_chunks();
+    TableFile {
+        path,
+        defaults,
+        deleted: positions.iter().copied().map(u64::from_le_bytes).collect(),
+    }
 }
 
 /// A number that replaces missing values, as Python has it.
@@ -137,23 +174,35 @@ impl Dataset {
         url: &str,
         types: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
-        let rules = table_rules(types, None)?;
-        py.detach(|| reader::ParquetDataset::open_directory_with_rules(url, &rules))
+        let types = parse_types(types)?;
+        py.detach(|| reader::ParquetDataset::open_directory_with_types(url, &types))
             .map(|dataset| Self(Arc::new(dataset)))
             .map_err(reader_exception)
     }
 
     #[staticmethod]
-    #[pyo3(signature = (url, files, types = None, field_ids = None))]
+    #[pyo3(signature = (url, files, types = None))]
     fn open_files(
         py: Python<'_>,
         url: &str,
         files: Vec<(String, FileValues)>,
         types: Option<BTreeMap<String, String>>,
-        field_ids: Option<BTreeMap<String, i32>>,
     ) -> PyResult<Self> {
-        let rules = table_rules(types, field_ids)?;
-        let opened = py.detach(|| reader::ParquetDataset::open_files(url, files, &rules));
+        let types = parse_types(types)?;
+        let opened = py.detach(|| reader::ParquetDataset::open_files(url, files, &types));
+        opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)
+    }
+
+    #[staticmethod]
+    fn open_table(
+        py: Python<'_>,
+        url: &str,
+        files: Vec<FileOfTable>,
+        columns: Vec<ColumnOfTable>,
+    ) -> PyResult<Self> {
+        let columns = columns.into_iter().map(ColumnOfTable::parse).collect::<PyResult<_>>()?;
+        let files: Vec<TableFile> = files.into_iter().map(parse_file).collect();
+        let opened = py.detach(|| reader::ParquetDataset::open_table(url, &files, columns));
         opened.map(|dataset| Self(Arc::new(dataset))).map_err(reader_exception)
     }
 

@@ -14,19 +14,18 @@ import yaml
 from tests.launch.bed import HOME
 from tests.launch.conftest import WORLD, told
 from tests.launch.test_elastic import TRAIN, finish, members, pids
+from tests.pages import blocks_of
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs/user-guide/running"
 NODES = ["node1", "node1", "node2", "node2"]
 
 
 def blocks(page):
-    """The examples of a page, in order: their kind and their text."""
-    return re.findall(
-        r"^```([\w-]+)\n(.*?)^```$", (PAGES / page).read_text(), re.MULTILINE | re.DOTALL
-    )
+    """The examples of a page that tests execute, in order: their kind and their text."""
+    found = blocks_of(f"docs/user-guide/running/{page}")
+    return [(block.kind, block.text) for block in found if block.why_not is None]
 
 
 @pytest.fixture

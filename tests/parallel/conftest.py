@@ -133,8 +133,13 @@ class World:
         or `Died`.
         """
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
-        for connection in self.connections.values():
-            connection.send_bytes(pickling.pickle_by_value((function, args)))
+        try:
+            for connection in self.connections.values():
+                connection.send_bytes(pickling.pickle_by_value((function, args)))
+        except OSError as error:
+            # The next test gets a new world.
+            self.close()
+            pytest.fail(f"a rank has ended ({error}): {describe(self.outcomes)}")
         answers = {}
         end = time.monotonic() + LIMIT
         while len(answers) < self.size:

@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Hooks for DistributedDataParallel, over Farandole's backend and over Gloo."""
 
+import gc
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,3 +76,96 @@ def test_hooks_train_like_plain_ddp(pair, backend):
         for name, loss in results.items():
             assert loss < results["plain"] + 0.25, results
             assert loss < 1.0, name
+
+
+class RecordedFuture(torch.futures.Future):
+    """A future that remembers its callbacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.callbacks = []
+
+    def then(self, callback):
+        self.callbacks.append(callback)
+        return super().then(callback)
+
+
+class Bucket:
+    """A bucket of one matrix."""
+
+    def __init__(self):
+        self.values = torch.arange(64.0)
+
+    def buffer(self):
+        return self.values
+
+    def is_last(self):
+        return True
+
+    def parameters(self):
+        return [torch.ones(8, 8)]
+
+    def gradients(self):
+        return [self.values.view(8, 8)]
+
+
+def reachable(value):
+    """All objects that `value` keeps alive, without modules and their variables."""
+    seen, left = {}, [value]
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, types.ModuleType | type):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            left += [cell.cell_contents for cell in value.__closure__ or ()]
+        else:
+            left += gc.get_referents(value)
+    return seen.values()
+
+
+@pytest.mark.parametrize("outcome", ["ends", "fails"])
+@pytest.mark.parametrize("kind", ["fp16", "int8", "top_k", "power_sgd"])
+def test_a_callback_that_has_run_keeps_no_group(kind, outcome):
+    from farandole.torch import compress
+    from farandole.torch import ddp_comm_hook as hooks
+
+    future = RecordedFuture()
+
+    class TwoAlike(compress.Exchange):
+        """Two ranks with the same gradients."""
+
+        size, rank, group = 2, 0, None
+
+        def allreduce(self, tensor, *, rounds=False):
+            del rounds
+            tensor.mul_(2)
+            return compress.Waiting(lambda: tensor, lambda: future, tensor)
+
+        def allgather(self, tensor):
+            rows = torch.stack([tensor, tensor])
+            return compress.Waiting(lambda: rows, lambda: future, rows)
+
+        def alltoall(self, rows):
+            rows = rows[:1].expand_as(rows)
+            return compress.Waiting(lambda: rows, lambda: future, rows)
+
+    compressor = {
+        "fp16": compress.Fp16,
+        "int8": lambda: compress.Int8(64),
+        "top_k": lambda: compress.TopK(0.25),
+        "power_sgd": lambda: compress.PowerSGD(2, min_compression=1.0),
+    }[kind]()
+    state = hooks.CompressorState(compressor, start_step=0)
+    state._exchange = TwoAlike()
+    result = hooks.compressor_hook(state, Bucket())
+    if outcome == "ends":
+        future.set_result(None)
+        assert result.wait().shape == (64,)
+    else:
+        future.set_exception(ConnectionError("the peer is gone"))
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            result.wait()
+    (callback,) = future.callbacks
+    held = [value for value in reachable(callback) if value in (state, state._exchange)]
+    assert not held

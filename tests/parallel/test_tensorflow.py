@@ -244,8 +244,20 @@ def tapes_reduce_what_they_should():
         run(gradient_predivide_factor=2.0, op=hvd.Sum)
     with pytest.raises(ValueError, match="each variable once"):
         run(groups=[[dense], [dense]])
-    with pytest.raises(NotImplementedError, match="Average or Sum only"):
-        hvd.allreduce(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), op=hvd.Max)
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([3, 2]))
+    for word in ("Min", "Max", "Product", "Adasum"):
+        op = getattr(hvd, word)
+        for reduce in (
+            lambda given, op=op: hvd.allreduce(given[1], op=op),
+            lambda given, op=op: hvd.grouped_allreduce(given, op=op),
+            tf.function(lambda given, op=op: hvd.grouped_allreduce(given, op=op)),
+        ):
+            with pytest.raises(NotImplementedError, match=f"{word}: convert .* sparse_as_dense"):
+                # Refused before the dense tensor is sent, for which the other rank does not wait.
+                reduce([tf.ones(3), slices] if rank == 0 else [slices, slices])
+    with pytest.raises(NotImplementedError, match="2 and 1: convert"):
+        hvd.grouped_allreduce([tf.ones(3), slices], prescale_factor=2.0)
+    close(hvd.allreduce(tf.ones(1), op=hvd.Sum), [RANKS], "after refusals")
 
 
 def graphs_of_compat_v1_run_in_sessions():
@@ -291,6 +303,25 @@ def graphs_of_compat_v1_run_in_sessions():
     ]
     hvd.broadcast_variables(variables, root_rank=1)
     assert all((variable.numpy() == 1).all() for variable in variables)
+    import keras
+
+    given = [tf.Variable(rank + 5.0), keras.Variable(np.full(2, rank, "float32"))]
+    returned = hvd.broadcast_(given, root_rank=1)
+    assert [id(one) for one in returned] == [id(one) for one in given]
+    assert float(given[0]) == 6.0
+    close(given[1], [1, 1], "a variable of Keras")
+    given[0].assign(rank + 7.0)
+    within = tf.function(lambda: [one + 1.0 for one in hvd.broadcast_(given, root_rank=0)])
+    close(within()[0], 8.0, "in a function")
+    with tf.Graph().as_default(), v1.Session() as session:
+        for resource in (True, False):
+            one = v1.get_variable(
+                f"one{resource}", initializer=tf.constant([rank, 2.0]), use_resource=resource
+            )
+            (read,) = hvd.broadcast_([one], root_rank=1)
+            session.run(v1.global_variables_initializer())
+            close(session.run(read), [1.0, 2.0], f"read, resource={resource}")
+            close(session.run(one), [1.0, 2.0], f"assigned, resource={resource}")
     # A function may return what that returns.
     own = tf.Variable([rank])
     tf.function(lambda: hvd.broadcast_variables([own], root_rank=1))()

@@ -44,6 +44,7 @@ def make_label(kind: str, rows: int, draw: np.random.Generator) -> np.ndarray:
         "share": lambda: draw.uniform(0.1, 2.0, rows),
         "shares": lambda: draw.dirichlet(np.ones(CLASSES), rows),
         "class": lambda: classes,
+        "class_as_float": lambda: classes.astype(np.float64),
         "class_or_ignored": lambda: np.where(np.arange(rows) % 3 == 1, IGNORED_LABEL, classes),
         "tags": lambda: draw.choice([0, 1, 2, IGNORED_LABEL], (rows, 2)),
         "targets": lambda: np.stack([classes, np.full(rows, -1), np.full(rows, -1)], axis=1),
@@ -179,7 +180,7 @@ def _add_up(
         ):
             keywords = getattr(made, "keywords", {})
             weight = getattr(made, "weight", keywords.get("weight"))
-            kept = label[label != getattr(made, "ignore_index", -100)]
+            kept = label[label != getattr(made, "ignore_index", keywords.get("ignore_index", -100))]
             count = float(kept.numel() if weight is None else weight[kept].sum())
         numerators[index] += float(loss.detach()) * (1.0 if is_sum else count)
         counts[index] += count

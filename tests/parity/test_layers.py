@@ -63,6 +63,30 @@ def test_synchronized_batch_norms_count_the_rows_of_all_ranks_and_no_padding(
         assert torch.allclose(found, value.double(), rtol=1e-5, atol=1e-6), name
 
 
+class Transposed(nn.Module):
+    """A network whose norm sees the halves of all rows one after another."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.norm, self.after = nn.Linear(3, 4), norm, nn.Linear(4, 1)
+
+    def forward(self, rows):
+        halves = self.before(rows).reshape(-1, 2, 2).transpose(0, 1)
+        values = self.norm(halves.reshape(-1, 2)).reshape(halves.shape).transpose(0, 1)
+        return self.after(torch.tanh(values.reshape(len(rows), 4)))
+
+
+@pytest.mark.parametrize("rows", [14, 15, 16])
+def test_synchronized_batch_norms_find_the_rows_that_count_in_any_order(rows, gangs, tmp_path):
+    train = write(tmp_path, rows)
+    one = fit(Transposed(nn.BatchNorm1d(2)), gangs(1), tmp_path, train).getModel()
+    many = fit(Transposed(hvd.SyncBatchNorm(2)), gangs(3), tmp_path, train).getModel()
+    for name, value in one.state_dict().items():
+        found = many.state_dict()[name].double()
+        assert torch.allclose(found, value.double(), rtol=1e-5, atol=1e-6), name
+
+
 def test_the_validated_model_is_the_one_that_is_returned(gangs, tmp_path):
     train, held = write(tmp_path, 24), write(tmp_path, 15, seed=1)
     model = fit(network(nn.BatchNorm1d(4)), gangs(2), tmp_path, train, val_path=held)

@@ -31,9 +31,11 @@ for module in (plain_loop, torch_cells, sys.modules[__name__]):
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree|self.trainer).*"
 )
-LIGHTNING_OPTIONS = {
-    name: OPTIONS[name] for name in ("loss", "second", "spread", "rows", "weights", "validation")
-} | {"optimizer": ("sgd", "adam"), "clip": (None, 0.5), "scheduler": (None,)}
+LIGHTNING_OPTIONS = (
+    {name: OPTIONS[name] for name in ("loss", "second", "spread", "rows", "weights", "validation")}
+    | {"optimizer": ("sgd", "adam"), "clip": (None, 0.5), "scheduler": (None,)}
+    | {"before": OPTIONS["before"]}
+)
 CELLS = cover_pairs(LIGHTNING_OPTIONS, torch_cells.is_valid_cell)
 SHORT_CELLS = 8
 
@@ -64,7 +66,7 @@ def _fit(model, gang, folder, spread, paths, **options):
         batch_size=GLOBAL_BATCH_ROWS // (processes * passes),
         backward_passes_per_step=passes,
         backend=gang,
-        store=str(folder / f"store-{processes}-{passes}"),
+        store=str(folder / options.pop("store", f"store-{processes}-{passes}")),
         **known | options,
     ).fit_on_parquet(**paths)
 
@@ -73,24 +75,34 @@ def check_cell(cell, gangs, folder):
     cases, data = cases_of(cell), make_data(cell)
     wanted = plain_loop.train_plainly(cell, data)
     held = data["held"] if cell["validation"] else data["held"] & False
-    torch.manual_seed(0)
-    network = Network(cases)
     optional = {
         "sample_weight_col": "w" if "w" in data else None,
         "gradient_clip_norm": cell["clip"],
         "loss_reduction": cases[0].reduction,
     }
-    fitted = _fit(
-        network,
-        gangs(cell["spread"][0]),
-        folder,
-        cell["spread"],
-        _write(folder, data, held),
-        optimizer=make_optimizer(cell["optimizer"], network.parameters()),
-        loss=[one.make() for one in cases],
-        label_cols=[f"y{index}" for index in range(len(cases))],
-        **{name: value for name, value in optional.items() if value is not None},
-    )
+    paths = _write(folder, data, held)
+
+    def fit(spread, epochs):
+        torch.manual_seed(0)
+        network = Network(cases)
+        return _fit(
+            network,
+            gangs(spread[0]),
+            folder,
+            spread,
+            paths,
+            optimizer=make_optimizer(cell["optimizer"], network.parameters()),
+            loss=[one.make() for one in cases],
+            label_cols=[f"y{index}" for index in range(len(cases))],
+            epochs=epochs,
+            run_id="cell",
+            store="store",
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+
+    if cell["before"] is not None:
+        fit(cell["before"], 1)  # the rest of the run continues from its checkpoint
+    fitted = fit(cell["spread"], EPOCHS)
     found = torch.cat([one.detach().ravel() for one in fitted.getModel().parameters()])
     last = fitted.getHistory()[-1]
     assert torch.allclose(found, wanted["parameters"], rtol=1e-5, atol=1e-5)
@@ -188,14 +200,28 @@ def test_a_module_whose_loss_is_no_mean_is_refused_with_several_processes(gangs,
         _fit_module(Module("sum"), gangs, tmp_path, (1, 2))
 
 
+@pytest.mark.parametrize("rows", [25, 17])  # of 17, a rank has no row in the last step
 def test_a_module_that_divides_by_the_count_of_all_ranks_trains_what_one_process_trains(
-    gangs, tmp_path
+    rows, gangs, tmp_path
 ):
     found = [
-        _fit_module(CountedModule(""), gangs, tmp_path, spread, loss_reduction="sum")[0]
+        _fit_module(CountedModule(""), gangs, tmp_path, spread, rows, loss_reduction="sum")[0]
         for spread in ((1, 1), (3, 1))
     ]
     assert torch.allclose(*found, rtol=1e-5, atol=1e-6)
+
+
+class TrainerModule(Module):
+    """A module whose step asks the trainer."""
+
+    def training_step(self, batch, index):
+        assert self.trainer.max_epochs
+        return super().training_step(batch, index)
+
+
+def test_a_module_that_cannot_be_tried_is_taken_for_a_mean_with_a_warning(gangs, tmp_path):
+    with pytest.warns(UserWarning, match="training_step of TrainerModule cannot be tried"):
+        _fit_module(TrainerModule("mean"), gangs, tmp_path, (2, 1))
 
 
 def test_losses_of_cells_exist():

@@ -16,6 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 import farandole.torch as hvd
+from farandole.data import prepare_data
+from farandole.ray import RayBackend
+from farandole.spark.common import LocalBackend, SparkBackend
 from farandole.spark.torch import TorchEstimator
 
 ROWS = 24
@@ -81,6 +84,26 @@ def test_a_loss_that_is_no_mean_is_refused_with_several_processes_or_passes(
     assert all(one in str(told.value) for one in ("loss_reduction", "per_batch", "label_count"))
 
 
+def test_labels_that_only_the_last_rows_have_are_tried(tmp_path):
+    rows = 20_000
+    x = np.random.default_rng(0).normal(size=(rows, 2)).astype("float32")
+    label = np.where(np.arange(rows) > 0.95 * rows, -1.0, np.abs(x[:, 0])).astype("float32")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": list(x), "y": label}), path, row_group_size=1000)
+    with pytest.raises(ValueError, match="loss masked_mean of column 'y' is no mean"):
+        estimator(masked_mean, 2, tmp_path / "store").fit_on_parquet(path=str(path))
+
+
+@pytest.mark.parametrize("kind", [LocalBackend, SparkBackend, RayBackend])
+def test_a_job_of_one_process_that_may_grow_is_tried_as_several(kind, data, tmp_path):
+    backend = kind(1, max_num_proc=2)
+    assert (backend.num_processes(), backend.max_processes()) == (1, 2)
+    grows = estimator(contrastive, 1, tmp_path)
+    grows.setBackend(LocalBackend(1, max_num_proc=2))
+    with pytest.raises(ValueError, match="loss contrastive of column 'y' is no mean"):
+        grows.fit_on_parquet(path=data)
+
+
 def test_a_sum_of_ones_own_is_refused_with_the_option_that_is_right(data, tmp_path):
     def total(output, label):
         return (output - label).square().sum()
@@ -138,6 +161,47 @@ def test_a_batch_of_ignored_labels_has_a_sum_and_a_count_of_zero_and_no_gradient
     assert not output.grad.any()
 
 
-def test_a_loss_that_is_not_torchs_has_no_count():
-    with pytest.raises(TypeError, match="contrastive is no loss of torch"):
-        hvd.loss_sum_and_count(contrastive, torch.ones(2, 2), torch.ones(2))
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [(contrastive, "contrastive"), (nn.CTCLoss(), "CTCLoss"), (lambda *rows: rows, "<lambda>")],
+)
+def test_a_loss_whose_divisor_is_unknown_is_refused_by_name(loss, name):
+    with pytest.raises(TypeError, match=f"what divides the mean of {name} is unknown"):
+        hvd.loss_sum_and_count(loss, torch.ones(2, 2), torch.ones(2))
+
+
+def test_an_ignored_label_above_all_classes_is_no_class_of_prepared_data(tmp_path):
+    rows = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")
+    label = np.where(np.arange(ROWS) % 3 == 1, 255, np.arange(ROWS) % 2).astype("uint8")
+    table = pa.table({"x": list(rows), "y": label})
+    prepared = prepare_data(table, tmp_path / "data", feature_cols=["x"], label_cols=["y"])
+    network = nn.Linear(2, 2)
+    known = {"feature_cols": ["x"], "label_cols": ["y"], "verbose": 0, "store": str(tmp_path)}
+    for ignored, loss in (
+        (255, nn.CrossEntropyLoss(ignore_index=255)),
+        (255, functools.partial(functional.cross_entropy, ignore_index=255)),
+        (-100, nn.CrossEntropyLoss()),
+    ):
+        backend = StandingGang(1)
+        fit = TorchEstimator(
+            model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.01), loss=loss,
+            batch_size=4, backend=backend, **known,
+        ).fit_on_parquet  # fmt: skip
+        if ignored == 255:
+            assert fit(path=prepared.train_url).getHistory()[0]["train"]["loss"] > 0
+        else:
+            with pytest.raises(ValueError, match="'y' holds class 255"):
+                fit(path=prepared.train_url)
+        backend.close()
+
+
+def test_a_count_of_more_than_one_number_is_refused(data, tmp_path):
+    class Masked(nn.Module):
+        def forward(self, output, label):
+            return masked_mean(output, label)
+
+        def label_count(self, label):
+            return label >= 0
+
+    with pytest.raises(ValueError, match=r"label_count of the loss Masked must return one number"):
+        estimator(Masked(), 2, tmp_path).fit_on_parquet(path=data)

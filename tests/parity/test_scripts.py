@@ -17,10 +17,11 @@ BATCH_ROWS = 6
 STEPS = 4
 
 
-def batches():
+def batches(more=0):
+    """Returns steps of equally many rows; `more` rows are a last step of their own."""
     draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(BATCH_ROWS * STEPS, 3, generator=draw)
-    labels = torch.arange(BATCH_ROWS * STEPS) // 2 % 3
+    rows = torch.randn(BATCH_ROWS * STEPS + more, 3, generator=draw)
+    labels = torch.arange(BATCH_ROWS * STEPS + more) // 2 % 3
     labels[::4] = -100
     return list(zip(rows.split(BATCH_ROWS), labels.split(BATCH_ROWS), strict=True))
 
@@ -51,13 +52,17 @@ def train_with(kind):
             optimizer = hvd.DistributedOptimizer(
                 optimizer, named_parameters=model.named_parameters()
             )
-        for rows, labels in batches():
-            optimizer.zero_grad()
+        for rows, labels in batches(more=kind == "join"):
             own = slice(hvd.rank(), None, hvd.size())
+            if not len(rows[own]):
+                break
+            optimizer.zero_grad()
             total, count = hvd.loss_sum_and_count(criterion, called(rows[own]), labels[own])
             count = hvd.allreduce(count, op=hvd.Sum, name="count")
             (total * hvd.size() / count.clamp(min=1e-9)).backward()
             optimizer.step()
+        if kind == "join":
+            hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
         if kind == "DistributedDataParallel":
             dist.destroy_process_group()
         return torch.cat([one.detach().ravel() for one in model.parameters()]).tolist()
@@ -66,11 +71,11 @@ def train_with(kind):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("kind", ["DistributedOptimizer", "DistributedDataParallel"])
+@pytest.mark.parametrize("kind", ["DistributedOptimizer", "DistributedDataParallel", "join"])
 def test_a_script_with_sums_and_counts_trains_what_one_process_trains(kind, size, gangs):
     model, criterion = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for rows, labels in batches():
+    for rows, labels in batches(more=kind == "join"):
         optimizer.zero_grad()
         criterion(model(rows), labels).backward()
         optimizer.step()

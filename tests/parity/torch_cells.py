@@ -27,7 +27,7 @@ class LossCase:
     Attributes:
         make: makes the loss.
         label: kind of label: `number`, `vector`, `sign`, `bit`, `share`, `shares`, `class`,
-            `class_or_ignored`, `classes`.
+            `class_as_float`, `class_or_ignored`, `classes`.
         activation: what the model ends with.
         width: outputs of the model.
         reduction: `loss_reduction` of the fit.
@@ -56,6 +56,23 @@ class MaskedError(nn.Module):
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         mask = (label >= 0).float()
         return ((output - label) ** 2 * mask).sum() / mask.sum()
+
+    def label_count(self, label: torch.Tensor) -> torch.Tensor:
+        return (label >= 0).sum()
+
+
+class MaskedSquares(nn.Module):
+    """The same with a reduction, so that rows can have weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduction = "mean"
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        errors = (output - label) ** 2 * (label >= 0)
+        if self.reduction == "none":
+            return errors
+        return errors.sum() / (self.label_count(label) if self.reduction == "mean" else 1)
 
     def label_count(self, label: torch.Tensor) -> torch.Tensor:
         return (label >= 0).sum()
@@ -133,13 +150,25 @@ LOSSES = {
         "class_or_ignored",
         width=CLASSES,
     ),
+    "ce partial of floats": LossCase(
+        lambda: functools.partial(functional.cross_entropy, ignore_index=1),
+        "class_as_float",
+        width=CLASSES,
+    ),
+    "ce weight of zero smoothed": LossCase(
+        lambda: CE(weight=torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.2),
+        "class",
+        width=CLASSES,
+    ),
     "nll": LossCase(nn.NLLLoss, "class", _log_softmax, CLASSES),
     "nll weight ignored": LossCase(
         lambda: nn.NLLLoss(weight=_weights()), "class_or_ignored", _log_softmax, CLASSES
     ),
     "multi margin": LossCase(lambda: nn.MultiMarginLoss(weight=_weights()), "class", width=CLASSES),
+    "multi-label margin": LossCase(nn.MultiLabelMarginLoss, "targets", width=CLASSES),
     "multi-label soft margin": LossCase(nn.MultiLabelSoftMarginLoss, "bits", width=CLASSES),
     "own masked": LossCase(MaskedError, own=True),
+    "own masked with reduction": LossCase(MaskedSquares),
     "own tags": LossCase(
         TagLoss, "tags", lambda output: output.reshape(-1, CLASSES, 2), 6, own=True
     ),

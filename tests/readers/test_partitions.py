@@ -11,9 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from tests.single.training import Here
 
 from farandole._native import reader
 from farandole.data import ParquetLoader, frame_loader, prepare_data
+from farandole.data.datasets import open_dataset
+from farandole.spark.common.data.existing_data import ExistingDataPaths
+from farandole.spark.torch import TorchEstimator
 
 WORDS = [
     "1",
@@ -63,6 +68,39 @@ def test_readers_agree_about_any_two_directories(pair, tmp_path):
         assert batch["k"].dtype == (object if dtype == "utf8" else dtype), name
         expected = [numbers[dtype](value.replace("%3A", ":")) for value in pair]
         assert batch["k"].tolist() == expected, name
+
+
+class WordModel(torch.nn.Module):
+    """One number for each word."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 1)
+
+    def forward(self, words):
+        return self.table(words[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("types", "words"), [(None, ["1"]), ({"k": "string"}, ["01", "1"]), ({"k": "int16"}, ["1"])]
+)
+def test_fit_on_parquet_takes_types_of_directories(types, words, tmp_path):
+    place = hive_directory(tmp_path / "rows", ["01", "1"])
+    model = WordModel()
+    estimator = TorchEstimator(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda output, label: ((output - label) ** 2).mean(), feature_cols=["k"],
+        label_cols=["i"], batch_size=2, epochs=1, verbose=0, backend=Here(),
+        store=str(tmp_path / "store"), categories=["k"],
+    )  # fmt: skip
+    fitted = estimator.fit_on_parquet(path=str(place), val_path=str(place), types=types)
+    assert sorted(map(str, fitted.getCategories()["k"])) == words
+    with pytest.raises(ValueError, match="types needs path"):
+        estimator.fit_on_parquet(types={"k": "string"})
+    if types is not None:
+        paths = ExistingDataPaths.from_paths(str(place), None, None, types)
+        dtypes = {one.name: one.dtype for one in open_dataset(str(place), paths.types).columns}
+        assert dtypes["k"] == {"string": "utf8"}.get(types["k"], types["k"])
 
 
 def test_types_of_directories_can_be_given(tmp_path):

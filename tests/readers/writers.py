@@ -20,7 +20,13 @@ def _arrow_writer(**options: object) -> Writer:
     return write
 
 
+def _innermost_type(kind: pa.DataType) -> pa.DataType:
+    return _innermost_type(kind.value_type) if pa.types.is_list(kind) else kind
+
+
 def _write_with_polars(table: pa.Table, path: Path) -> None:
+    if any(pa.types.is_decimal256(_innermost_type(field.type)) for field in table.schema):
+        raise ValueError("polars has no decimals of 256 bits, and ends with a panic")
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame)
     frame.write_parquet(path)

@@ -9,6 +9,7 @@ from farandole.runner.limits import (
     spark_start_timeout_seconds,
     start_timeout_seconds,
 )
+from farandole.stores import checkpoint_signatures
 
 READERS = {
     "START_TIMEOUT": start_timeout_seconds,
@@ -41,3 +42,17 @@ def test_no_duration_is_an_error_with_the_name(monkeypatch, text):
     monkeypatch.setenv("FARANDOLE_START_TIMEOUT", text)
     with pytest.raises(ValueError, match="FARANDOLE_START_TIMEOUT"):
         start_timeout_seconds(None)
+
+
+def test_no_time_at_all_is_an_error_with_the_name(monkeypatch):
+    monkeypatch.setenv("FARANDOLE_ELASTIC_TIMEOUT", "0")
+    with pytest.raises(ValueError, match="FARANDOLE_ELASTIC_TIMEOUT"):
+        elastic_timeout_seconds(None)
+
+
+def test_each_character_of_a_secret_counts(monkeypatch):
+    keys = set()
+    for secret in ("secret", "secret ", " secret", "secret\n"):
+        monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
+        keys.add(checkpoint_signatures.run_key("run"))
+    assert len(keys) == 4

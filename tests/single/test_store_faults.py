@@ -5,6 +5,7 @@ tried.
 """
 
 import contextlib
+import re
 import shutil
 import socket
 import subprocess
@@ -164,6 +165,42 @@ def test_an_answer_that_breaks_off_is_an_error(faults):
     assert seconds < BOUND
 
 
+LOGGED_USES = {
+    "store": """
+from farandole.spark.common import Store
+options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here"}
+use = lambda: Store.create("s3://bucket/503", storage_options=options).read("s3://bucket/503/x")
+""",
+    "loader": """
+from farandole.data import ParquetLoader
+options = {"endpoint_url": f"http://127.0.0.1:{port}", "anon": "true", "region_name": "here"}
+use = lambda: ParquetLoader("s3://bucket/503/x", 10, storage_options=options)
+""",
+}
+LOGGED = """
+import sys, threading
+import farandole, farandole.data
+assert threading.active_count() == 1, threading.enumerate()
+port = sys.argv[1]
+{use}
+try:
+    use()
+except OSError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("use", LOGGED_USES)
+def test_a_busy_service_is_logged_without_further_ado(use, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
+    with service() as server:
+        program = LOGGED.replace("{use}", LOGGED_USES[use])
+        command = [sys.executable, "-c", program, str(server.server_address[1])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert re.search("WARNING farandole.*s3://bucket does not serve requests.*503", done.stderr)
+
+
 HOLDING = """
 import json, sys, time
 from farandole.data.prepared_directories import PreparedDirectory
@@ -185,7 +222,10 @@ def test_a_process_whose_store_is_gone_ends_all_the_same(tmp_path, way):
         command = [sys.executable, "-c", HOLDING, str(port), str(tmp_path / "begun")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         ended = time.time()
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        # The service is named, and nothing else is said.
+        for line in done.stderr.splitlines():
+            assert re.search("WARNING farandole.*s3://bucket", line), done.stderr
         assert ended - float((tmp_path / "begun").read_text()) < 10, (
             "two seconds, and what a busy machine adds"
         )

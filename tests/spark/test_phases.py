@@ -69,7 +69,7 @@ def killing(batches):
     yield from batches
 
 marker = os.getcwd() + "/killed-while-preparing"
-original = gang._GangRun.take
+original = gang._GangRun.handle_event
 limit = float(os.environ["EXECUTORS_WITHIN"])
 until_executors(2, limit)
 print("answer", json.dumps({"weights": fit("undisturbed", True)}), flush=True)
@@ -77,9 +77,9 @@ for line in sys.stdin:
     phase, warm = json.loads(line)
     until_executors(2, limit)
     before, saboteur = set(executors()), Saboteur(phase)
-    gang._GangRun.take = lambda self, event: saboteur(self, event)
+    gang._GangRun.handle_event = lambda self, event: saboteur(self, event)
     weights = fit(phase, warm, frame.mapInArrow(killing, frame.schema) if phase == "prepare" else frame)
-    gang._GangRun.take = original
+    gang._GangRun.handle_event = original
     killed = os.path.exists(marker) if phase == "prepare" else saboteur.done
     lost = sorted(before - set(executors()))
     print("answer", json.dumps({"weights": weights, "killed": killed, "lost": lost}), flush=True)

@@ -16,6 +16,7 @@ import farandole.spark
 from farandole.spark.common import LocalStore
 from farandole.spark.common.backend import LocalBackend
 from farandole.spark.job.spill import MAX_INLINE_PICKLE_BYTES, TaskSpill
+from farandole.stores.run_names import SPILL_DIRECTORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
@@ -40,15 +41,15 @@ def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave
         import os
 
         rank = int(os.environ["RANK"])
-        folder = [entry for entry in os.scandir(f"{home}/runs") if entry.name.startswith("spill-")]
-        carried = sum(entry.stat().st_size for entry in os.scandir(folder[0].path))
+        (folder,) = (entry for entry in os.scandir(f"{home}/runs/{spills}") if entry.is_dir())
+        carried = sum(entry.stat().st_size for entry in os.scandir(folder.path))
         return (
             (bytes([rank]) * (MAX_INLINE_PICKLE_BYTES + 1) if rank else "small"),
             len(ballast),
             carried,
         )
 
-    home = str(tmp_path)
+    home, spills = str(tmp_path), SPILL_DIRECTORY
     small, large = farandole.spark.run(work, num_proc=2, store=LocalStore(home))
     assert small[0] == "small"
     assert large[0] == b"\1" * (MAX_INLINE_PICKLE_BYTES + 1)

@@ -186,7 +186,7 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
     assert read(place, spark) == {"weights": b"x" * (rows << 20)}
     monkeypatch.setenv(module.SAVED_BYTES_VARIABLE, "much")
     with pytest.raises(
-        ValueError, match=f"{module.SAVED_BYTES_VARIABLE} is a number of bytes: 'much'"
+        ValueError, match=f"{module.SAVED_BYTES_VARIABLE} must be a whole number.*: much"
     ):
         read(place, spark)
 

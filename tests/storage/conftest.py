@@ -136,6 +136,7 @@ class Hadoop:
 
     def __init__(self, process, place):
         self._process = process
+        self.pid = process.pid
         self.place = place
         self.configuration = str(place / "client")
         self.environment = {"HADOOP_CONF_DIR": self.configuration}

@@ -13,6 +13,18 @@ from http.server import BaseHTTPRequestHandler
 
 TROUBLES = ("busy", "refused", "reset", "silent", "trickle", "lost")
 """`lost`: the service carries the request out, and its answer does not arrive."""
+_REFUSALS = {
+    "busy": (
+        503,
+        "Slow Down",
+        b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>",
+    ),
+    "expired": (
+        403,
+        "Forbidden",
+        b"<Error><Code>ExpiredToken</Code><Message>The token has expired</Message></Error>",
+    ),
+}
 _CHUNK = 64 << 10
 
 
@@ -159,11 +171,9 @@ class _Handler(BaseHTTPRequestHandler):
             reset(self.connection)
             return
         body = self._read_body()
-        if trouble == "busy":
-            text = (
-                b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
-            )
-            self.send_response(503, "Slow Down")
+        if trouble in _REFUSALS:
+            status, reason, text = _REFUSALS[trouble]
+            self.send_response(status, reason)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             if self.command != "HEAD":

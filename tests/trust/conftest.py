@@ -7,5 +7,6 @@ survives losses.
 from __future__ import annotations
 
 from tests.spark.conftest import spark
+from tests.storage.conftest import azure_options, gcs_options, hdfs, prefix, s3_options
 
-__all__ = ["spark"]
+__all__ = ["azure_options", "gcs_options", "hdfs", "prefix", "s3_options", "spark"]

@@ -209,7 +209,7 @@ def test_a_loader_uses_the_options_of_a_store_of_this_process(monkeypatch):
     monkeypatch.setattr(StorageOptions, "apply", lambda self: applied.append(repr(self)))
     from farandole.data import loader
 
-    monkeypatch.setattr(loader.ParquetLoader, "_open_dataset", lambda *_: 1 / 0)
+    monkeypatch.setattr(loader, "find_table", lambda *_: 1 / 0)
     for url, count in (("s3://in-a-loader/x/data", 1), ("s3://in-a-loader/xy", 0)):
         applied.clear()
         with pytest.raises(ZeroDivisionError):

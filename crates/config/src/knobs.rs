@@ -6,7 +6,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::value::{CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange};
+use crate::value::{
+    AnyKnobValue, CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange,
+};
 use crate::{FARANDOLE_PREFIX, HOROVOD_PREFIX, environment_variable};
 
 /// A row of the registry.
@@ -58,6 +60,23 @@ macro_rules! knobs {
         ];
 
         impl Config {
+            /// Reads one knob, by its name without a prefix; `None` if there is no such knob.
+            ///
+            /// # Errors
+            /// A value that does not parse or is outside of the limits.
+            pub fn read_knob(
+                name: &str,
+                lookup: impl Fn(&str) -> Option<String>,
+            ) -> Result<Option<AnyKnobValue>, KnobError> {
+                let none = BTreeMap::new();
+                Ok(match name {
+                    $( $name => Some(
+                        read_knob::<$type>(stringify!($key), $name, $default, &lookup, &none)?.into_any(),
+                    ), )+
+                    _ => None,
+                })
+            }
+
             /// Reads every knob: `lookup` maps a full variable name to its value, `arguments` map
             /// keys to values and win.
             ///
@@ -205,8 +224,9 @@ knobs! {
     /// With `auto` they do so in notebooks, in Spark's tuners, and for `LocalBackend`. Read by the
     /// driver.
     warm_workers: String = "auto", "WARM_WORKERS", None, false;
-    /// Time after which such a server ends if it has no work. Read by the driver, in seconds.
-    warm_idle: Duration = "120", "WARM_IDLE_SECONDS", None, false;
+    /// Time after which such a server ends if it has no work. Default: 120 s, and 600 s for servers
+    /// that Spark's plugin starts before the first job. Read by the driver.
+    warm_idle: Option<Duration> = "", "WARM_IDLE_SECONDS", None, false;
     /// Elastic training: the smallest number of processes. With fewer, the job waits for more.
     /// Setting it makes the job elastic. Default in an elastic job: the number of processes.
     min_num_proc: Option<u32> = "", "MIN_NUM_PROC", Some("--min-num-proc"), false;
@@ -341,6 +361,24 @@ knobs! {
     log_level: LogLevel = "warning", "LOG_LEVEL", Some("--log-level"), true;
     /// Omits the time at the beginning of lines that the engine writes to stderr.
     log_hide_time: bool = "0", "LOG_HIDE_TIME", None, true;
+    /// Whether files of a store may be unpickled, which runs their code. Not set: refused when a
+    /// run continues, allowed with a warning in `load(path)`. The option `allow_pickle` has
+    /// priority.
+    allow_pickle: Option<bool> = "", "ALLOW_PICKLE", None, false;
+    /// Secret with which the driver signs the checkpoints of its runs. With it, a run continues
+    /// only from checkpoints that a holder of the secret wrote. Never printed, and not forwarded:
+    /// workers get a key for their run from the driver.
+    store_secret: String = "", "STORE_SECRET", None, false;
+    /// Bytes that the rows of a saved estimator or model may take in memory, if that is more than
+    /// the limit that the size of its files gives.
+    saved_bytes: u64 = "0", "SAVED_BYTES", None, false;
+    /// Directory that stands for `/dbfs` outside of Databricks.
+    dbfs_root: String = "", "DBFS_ROOT", None, false;
+    /// Chooses the GPU of a worker by its local rank even if Spark has assigned one.
+    spark_use_local_rank_gpu_index: bool = "0", "SPARK_USE_LOCAL_RANK_GPU_INDEX", None, false;
+    /// Consent to tf.data's service on a network: it has no authentication, and its workers run the
+    /// functions that they receive.
+    tf_data_open_to_the_network: bool = "0", "TF_DATA_OPEN_TO_THE_NETWORK", None, false;
 }
 
 impl Config {

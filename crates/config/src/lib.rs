@@ -12,7 +12,8 @@
 //! argument ──────────┐
 //! FARANDOLE_X ───────┤
 //! HOROVOD_X ─────────┼─> KNOBS: name, alias, flag, type ── parse ──> Config: the value of each knob, or an error
-//! default of a knob ─┘      └─> docs/reference/configuration.md, flags of `farandole run`
+//! default of a knob ─┘      ├─> docs/reference/configuration.md, flags of `farandole run`
+//!                           └─> python/farandole/_variables.py, with JOB_VARIABLES
 //! ```
 //!
 //! Invariants:
@@ -20,11 +21,15 @@
 //! - `C-2`: a value that does not parse is an error naming the variable and the value, never a
 //!   silent default.
 
+mod job_variables;
 mod knobs;
 mod value;
 
+pub use job_variables::{JOB_VARIABLES, JobVariable};
 pub use knobs::{Config, KNOBS, KnobDefinition};
-pub use value::{CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange};
+pub use value::{
+    AnyKnobValue, CooldownRange, GradientConvention, KnobError, KnobValue, LogLevel, PortRange,
+};
 
 /// Prefix of our variables.
 pub const FARANDOLE_PREFIX: &str = "FARANDOLE_";

@@ -80,6 +80,21 @@ impl LogLevel {
     }
 }
 
+/// The value of a knob of any type, for other languages.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AnyKnobValue {
+    /// No value was given, and the knob has no default.
+    Unset,
+    /// A boolean.
+    Boolean(bool),
+    /// A number, or a number of bytes.
+    Integer(u64),
+    /// A duration, in seconds.
+    Seconds(f64),
+    /// Text, and values that have their own form of text.
+    Text(String),
+}
+
 /// A type that a knob can have.
 pub trait KnobValue: Sized {
     /// The accepted values, for messages and the reference page.
@@ -90,6 +105,8 @@ pub trait KnobValue: Sized {
     fn as_duration(&self) -> Option<Duration> {
         None
     }
+    /// Returns the value as one of any type.
+    fn into_any(self) -> AnyKnobValue;
 }
 
 impl KnobValue for bool {
@@ -101,6 +118,20 @@ impl KnobValue for bool {
             // Horovod reads any integer above zero as true.
             other => other.parse::<i64>().ok().map(|number| number > 0),
         }
+    }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Boolean(self)
+    }
+}
+
+impl KnobValue for Option<bool> {
+    const EXPECTED_FORMAT: &'static str =
+        "a boolean (1, 0, true, false, yes, no, on, off), or nothing";
+    fn parse_text(text: &str) -> Option<Self> {
+        if text.is_empty() { Some(None) } else { bool::parse_text(text).map(Some) }
+    }
+    fn into_any(self) -> AnyKnobValue {
+        self.map_or(AnyKnobValue::Unset, AnyKnobValue::Boolean)
     }
 }
 
@@ -120,12 +151,18 @@ impl KnobValue for u64 {
         };
         digits.parse::<u64>().ok()?.checked_mul(factor)
     }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Integer(self)
+    }
 }
 
 impl KnobValue for Option<u32> {
     const EXPECTED_FORMAT: &'static str = "a whole number, or nothing";
     fn parse_text(text: &str) -> Option<Self> {
         if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
+    }
+    fn into_any(self) -> AnyKnobValue {
+        self.map_or(AnyKnobValue::Unset, |number| AnyKnobValue::Integer(number.into()))
     }
 }
 
@@ -137,6 +174,9 @@ impl KnobValue for CooldownRange {
         let (least, most): (u64, u64) = (least.trim().parse().ok()?, most.trim().parse().ok()?);
         let holds = (1..=most).contains(&least) && most <= 3600;
         holds.then(|| Self { least: Duration::from_secs(least), most: Duration::from_secs(most) })
+    }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Text(format!("{} {}", self.least.as_secs(), self.most.as_secs()))
     }
 }
 
@@ -159,12 +199,31 @@ impl KnobValue for Duration {
     fn as_duration(&self) -> Option<Duration> {
         Some(*self)
     }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Seconds(self.as_secs_f64())
+    }
+}
+
+impl KnobValue for Option<Duration> {
+    const EXPECTED_FORMAT: &'static str = Duration::EXPECTED_FORMAT;
+    fn parse_text(text: &str) -> Option<Self> {
+        if text.is_empty() { Some(None) } else { Duration::parse_text(text).map(Some) }
+    }
+    fn as_duration(&self) -> Option<Duration> {
+        *self
+    }
+    fn into_any(self) -> AnyKnobValue {
+        self.map_or(AnyKnobValue::Unset, KnobValue::into_any)
+    }
 }
 
 impl KnobValue for String {
     const EXPECTED_FORMAT: &'static str = "text";
     fn parse_text(text: &str) -> Option<Self> {
         Some(text.to_owned())
+    }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Text(self)
     }
 }
 
@@ -177,12 +236,22 @@ impl KnobValue for GradientConvention {
             _ => None,
         }
     }
+    fn into_any(self) -> AnyKnobValue {
+        let text = match self {
+            Self::Farandole => "farandole",
+            Self::Horovod => "horovod",
+        };
+        AnyKnobValue::Text(text.to_owned())
+    }
 }
 
 impl KnobValue for LogLevel {
     const EXPECTED_FORMAT: &'static str = "trace, debug, info, warning, error or fatal";
     fn parse_text(text: &str) -> Option<Self> {
         Self::ALL_LEVELS.into_iter().find(|level| level.as_str().eq_ignore_ascii_case(text))
+    }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Text(self.as_str().to_ascii_lowercase())
     }
 }
 
@@ -192,6 +261,9 @@ impl KnobValue for PortRange {
         let (first, last) = text.split_once('-').unwrap_or((text, text));
         let range = Self { first: first.trim().parse().ok()?, last: last.trim().parse().ok()? };
         (range.first <= range.last && (range.first != 0 || range.last == 0)).then_some(range)
+    }
+    fn into_any(self) -> AnyKnobValue {
+        AnyKnobValue::Text(format!("{}-{}", self.first, self.last))
     }
 }
 

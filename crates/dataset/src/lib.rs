@@ -48,6 +48,8 @@
 
 #![forbid(unsafe_code)]
 
+mod deleted_rows;
+mod directory_values;
 mod element;
 mod error;
 mod exact_values;
@@ -55,6 +57,11 @@ mod manifest;
 mod plan;
 mod rng;
 
+pub use deleted_rows::DeletedRows;
+pub use directory_values::{
+    FileValues, WrongDirectoryValue, is_partition_column, known_values, partition_columns,
+    partition_element, partition_values,
+};
 pub use element::ElementType;
 pub use error::{Error, Result};
 pub use exact_values::{

@@ -3,19 +3,23 @@
 
 //! The manifest: the description of a directory of Parquet files.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::deleted_rows::DeletedRows;
 use crate::element::ElementType;
 use crate::error::{Error, Result};
 
 /// File name of the manifest in its directory.
 pub const MANIFEST_FILE_NAME: &str = "_manifest.json";
 
-/// Newest format that this version writes and reads.
-pub const MANIFEST_FORMAT_VERSION: u32 = 1;
+/// Newest format that this version writes and reads. Format 2 has files of tables: columns that are
+/// called otherwise in a file, or that it lacks, and deleted rows. A manifest without them is of
+/// format 1, which earlier versions read, too.
+pub const MANIFEST_FORMAT_VERSION: u32 = 2;
 
 /// Returns the checksum of a column chunk: the low 32 bits of its xxh3.
 pub fn chunk_checksum(chunk: &[u8]) -> u32 {
@@ -138,6 +142,16 @@ pub struct DataFile {
     /// of Hive's directories.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub values: BTreeMap<String, String>,
+    /// Names in the file of columns that are called otherwise there.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub names: BTreeMap<String, String>,
+    /// Columns that the file lacks, and that are null in all its rows.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub absent: BTreeSet<String>,
+    /// Deleted rows of each row group; empty if the file has none. They are not among the rows of
+    /// `groups`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub deleted: Vec<DeletedRows>,
 }
 
 impl DataFile {
@@ -153,7 +167,22 @@ impl DataFile {
             groups,
             chunks: Vec::new(),
             values: BTreeMap::new(),
+            names: BTreeMap::new(),
+            absent: BTreeSet::new(),
+            deleted: Vec::new(),
         }
+    }
+
+    /// Returns the stored rows that are some living rows of a row group, as ascending ranges.
+    pub fn stored_ranges(&self, group: usize, living: Range<u64>) -> Vec<Range<u64>> {
+        match self.deleted.get(group) {
+            Some(deleted) => deleted.stored_ranges(living),
+            None => vec![living],
+        }
+    }
+
+    fn is_of_table(&self) -> bool {
+        !(self.names.is_empty() && self.absent.is_empty() && self.deleted.is_empty())
     }
 }
 
@@ -183,15 +212,8 @@ impl Manifest {
     pub fn new(fingerprint: String, columns: Vec<ManifestColumn>, files: Vec<DataFile>) -> Self {
         let rows = files.iter().map(|file| file.rows).sum();
         let bytes = files.iter().map(|file| file.bytes).sum();
-        Self {
-            format: MANIFEST_FORMAT_VERSION,
-            fingerprint,
-            base: None,
-            rows,
-            bytes,
-            columns,
-            files,
-        }
+        let format = if files.iter().any(DataFile::is_of_table) { 2 } else { 1 };
+        Self { format, fingerprint, base: None, rows, bytes, columns, files }
     }
 
     /// Builds the manifest of files that were not prepared. Its fingerprint is a hash of the data
@@ -258,6 +280,15 @@ impl Manifest {
                     file.path
                 ));
             }
+            if !file.deleted.is_empty() && file.deleted.len() != file.groups.len() {
+                return wrong(format!(
+                    "deleted rows of other row groups than there are: {}",
+                    file.path
+                ));
+            }
+            if file.deleted.iter().any(|deleted| deleted.count().is_none()) {
+                return wrong(format!("more than 2^64 deleted rows: {}", file.path));
+            }
             if file.groups.iter().any(|group| group.rows > u64::from(u32::MAX)) {
                 return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
             }
@@ -323,6 +354,25 @@ mod tests {
     }
 
     #[test]
+    fn files_of_tables_need_a_newer_reader() {
+        let plain = manifest();
+        assert_eq!(plain.format, 1);
+        let mut file = plain.files[0].clone();
+        file.deleted = vec![DeletedRows::from_positions([0, 3]), DeletedRows::default()];
+        file.names = BTreeMap::from([("x".into(), "col-1".into())]);
+        let made = Manifest::new("f".into(), plain.columns, vec![file]);
+        assert_eq!(made.format, 2);
+        assert_eq!(Manifest::parse_json(made.to_json().unwrap().as_bytes()).unwrap(), made);
+        assert_eq!(made.files[0].stored_ranges(0, 0..2), vec![1..3; 1]);
+        assert_eq!(made.files[0].stored_ranges(1, 0..1), vec![0..1; 1]);
+        let other = made.to_json().unwrap();
+        assert!(
+            !plain.files[0].is_of_table() && other.contains("\"deleted\":[[0,1,2,1],[]]"),
+            "{other}"
+        );
+    }
+
+    #[test]
     fn times_have_a_recorded_unit() {
         let mut old = manifest();
         for (source, unit, is_other) in [
@@ -357,6 +407,10 @@ mod tests {
         assert!(broken(|m| m.format = 9).contains("format 9"));
         assert!(
             broken(|m| drop(m.files[0].chunks.pop())).contains("checksums of other row groups")
+        );
+        assert!(
+            broken(|m| m.files[0].deleted = vec![DeletedRows::from_positions([1])])
+                .contains("deleted rows of other row groups")
         );
         assert!(broken(|m| m.columns[0].shape = vec![u64::MAX, 2]).contains("past all bounds: x"));
         assert!(Manifest::parse_json(b"{}").is_err());

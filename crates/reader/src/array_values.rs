@@ -18,12 +18,11 @@ use crate::fill::null_fill_bytes;
 use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 
-/// Returns the values of an array as elements of the column. The array begins at row `first_row` of
-/// its row group, and `time` is the rule of dates and times.
+/// Returns the values of an array as elements of the column; `time` is the rule of dates and times.
 pub(crate) fn convert_array(
     array: &ArrayRef,
     selected: &SelectedColumn,
-    (time, first_row): (Option<TimeRule>, u64),
+    time: Option<TimeRule>,
     origin: &ValueOrigin<'_>,
 ) -> Result<Buffer> {
     let field = &selected.field;
@@ -38,7 +37,7 @@ pub(crate) fn convert_array(
     };
     let bytes = if let Some(rule) = time {
         let stored = cast(array, &DataType::Int64).map_err(arrow_error)?;
-        convert_times(stored.as_primitive(), rule, first_row, origin)?
+        convert_times(stored.as_primitive(), rule, origin)?
     } else if field.element == ElementType::Bool && field.shape.is_empty() {
         Buffer::from_iter(array.as_boolean().values().iter().map(u8::from))
     } else if let Some(floats) = decimals_as_floats(array) {
@@ -76,14 +75,13 @@ pub(crate) fn convert_array(
 fn convert_times(
     stored: &PrimitiveArray<Int64Type>,
     rule: TimeRule,
-    first_row: u64,
     origin: &ValueOrigin<'_>,
 ) -> Result<Buffer> {
     let convert = |(row, value): (usize, Option<i64>)| {
         // The value of a null is arbitrary, and may not be a time.
         value
             .map_or(Ok(0), |value| rule.convert(value))
-            .map_err(|reason| origin.unrepresentable_error(first_row + row as u64, reason))
+            .map_err(|reason| origin.unrepresentable_error(row, reason))
     };
     Ok(Buffer::from_vec(stored.iter().enumerate().map(convert).collect::<Result<Vec<i64>>>()?))
 }
@@ -119,4 +117,27 @@ pub(crate) fn wide_decimal_float64(unscaled: i256, scale: i32) -> f64 {
         || parse_decimal_float64(&unscaled.to_string(), scale),
         |unscaled| nearest_float64(unscaled, scale),
     )
+}
+
+/// Returns one value repeated `rows` times; `None` if the element cannot represent it.
+pub(crate) fn repeat_value(value: &str, element: ElementType, rows: usize) -> Option<Buffer> {
+    macro_rules! repeat {
+        ($kind:ty) => {
+            Buffer::from_vec(vec![value.parse::<$kind>().ok()?; rows])
+        };
+    }
+    Some(match element {
+        ElementType::Bool => Buffer::from_vec(vec![u8::from(value.parse::<bool>().ok()?); rows]),
+        ElementType::Int8 => repeat!(i8),
+        ElementType::Int16 => repeat!(i16),
+        ElementType::Int32 => repeat!(i32),
+        ElementType::Int64 => repeat!(i64),
+        ElementType::UInt8 => repeat!(u8),
+        ElementType::UInt16 => repeat!(u16),
+        ElementType::UInt32 => repeat!(u32),
+        ElementType::UInt64 => repeat!(u64),
+        ElementType::Float32 => repeat!(f32),
+        ElementType::Float64 => repeat!(f64),
+        ElementType::Utf8 | ElementType::Binary => return None,
+    })
 }

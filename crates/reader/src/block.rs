@@ -166,8 +166,14 @@ impl BlockDecoder<'_> {
         let files = &self.dataset.manifest().files;
         let path = files.get(part.file).map_or("", |file| &file.path);
         let file = self.dataset.store().display_path(path);
-        let origin = ValueOrigin { file: &file, group: part.group, column: &column.field.name };
-        let row = part.rows.start + (at / column.field.elements_per_row().max(1)) as u64;
+        let stored = self.dataset.stored_ranges(part);
+        let origin = ValueOrigin {
+            file: &file,
+            group: part.group,
+            column: &column.field.name,
+            stored_rows: &stored,
+        };
+        let row = at / column.field.elements_per_row().max(1);
         let reason = format!("{value} is not in the range of {}", to.numpy_name());
         Err(origin.unrepresentable_error(row, reason))
     }

@@ -4,10 +4,12 @@
 //! An opened directory of Parquet files.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use farandole_dataset::{
-    DataFile, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn, RowGroup,
+    DataFile, ElementType, FileValues, LaneLayout, MANIFEST_FILE_NAME, Manifest, ManifestColumn,
+    PlanPart, RowGroup, known_values, partition_columns, partition_values,
 };
 use farandole_store::{FileEntry, Store};
 use parking_lot::Mutex;
@@ -19,10 +21,9 @@ use crate::chunk_verification::VerifiedChunks;
 use crate::column::BatchField;
 use crate::error::{Error, Result};
 use crate::footer::{self, FileFooter};
-use crate::hive::{self, FileValues};
 use crate::pages::{PageIndex, PageLookupError, find_pages};
 use crate::schema::file_columns;
-use crate::table_rules::TableRules;
+use crate::table_columns::{TableColumn, TableFile, TableSchema, split_deleted_rows};
 
 /// Locks for look-ups in files: file `i` uses lock `i % LOOKUP_LOCK_STRIPES`.
 const LOOKUP_LOCK_STRIPES: usize = 32;
@@ -70,14 +71,17 @@ impl ParquetDataset {
     /// rows, an unfinished preparation, or a table format whose log decides which files are
     /// current.
     pub fn open_directory(url: &str) -> Result<Self> {
-        Self::open_directory_with_rules(url, &TableRules::default())
+        Self::open_directory_with_types(url, &BTreeMap::new())
     }
 
     /// Like [`ParquetDataset::open_directory`], with types of the values in names of directories.
     ///
     /// # Errors
     /// Like [`ParquetDataset::open_directory`]; values that are not of their type.
-    pub fn open_directory_with_rules(url: &str, rules: &TableRules) -> Result<Self> {
+    pub fn open_directory_with_types(
+        url: &str,
+        types: &BTreeMap<String, ElementType>,
+    ) -> Result<Self> {
         let store = Store::open(url)?;
         let found = match store.read(MANIFEST_FILE_NAME) {
             Ok(text) => Some(Manifest::parse_json(&text)?),
@@ -86,7 +90,7 @@ impl ParquetDataset {
         };
         let dataset = match found {
             Some(manifest) => Self::from_manifest(store, manifest)?,
-            None => Self::from_unprepared_directory(store, rules)?,
+            None => Self::from_unprepared_directory(store, types)?,
         };
         if dataset.manifest.rows == 0 {
             return Err(Error::NoRows { url: dataset.url() });
@@ -94,15 +98,15 @@ impl ParquetDataset {
         Ok(dataset)
     }
 
-    /// Opens some files below a directory. Each file comes with the values of columns that it does
-    /// not contain, or that its directory decides. `rules` has the facts of the table's schema.
+    /// Opens some files below a directory. Each file comes with the values of columns that its
+    /// directory decides. `types` has types of such columns.
     ///
     /// # Errors
     /// Like [`ParquetDataset::open_directory`]; values or files that contradict the schema.
     pub fn open_files(
         url: &str,
         files: Vec<(String, FileValues)>,
-        rules: &TableRules,
+        types: &BTreeMap<String, ElementType>,
     ) -> Result<Self> {
         let store = Store::open(url)?;
         let mut entries = Vec::with_capacity(files.len());
@@ -111,7 +115,7 @@ impl ParquetDataset {
             entries.push(FileEntry { bytes: store.size(&path)?, modified: None, path });
             values.push(columns);
         }
-        let dataset = Self::from_entries(store, entries, values, rules)?;
+        let dataset = Self::from_entries(store, entries, values, types)?;
         if dataset.manifest.rows == 0 {
             Err(Error::NoRows { url: dataset.url() })
         } else {
@@ -144,7 +148,10 @@ impl ParquetDataset {
     }
 
     /// Opens all Parquet files of a directory that was not prepared.
-    fn from_unprepared_directory(store: Store, rules: &TableRules) -> Result<Self> {
+    fn from_unprepared_directory(
+        store: Store,
+        types: &BTreeMap<String, ElementType>,
+    ) -> Result<Self> {
         // `_a=1` is a partition of a column whose name begins so.
         let is_hidden =
             |part: &str| part.starts_with('.') || (part.starts_with('_') && !part.contains('='));
@@ -167,15 +174,15 @@ impl ParquetDataset {
             return Err(Error::Table { kind: "Iceberg", url: store.url() });
         }
         entries.retain(|entry| entry.path.ends_with(".parquet") && !hidden(&entry.path));
-        let values = entries.iter().map(|entry| hive::partition_values(&entry.path)).collect();
-        Self::from_entries(store, entries, values, rules)
+        let values = entries.iter().map(|entry| partition_values(&entry.path)).collect();
+        Self::from_entries(store, entries, values, types)
     }
 
     fn from_entries(
         store: Store,
         entries: Vec<FileEntry>,
         values: Vec<FileValues>,
-        rules: &TableRules,
+        types: &BTreeMap<String, ElementType>,
     ) -> Result<Self> {
         if entries.is_empty() {
             let url = store.url();
@@ -188,7 +195,7 @@ impl ParquetDataset {
         let footers = load_footers(&store, &entries)?;
         let partitions: BTreeSet<&str> =
             values.iter().flat_map(BTreeMap::keys).map(String::as_str).collect();
-        if let Some(name) = rules.types.keys().find(|name| !partitions.contains(name.as_str())) {
+        if let Some(name) = types.keys().find(|name| !partitions.contains(name.as_str())) {
             let reason = "only columns of names of directories can get a type".to_owned();
             return Err(Error::Unreadable { column: name.clone(), reason });
         }
@@ -199,7 +206,6 @@ impl ParquetDataset {
             let mut here = file_columns(footer);
             let path = store.display_path(&entry.path);
             check_unique_names(&here, &path)?;
-            rules.check_field_ids(footer, &path)?;
             // The names of directories decide, as in Spark and DuckDB.
             here.retain(|(column, _)| !partitions.contains(column.name.as_str()));
             let lacks = |name: &&&str| !values.contains_key(**name);
@@ -220,11 +226,66 @@ impl ParquetDataset {
             .map(|(entry, footer)| describe_data_file(entry, footer, &columns))
             .collect();
         for (file, values) in files.iter_mut().zip(&values) {
-            file.values = hive::known_values(values);
+            file.values = known_values(values);
         }
-        let display_path = |path: &str| store.display_path(path);
-        let partitions = hive::partition_columns(&files, &partitions, &rules.types, display_path)?;
+        let partitions = partition_columns(&files, &partitions, types).map_err(|wrong| {
+            Error::ColumnChanged {
+                column: wrong.column,
+                file: store.display_path(&wrong.file),
+                found: wrong.found,
+                expected: wrong.expected.numpy_name().to_owned(),
+            }
+        })?;
         columns.extend(partitions.into_iter().map(|column| (column, None)));
+        Self::from_description(store, columns, disputed, files, footers)
+    }
+
+    /// Opens files of a Delta or Iceberg table below a directory, with the columns of the table.
+    ///
+    /// # Errors
+    /// Files that cannot be read or that contradict the table; no living rows.
+    pub fn open_table(url: &str, files: &[TableFile], columns: Vec<TableColumn>) -> Result<Self> {
+        let store = Store::open(url)?;
+        let entry = |file: &TableFile| {
+            let bytes = store.size(&file.path)?;
+            Ok(FileEntry { bytes, modified: None, path: file.path.clone() })
+        };
+        let entries = files.iter().map(entry).collect::<Result<Vec<_>>>()?;
+        if entries.is_empty() {
+            return Err(Error::NoRows { url: store.url() });
+        }
+        let footers = load_footers(&store, &entries)?;
+        let mut schema = TableSchema::new(columns);
+        let mut described = Vec::with_capacity(files.len());
+        for ((file, entry), footer) in files.iter().zip(entries).zip(&footers) {
+            let path = store.display_path(&file.path);
+            check_unique_names(&file_columns(footer), &path)?;
+            let data = describe_data_file(entry, footer, &[]);
+            let (living, deleted) = split_deleted_rows(data.groups, &file.deleted, &path)?;
+            let mut data = DataFile { deleted, ..DataFile::new(data.path, data.bytes, living) };
+            schema.add_file(file, footer, &mut data, &path)?;
+            described.push(data);
+        }
+        let disputed = std::mem::take(&mut schema.disputed);
+        let columns = schema.into_columns();
+        let fixed = fixed_row_bytes(columns.iter().map(|(column, _)| column));
+        for group in described.iter_mut().flat_map(|data| &mut data.groups) {
+            group.bytes = group.bytes.max(group.rows.saturating_mul(fixed));
+        }
+        let dataset = Self::from_description(store, columns, disputed, described, footers)?;
+        if dataset.manifest.rows == 0 {
+            return Err(Error::NoRows { url: dataset.url() });
+        }
+        Ok(dataset)
+    }
+
+    fn from_description(
+        store: Store,
+        columns: Vec<(ManifestColumn, Option<String>)>,
+        disputed: Vec<String>,
+        files: Vec<DataFile>,
+        footers: Vec<FileFooter>,
+    ) -> Result<Self> {
         let unreadable = columns
             .iter()
             .filter_map(|(column, reason)| Some((column.name.clone(), reason.clone()?)))
@@ -245,6 +306,19 @@ impl ParquetDataset {
             pages: Mutex::default(),
             lookup_locks: Default::default(),
         })
+    }
+
+    /// Returns the rows of a part's row group that are the rows of the part, as ascending ranges.
+    pub(crate) fn stored_ranges(&self, part: &PlanPart) -> Vec<Range<u64>> {
+        let file = self.manifest.files.get(part.file);
+        file.map_or_else(Vec::new, |file| file.stored_ranges(part.group, part.rows.clone()))
+    }
+
+    /// Returns the number of rows from the first to the last row of a part in its row group.
+    pub(crate) fn stored_row_span(&self, part: &PlanPart) -> u64 {
+        let ranges = self.stored_ranges(part);
+        let ends = ranges.first().zip(ranges.last());
+        ends.map_or(0, |(first, last)| last.end - first.start)
     }
 
     /// Writes a manifest to the directory `at`. This data set stays where it is; with the manifest,

@@ -8,24 +8,24 @@ use std::sync::Arc;
 
 use arrow::array::BinaryViewArray;
 use arrow::datatypes::DataType;
-use farandole_dataset::{DataFile, PlanPart};
+use farandole_dataset::{DataFile, DeletedRows, PlanPart, is_partition_column};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::RowGroupMetaData;
 
+use crate::array_values::repeat_value;
 use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::ParquetDataset;
 use crate::error::{Error, Result};
 use crate::fill::{null_fill_bytes, replace_nans};
 use crate::footer::{FetchedRanges, FileFooter, chunk_range};
-use crate::hive;
 use crate::pages::{
     ChunkDecodeError, ChunkRequest, DecodeScratch, LevelLayout, PageIndex, ValueStorage,
     decode_chunk, needed_ranges,
 };
 use crate::parquet_library::{self, LibraryChunk};
 use crate::pool::as_values_mut;
-use crate::schema::{element_and_list, page_storage, single_leaf};
+use crate::schema::{element_and_list, is_promotable, page_storage, single_leaf};
 use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 use crate::variable_length;
@@ -56,6 +56,11 @@ pub(crate) struct DecodePlan {
     decodings: Vec<ColumnDecoding>,
     /// Byte ranges for each column.
     ranges: Vec<Vec<Range<u64>>>,
+    /// Rows of the row group that are the rows of the part, as ascending ranges. Between them are
+    /// deleted rows.
+    stored_rows: Vec<Range<u64>>,
+    /// Whether each column has microseconds in batches; files may have dates.
+    has_microseconds: Vec<bool>,
     /// Most decoded bytes of a page.
     max_page_bytes: usize,
 }
@@ -75,27 +80,41 @@ impl DecodePlan {
         let footer = dataset.file_footer(part.file)?;
         let file = dataset.store().display_path(&data.path);
         let group = checked_row_group(&footer, data, part, &file)?;
-        let whole = part.rows.start == 0
-            && part.rows.end >= u64::try_from(group.num_rows()).unwrap_or_default();
+        let stored_rows = data.stored_ranges(part.group, part.rows.clone());
+        let span = row_span(&stored_rows);
+        let whole =
+            span.start == 0 && span.end >= u64::try_from(group.num_rows()).unwrap_or_default();
+        let unit = |column: &SelectedColumn| {
+            let column = dataset.manifest().find_column(&column.field.name).ok()?;
+            column.unit.as_deref()
+        };
+        let has_microseconds =
+            selected.iter().map(|column| unit(column) == Some("microseconds")).collect();
         let mut recipe = Self {
             decodings: Vec::new(),
             ranges: Vec::new(),
             footer: Arc::clone(&footer),
             file,
             max_page_bytes: most,
+            stored_rows,
+            has_microseconds,
         };
-        for column in selected {
+        for (index, column) in selected.iter().enumerate() {
             let field = &column.field;
             let way = match data.values.get(&field.name) {
                 Some(value) => ColumnDecoding::Value(value.clone()),
+                None if data.absent.contains(&field.name) => ColumnDecoding::Nulls,
                 None if dataset
                     .manifest()
                     .find_column(&field.name)
-                    .is_ok_and(hive::is_partition_column) =>
+                    .is_ok_and(is_partition_column) =>
                 {
                     ColumnDecoding::Nulls
                 }
-                None => locate_column(&footer, field, &recipe.file)?,
+                None => {
+                    let name = data.names.get(&field.name).unwrap_or(&field.name);
+                    recipe.locate_column(name, field, index)?
+                }
             };
             let (way, needed) = match way {
                 ColumnDecoding::Pages { leaf, stored, levels, time, .. } if !whole => {
@@ -105,10 +124,7 @@ impl DecodePlan {
                         levels.length as u64,
                     )?;
                     let per_row = levels.length as u64;
-                    let needed = needed_ranges(
-                        &spots,
-                        &(part.rows.start * per_row..part.rows.end * per_row),
-                    );
+                    let needed = needed_ranges(&spots, &(span.start * per_row..span.end * per_row));
                     let spots = Some(spots);
                     (ColumnDecoding::Pages { leaf, stored, levels, spots, time }, needed)
                 }
@@ -157,7 +173,7 @@ impl DecodePlan {
     ) -> Result<()> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let field = &selected.field;
-        let origin = ValueOrigin { file: &self.file, group: part.group, column: &field.name };
+        let origin = self.value_origin(part, selected);
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
         let Some(way) = self.decodings.get(index) else { return Err(Error::Ended) };
         let get = |ranges: &[Range<u64>]| match fetched {
@@ -166,10 +182,11 @@ impl DecodePlan {
         };
         let group = checked_row_group(&self.footer, data, part, &self.file)?;
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
+        let span = row_span(&self.stored_rows);
         let mut nulls = 0;
         let leaf = match way {
             ColumnDecoding::Value(value) => {
-                let values = hive::repeat_value(value, field.element, rows).ok_or_else(|| {
+                let values = repeat_value(value, field.element, rows).ok_or_else(|| {
                     Error::ColumnChanged {
                         column: field.name.clone(),
                         file: self.file.clone(),
@@ -179,6 +196,10 @@ impl DecodePlan {
                 })?;
                 copy_all_bytes(&values, out, &origin)?;
                 None
+            }
+            // A fill replaces numbers, not whole lists.
+            ColumnDecoding::Nulls if !field.shape.is_empty() => {
+                return Err(origin.nulls_error(rows));
             }
             ColumnDecoding::Nulls => {
                 nulls = rows;
@@ -200,7 +221,7 @@ impl DecodePlan {
                     compression: meta.compression(),
                     bytes: chunk_range(meta),
                     total: usize::try_from(meta.num_values()).unwrap_or_default(),
-                    wanted: count(part.rows.start)..count(part.rows.end),
+                    wanted: count(span.start)..count(span.end),
                     stored: *stored,
                     levels: *levels,
                     page_index: spots.as_deref(),
@@ -209,18 +230,33 @@ impl DecodePlan {
                 };
                 let fetch =
                     |at| bytes.slice_from(at, None).map_err(|source| origin.parquet_error(source));
-                if out.len() != rows.saturating_mul(per_row).saturating_mul(stored.value_width()) {
-                    let expected =
-                        rows.saturating_mul(per_row).saturating_mul(stored.value_width());
+                let width = per_row.saturating_mul(stored.value_width());
+                let expected = rows.saturating_mul(width);
+                if out.len() != expected {
                     return Err(origin.length_error(expected, out.len()));
                 }
-                match decode_chunk(&chunk, fetch, bench, out) {
-                    // Fills are numbers of batches already, so values are converted one by one.
-                    Ok(found) if found > 0 && time.is_some() => Some(*leaf),
+                let has_gaps = self.stored_rows.len() > 1;
+                let decoded = if has_gaps {
+                    let mut all = vec![0; count_rows(span.end - span.start).saturating_mul(width)];
+                    decode_chunk(&chunk, fetch, bench, &mut all).and_then(|found| {
+                        copy_ranges(&all, &self.stored_rows, width, out).map(|()| found)
+                    })
+                } else {
+                    decode_chunk(&chunk, fetch, bench, &mut *out)
+                };
+                match decoded {
+                    // Fills are numbers of batches already, and nulls may be in deleted rows, so
+                    // values are converted one by one.
+                    Ok(found)
+                        if found > 0
+                            && (time.is_some() || (has_gaps && selected.fill.is_none())) =>
+                    {
+                        Some(*leaf)
+                    }
                     Ok(found) => {
                         nulls = found;
                         if let Some(rule) = time {
-                            convert_times(*rule, out, (part.rows.start, per_row), &origin)?;
+                            convert_times(*rule, out, per_row, &origin)?;
                         }
                         None
                     }
@@ -245,7 +281,7 @@ impl DecodePlan {
                 FetchedRanges::new(dataset.store(), &data.path, &chunk, data.bytes)?
             };
             verify_chunk(dataset, data, &self.file, part, (leaf, &chunk, &bytes))?;
-            let source = self.parquet_library_chunk(bytes, leaf, part, &origin);
+            let source = self.parquet_library_chunk(bytes, (leaf, index), part, &origin);
             let values = parquet_library::read_column(source, selected)?;
             copy_all_bytes(&values, out, &origin)?;
         }
@@ -263,7 +299,7 @@ impl DecodePlan {
     fn parquet_library_chunk<'a>(
         &'a self,
         fetched: FetchedRanges,
-        leaf: usize,
+        (leaf, index): (usize, usize),
         part: &'a PlanPart,
         origin: &'a ValueOrigin<'a>,
     ) -> LibraryChunk<'a> {
@@ -274,6 +310,7 @@ impl DecodePlan {
             part,
             most: self.max_page_bytes,
             origin,
+            time: self.time_rule(leaf, index),
         }
     }
 
@@ -290,8 +327,7 @@ impl DecodePlan {
         fetched: Option<&FetchedRanges>,
     ) -> Result<variable_length::VariableLengthValues> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
-        let origin =
-            ValueOrigin { file: &self.file, group: part.group, column: &selected.field.name };
+        let origin = self.value_origin(part, selected);
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
         let stored = match self.decodings.get(index) {
             Some(ColumnDecoding::Value(value)) => {
@@ -305,9 +341,12 @@ impl DecodePlan {
                     None => FetchedRanges::new(dataset.store(), &data.path, own, data.bytes)?,
                 };
                 verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
-                parquet_library::read_variable_length(
-                    self.parquet_library_chunk(bytes, *leaf, part, &origin),
-                )?
+                parquet_library::read_variable_length(self.parquet_library_chunk(
+                    bytes,
+                    (*leaf, index),
+                    part,
+                    &origin,
+                ))?
             }
             Some(ColumnDecoding::Nulls) => {
                 let rows = part.rows.end - part.rows.start;
@@ -351,18 +390,48 @@ fn copy_all_bytes(values: &[u8], out: &mut [u8], origin: &ValueOrigin<'_>) -> Re
     Ok(())
 }
 
-/// Converts stored dates or times in place; the first value is of row `first`, and every row has
-/// `per_row` values.
+/// Returns the range from the first row to the last one.
+pub(crate) fn row_span(ranges: &[Range<u64>]) -> Range<u64> {
+    let ends = ranges.first().zip(ranges.last());
+    ends.map_or(0..0, |(first, last)| first.start..last.end)
+}
+
+fn count_rows(rows: u64) -> usize {
+    usize::try_from(rows).unwrap_or(usize::MAX)
+}
+
+/// Copies the rows of `ranges` from `all`, which has the rows of their span.
+fn copy_ranges(
+    all: &[u8],
+    ranges: &[Range<u64>],
+    width: usize,
+    out: &mut [u8],
+) -> std::result::Result<(), ChunkDecodeError> {
+    let first = row_span(ranges).start;
+    let mut done = 0;
+    for range in ranges {
+        let [start, end] = [range.start, range.end].map(|row| count_rows(row - first) * width);
+        let slots = out.get_mut(done..done + (end - start));
+        let (Some(rows), Some(slots)) = (all.get(start..end), slots) else {
+            return Err(ChunkDecodeError::Broken("rows that are not in the chunk".to_owned()));
+        };
+        slots.copy_from_slice(rows);
+        done += end - start;
+    }
+    Ok(())
+}
+
+/// Converts stored dates or times in place; every row has `per_row` values.
 fn convert_times(
     rule: TimeRule,
     out: &mut [u8],
-    (first, per_row): (u64, usize),
+    per_row: usize,
     origin: &ValueOrigin<'_>,
 ) -> Result<()> {
     for (at, value) in as_values_mut::<i64>(out).iter_mut().enumerate() {
-        *value = rule.convert(*value).map_err(|reason| {
-            origin.unrepresentable_error(first + (at / per_row.max(1)) as u64, reason)
-        })?;
+        *value = rule
+            .convert(*value)
+            .map_err(|reason| origin.unrepresentable_error(at / per_row.max(1), reason))?;
     }
     Ok(())
 }
@@ -376,7 +445,9 @@ fn checked_row_group<'a>(
 ) -> Result<&'a RowGroupMetaData> {
     let group = footer.metadata().row_groups().get(part.group);
     let found = group.map_or(0, |group| u64::try_from(group.num_rows()).unwrap_or_default());
-    let expected = data.groups.get(part.group).map_or(0, |group| group.rows);
+    let deleted = data.deleted.get(part.group).map_or(Some(0), DeletedRows::count);
+    let living = data.groups.get(part.group).map_or(0, |group| group.rows);
+    let expected = living.saturating_add(deleted.unwrap_or(u64::MAX));
     match group {
         Some(group) if found == expected => Ok(group),
         _ => Err(Error::RowCountChanged {
@@ -388,38 +459,68 @@ fn checked_row_group<'a>(
     }
 }
 
-/// Finds a column in a file, and checks that its type matches the data set's description.
-fn locate_column(footer: &FileFooter, field: &BatchField, file: &str) -> Result<ColumnDecoding> {
-    let missing = || Error::Missing { column: field.name.clone(), file: file.to_owned() };
-    let (root, found) = footer.schema().column_with_name(&field.name).ok_or_else(missing)?;
-    let kind = found.data_type();
-    let changed = || Error::ColumnChanged {
-        column: field.name.clone(),
-        file: file.to_owned(),
-        found: kind.to_string(),
-        expected: format!("{} of shape {:?}", field.element.numpy_name(), field.shape),
-    };
-    let leaf = single_leaf(footer, root).ok_or_else(changed)?;
-    let packed = matches!(kind, DataType::FixedSizeBinary(width)
-        if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.row_width()));
-    let same = match (element_and_list(kind), kind) {
-        (_, DataType::FixedSizeBinary(_)) if !field.shape.is_empty() => packed,
-        (Some((element, list)), _) => element == field.element && list != field.shape.is_empty(),
-        (None, _) => false,
-    };
-    if !same {
-        return Err(changed());
+impl DecodePlan {
+    fn value_origin<'a>(&'a self, part: &PlanPart, column: &'a SelectedColumn) -> ValueOrigin<'a> {
+        ValueOrigin {
+            file: &self.file,
+            group: part.group,
+            column: &column.field.name,
+            stored_rows: &self.stored_rows,
+        }
     }
-    Ok(match page_storage(footer, kind, leaf, field) {
-        Some((stored, levels)) => ColumnDecoding::Pages {
-            leaf,
-            stored,
-            levels,
-            spots: None,
-            time: footer.time_rule(leaf).filter(|rule| !rule.is_identity()),
-        },
-        None => ColumnDecoding::Library { leaf },
-    })
+
+    /// Returns the rule of dates and times of a leaf, for column number `index`.
+    fn time_rule(&self, leaf: usize, index: usize) -> Option<TimeRule> {
+        let rule = self.footer.time_rule(leaf)?;
+        let to_microseconds = self.has_microseconds.get(index).copied().unwrap_or_default();
+        Some(if to_microseconds { rule.into_microseconds() } else { rule })
+    }
+
+    /// Finds column number `index` in the file, where it is called `name`, and checks that its type
+    /// matches the data set's description.
+    fn locate_column(
+        &self,
+        name: &str,
+        field: &BatchField,
+        index: usize,
+    ) -> Result<ColumnDecoding> {
+        let (footer, file) = (&*self.footer, &self.file);
+        let missing = || Error::Missing { column: field.name.clone(), file: file.clone() };
+        let (root, found) = footer.schema().column_with_name(name).ok_or_else(missing)?;
+        let kind = found.data_type();
+        let changed = || Error::ColumnChanged {
+            column: field.name.clone(),
+            file: file.clone(),
+            found: kind.to_string(),
+            expected: format!("{} of shape {:?}", field.element.numpy_name(), field.shape),
+        };
+        let leaf = single_leaf(footer, root).ok_or_else(changed)?;
+        let packed = matches!(kind, DataType::FixedSizeBinary(width)
+            if !field.shape.is_empty() && usize::try_from(*width) == Ok(field.row_width()));
+        let time = self.time_rule(leaf, index);
+        let (same, is_promoted) = match (element_and_list(kind), kind) {
+            (_, DataType::FixedSizeBinary(_)) if !field.shape.is_empty() => (packed, false),
+            (Some((element, list)), _) => {
+                let is_promoted = is_promotable(element, field.element) && time.is_none();
+                let same = element == field.element || is_promoted;
+                (same && list != field.shape.is_empty(), is_promoted)
+            }
+            (None, _) => (false, false),
+        };
+        if !same {
+            return Err(changed());
+        }
+        Ok(match page_storage(footer, kind, leaf, field).filter(|_| !is_promoted) {
+            Some((stored, levels)) => ColumnDecoding::Pages {
+                leaf,
+                stored,
+                levels,
+                spots: None,
+                time: time.filter(|rule| !rule.is_identity()),
+            },
+            None => ColumnDecoding::Library { leaf },
+        })
+    }
 }
 
 #[cfg(test)]
@@ -428,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_buffer_of_another_length_is_an_error() {
-        let origin = ValueOrigin { file: "a.parquet", group: 3, column: "c" };
+        let origin = ValueOrigin { file: "a.parquet", group: 3, column: "c", stored_rows: &[] };
         let mut out = [0; 8];
         copy_all_bytes(&[7; 8], &mut out, &origin).unwrap();
         assert_eq!(out, [7; 8]);

@@ -235,7 +235,8 @@ impl EpochSetup {
         let fetched = group.map_or(0, |group| group.bytes.saturating_mul(rows) / group.rows.max(1));
         let widest =
             self.selected.iter().map(|column| column.field.row_width()).max().unwrap_or(0) as u64;
-        let column = widest.saturating_mul(rows);
+        // Deleted rows between the rows of the part are decoded, too.
+        let column = widest.saturating_mul(self.dataset.stored_row_span(part));
         // One column at a time is loaded: its stored bytes, and its values before they are
         // shuffled.
         let besides = if self.dataset.store().is_remote() {

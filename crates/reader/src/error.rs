@@ -143,20 +143,24 @@ pub enum Error {
         /// The file.
         file: String,
     },
-    /// A column whose name belonged to another column of its table when the file was written.
+    /// A file of a table whose columns are found by number, and that has none.
     #[error(
-        "column {column} is number {expected} of the table, and {file} has number {found} of that \
-         name: the column was renamed or added again; prepare_data reads the table by numbers"
+        "{file} has no numbers of columns, and its table has no names for such files \
+         (schema.name-mapping.default): its columns cannot be found"
     )]
-    OtherColumn {
-        /// The column.
-        column: String,
+    NoFieldIds {
         /// The file.
         file: String,
-        /// The number in the file.
-        found: i32,
-        /// The number in the table.
-        expected: i32,
+    },
+    /// A deleted row that the file does not have.
+    #[error("row {row} of {file} is deleted, and the file has {rows} rows: the table is damaged")]
+    DeletedBeyondEnd {
+        /// The file.
+        file: String,
+        /// The row.
+        row: u64,
+        /// Rows of the file.
+        rows: u64,
     },
     /// A column that is in the directories of some files, and in other files themselves.
     #[error(
@@ -358,7 +362,8 @@ impl Error {
             | Self::Ragged { .. }
             | Self::Unrepresentable { .. }
             | Self::SometimesPartition { .. }
-            | Self::OtherColumn { .. }
+            | Self::NoFieldIds { .. }
+            | Self::DeletedBeyondEnd { .. }
             | Self::Arrow { .. }
             | Self::Cast { .. }
             | Self::Budget { .. }

@@ -11,10 +11,10 @@ use std::sync::Arc;
 
 use arrow::buffer::Buffer;
 use arrow::datatypes::{ArrowNativeType, ArrowPrimitiveType, DataType, Float16Type, i256};
-use farandole_dataset::{PlanPart, int96_microseconds, nearest_float64};
+use farandole_dataset::{ElementType, PlanPart, int96_microseconds, nearest_float64};
 use parquet::arrow::arrow_reader::ArrowReaderMetadata;
 use parquet::column::reader::{ColumnReader, ColumnReaderImpl, get_column_reader};
-use parquet::data_type::DataType as ParquetType;
+use parquet::data_type::{DataType as ParquetType, Int32Type};
 use parquet::errors::ParquetError;
 use parquet::file::serialized_reader::SerializedPageReader;
 use parquet::schema::types::ColumnDescriptor;
@@ -25,6 +25,7 @@ use crate::error::{Error, Result};
 use crate::fill::null_fill_bytes;
 use crate::footer::FetchedRanges;
 use crate::pool::PlainValue;
+use crate::schema::{element_type, is_promotable};
 use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 
@@ -52,7 +53,7 @@ pub(crate) fn read_leaf(
     request: &LeafRequest<'_>,
     kind: &DataType,
 ) -> Result<Buffer> {
-    let LeafRequest { leaf, part, origin, time, .. } = *request;
+    let LeafRequest { leaf, part, origin, time, selected } = *request;
     let Some(group) = footer.metadata().row_groups().get(part.group) else {
         return Err(Error::Ended);
     };
@@ -65,7 +66,18 @@ pub(crate) fn read_leaf(
     let column = &*footer.parquet_schema().column(leaf);
     let times = |stored: i64| time.map_or(Ok(stored), |rule| rule.convert(stored));
     let reader = get_column_reader(footer.parquet_schema().column(leaf), Box::new(pages));
+    let promoted = element_type(kind).filter(|_| time.is_none());
+    let promoted = promoted.filter(|from| is_promotable(*from, selected.field.element));
     match (reader, kind) {
+        (ColumnReader::Int32ColumnReader(reader), _) if promoted.is_some() => {
+            promote_integers(reader, request, column)
+        }
+        (ColumnReader::Int64ColumnReader(reader), DataType::Int64) if promoted.is_some() => {
+            convert_leaf(reader, request, column, |value| Ok(nearest_float64((*value).into(), 0)))
+        }
+        (ColumnReader::FloatColumnReader(reader), _) if promoted.is_some() => {
+            convert_leaf(reader, request, column, |value| Ok(f64::from(*value)))
+        }
         (ColumnReader::BoolColumnReader(reader), DataType::Boolean) => {
             convert_leaf(reader, request, column, |value| Ok(u8::from(*value)))
         }
@@ -143,6 +155,22 @@ pub(crate) fn read_leaf(
     }
 }
 
+/// Reads integers of up to 32 bits into a column that its table has widened.
+fn promote_integers(
+    reader: ColumnReaderImpl<Int32Type>,
+    request: &LeafRequest<'_>,
+    column: &ColumnDescriptor,
+) -> Result<Buffer> {
+    match request.selected.field.element {
+        ElementType::Int16 => {
+            convert_leaf(reader, request, column, |value| narrow(*value, i16::try_from(*value)))
+        }
+        ElementType::Int32 => convert_leaf(reader, request, column, |value| Ok(*value)),
+        ElementType::Int64 => convert_leaf(reader, request, column, |value| Ok(i64::from(*value))),
+        _ => convert_leaf(reader, request, column, |value| Ok(f64::from(*value))),
+    }
+}
+
 fn narrow<T, E>(stored: i32, value: std::result::Result<T, E>) -> std::result::Result<T, String> {
     value.map_err(|_| format!("{stored} is not a value of the type that the file states"))
 }
@@ -181,7 +209,7 @@ fn convert_leaf<T: ParquetType, V: PlainValue + ArrowNativeType>(
     column: &ColumnDescriptor,
     convert: impl Fn(&T::T) -> std::result::Result<V, String>,
 ) -> Result<Buffer> {
-    let LeafRequest { selected, origin, part, .. } = *request;
+    let LeafRequest { selected, origin, .. } = *request;
     let length = selected.field.elements_per_row().max(1);
     if selected.field.element.byte_width() != Some(size_of::<V>()) {
         return Err(origin.length_error(size_of::<V>(), selected.field.row_width()));
@@ -207,9 +235,10 @@ fn convert_leaf<T: ParquetType, V: PlainValue + ArrowNativeType>(
             continue;
         }
         let Some(value) = next.next() else { return Err(Error::Ended) };
-        out.push(convert(value).map_err(|reason| {
-            origin.unrepresentable_error(part.rows.start + (entry / length) as u64, reason)
-        })?);
+        out.push(
+            convert(value)
+                .map_err(|reason| origin.unrepresentable_error(entry / length, reason))?,
+        );
     }
     Ok(Buffer::from_vec(out))
 }
@@ -223,30 +252,34 @@ fn read_entries<T: ParquetType>(
 ) -> Result<(Vec<T::T>, Vec<i16>)> {
     let LeafRequest { part, selected, origin, .. } = *request;
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
-    let (skip, rows) = (count(part.rows.start), count(part.rows.end - part.rows.start));
+    let rows = count(part.rows.end - part.rows.start);
     let length = selected.field.elements_per_row();
     let mut values = Vec::with_capacity(rows.saturating_mul(length));
     let (mut defined, mut repeated) = (Vec::new(), Vec::new());
     let mut read = || {
-        let mut left = skip;
-        while left > 0 {
-            match reader.skip_records(left)? {
-                0 => return Err(ParquetError::EOF("fewer rows than announced".to_owned())),
-                skipped => left -= skipped.min(left),
+        let (mut at, too_few) = (0, || ParquetError::EOF("fewer rows than announced".to_owned()));
+        for range in origin.stored_rows {
+            let mut left = count(range.start - at);
+            while left > 0 {
+                match reader.skip_records(left)? {
+                    0 => return Err(too_few()),
+                    skipped => left -= skipped.min(left),
+                }
             }
-        }
-        let mut done = 0;
-        while done < rows {
-            let (records, ..) = reader.read_records(
-                rows - done,
-                Some(&mut defined),
-                Some(&mut repeated),
-                &mut values,
-            )?;
-            if records == 0 {
-                return Err(ParquetError::EOF("fewer rows than announced".to_owned()));
+            let mut left = count(range.end - range.start);
+            while left > 0 {
+                let (records, ..) = reader.read_records(
+                    left,
+                    Some(&mut defined),
+                    Some(&mut repeated),
+                    &mut values,
+                )?;
+                if records == 0 {
+                    return Err(too_few());
+                }
+                left -= records;
             }
-            done += records;
+            at = range.end;
         }
         Ok(())
     };

@@ -27,8 +27,9 @@
 //! error, hive, pool, column                          errors, memory, columns
 //! column_hints, time_rule                            types that only Arrow's schema states; times
 //! pages, footer, chunk_verification, fill            bytes of files, replacements
-//! padding, table_rules                               rows of one length, schemas of tables
+//! padding                                            rows of one length
 //! value_origin, schema, values, variable_length      origin of errors, types, copies of values
+//! table_columns                                      schemas and deleted rows of tables
 //! array_values, leaf_values, parquet_library         column chunks to values
 //! dataset, decode                                    a directory; parts of it to values
 //! batch, cache, block                                decoded data
@@ -50,6 +51,7 @@
 //!   column.
 //! - `RE-6`: a value is exact, rounded as the pages say, or an error that names file, row group,
 //!   row and column; a buffer of another length than its column is never copied.
+//! - `RE-7`: a row that its table has deleted never reaches a batch, and its values cause no error.
 
 #![forbid(unsafe_code)]
 
@@ -68,7 +70,6 @@ mod epoch_state;
 mod error;
 mod fill;
 mod footer;
-mod hive;
 mod leaf_values;
 mod padding;
 mod pages;
@@ -76,7 +77,7 @@ mod parquet_library;
 mod pool;
 mod reader;
 mod schema;
-mod table_rules;
+mod table_columns;
 mod time_rule;
 mod value_origin;
 mod values;
@@ -87,8 +88,8 @@ pub use column::BatchField;
 pub use dataset::ParquetDataset;
 pub use epoch::{EpochReader, NextBatch};
 pub use error::{Error, ReadFault, Result};
+pub use farandole_dataset::{FileValues, partition_element, partition_values};
 pub use fill::FillValue;
-pub use hive::{FileValues, partition_element, partition_values};
 pub use padding::RowPadding;
 pub use reader::{Reader, ReaderOptions};
-pub use table_rules::TableRules;
+pub use table_columns::{TableColumn, TableFile};

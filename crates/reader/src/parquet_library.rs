@@ -11,7 +11,9 @@ use arrow::compute::{cast, concat_batches};
 use arrow::datatypes::DataType;
 use farandole_dataset::PlanPart;
 use parquet::arrow::ProjectionMask;
-use parquet::arrow::arrow_reader::{ArrowReaderMetadata, ParquetRecordBatchReaderBuilder};
+use parquet::arrow::arrow_reader::{
+    ArrowReaderMetadata, ParquetRecordBatchReaderBuilder, RowSelection,
+};
 use parquet::basic::{Compression, Type};
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
@@ -23,7 +25,8 @@ use crate::error::{Error, Result};
 use crate::footer::{FetchedRanges, FileFooter, chunk_range, view_type};
 use crate::leaf_values::{LeafRequest, read_leaf};
 use crate::pages::{PageClaims, check_lengths, check_page_claims};
-use crate::schema::element_and_list;
+use crate::schema::{element_and_list, is_promotable};
+use crate::time_rule::TimeRule;
 use crate::value_origin::ValueOrigin;
 use crate::variable_length::VariableLengthValues;
 
@@ -45,6 +48,8 @@ pub(crate) struct LibraryChunk<'a> {
     /// Most decoded bytes of a page; see [`VARIABLE_LENGTH_LIMITS`].
     pub(crate) most: usize,
     pub(crate) origin: &'a ValueOrigin<'a>,
+    /// Rule of dates and times.
+    pub(crate) time: Option<TimeRule>,
 }
 
 /// Reads the rows of a part of a root column with a single leaf.
@@ -55,20 +60,23 @@ pub(crate) fn read_column(source: LibraryChunk<'_>, selected: &SelectedColumn) -
     let schema = source.footer.parquet_schema();
     let root = schema.get_column_root_idx(source.leaf);
     let kind = source.footer.schema().fields().get(root).map(|field| field.data_type());
-    let time = source.footer.time_rule(source.leaf);
-    let is_list = kind.and_then(element_and_list).is_some_and(|(_, list)| list);
+    let (element, is_list) = kind.and_then(element_and_list).unzip();
+    let is_promoted = element.is_some_and(|from| is_promotable(from, selected.field.element));
     source.check_claims()?;
-    if is_list || schema.column(source.leaf).physical_type() == Type::INT96 {
-        let LibraryChunk { footer, fetched, leaf, part, origin, .. } = source;
+    if is_list == Some(true)
+        || is_promoted
+        || schema.column(source.leaf).physical_type() == Type::INT96
+    {
+        let LibraryChunk { footer, fetched, leaf, part, origin, time, .. } = source;
         let request = LeafRequest { leaf, part, selected, origin, time };
         let kind = footer.value_type(root).ok_or(Error::Ended)?;
         return read_leaf(footer, &fetched, &request, &kind);
     }
-    let (origin, first_row) = (source.origin, source.part.rows.start);
+    let (origin, time) = (source.origin, source.time);
     let footer = ArrowReaderMetadata::clone(source.footer);
     let batch = read_flat(source, footer, MAX_ROWS_PER_DECODE, usize::MAX)?;
     let array = batch.columns().first().ok_or(Error::Ended)?;
-    convert_array(array, selected, (time, first_row), origin)
+    convert_array(array, selected, time, origin)
 }
 
 /// Reads the rows of a part of a root column of strings or bytes.
@@ -186,11 +194,16 @@ fn read_flat(
     let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(fetched, footer)
         .with_projection(projection)
         .with_row_groups(vec![part.group])
-        .with_offset(count(part.rows.start))
-        .with_limit(rows)
-        .with_batch_size(rows.min(once))
-        .build()
-        .map_err(fail)?;
+        .with_batch_size(rows.min(once));
+    let reader = match origin.stored_rows {
+        [range] => reader.with_offset(count(range.start)).with_limit(rows),
+        ranges => {
+            let ranges = ranges.iter().map(|range| count(range.start)..count(range.end));
+            let total = ranges.clone().next_back().map_or(0, |range| range.end);
+            reader.with_row_selection(RowSelection::from_consecutive_ranges(ranges, total))
+        }
+    };
+    let reader = reader.build().map_err(fail)?;
     let schema = arrow::array::RecordBatchReader::schema(&reader);
     let (mut batches, mut bytes) = (Vec::new(), 0_usize);
     for batch in reader {
@@ -319,7 +332,8 @@ mod tests {
         let footer = dataset.file_footer(0).unwrap();
         let part = part();
         let schema = |leaf: usize| {
-            let origin = ValueOrigin { file: "0.parquet", group: 0, column: "a" };
+            let stored_rows = std::slice::from_ref(&(500..510));
+            let origin = ValueOrigin { file: "0.parquet", group: 0, column: "a", stored_rows };
             let fetched = FetchedRanges::new(dataset.store(), "0.parquet", &[], 0).unwrap();
             let source = LibraryChunk {
                 footer: &footer,
@@ -328,6 +342,7 @@ mod tests {
                 part: &part,
                 most: BUDGET,
                 origin: &origin,
+                time: None,
             };
             Arc::clone(source.view_metadata().unwrap().unwrap().schema())
         };

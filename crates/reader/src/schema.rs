@@ -45,6 +45,20 @@ pub(crate) fn element_type(kind: &DataType) -> Option<ElementType> {
     })
 }
 
+/// Returns whether a table may have changed a column from one element type to another, so that
+/// older files keep the first. Each value has an equal one in the other type, or the nearest float
+/// of a decimal.
+pub(crate) fn is_promotable(from: ElementType, to: ElementType) -> bool {
+    use ElementType::{Float32, Float64, Int8, Int16, Int32, Int64};
+    matches!(
+        (from, to),
+        (Int8, Int16 | Int32 | Int64 | Float64)
+            | (Int16, Int32 | Int64 | Float64)
+            | (Int32, Int64 | Float64)
+            | (Int64 | Float32, Float64)
+    )
+}
+
 /// Returns the stored form of a column, if its pages are decoded here.
 pub(crate) fn page_storage(
     file: &ArrowReaderMetadata,
@@ -119,7 +133,8 @@ pub(crate) fn file_columns(file: &FileFooter) -> Vec<(ManifestColumn, Option<Str
         .collect()
 }
 
-fn describe_column(
+/// Returns a root column of a file, with the reason if no batch can contain it.
+pub(crate) fn describe_column(
     file: &FileFooter,
     root: usize,
     field: &arrow::datatypes::Field,

@@ -14,6 +14,9 @@ const FIRST_GREGORIAN_DAY: i64 = -141_427;
 /// zones.
 const FIRST_COMMON_MICROSECOND: i64 = -2_208_988_800_000_000;
 
+/// Microseconds of a day.
+const MICROSECONDS_PER_DAY: i64 = 86_400_000_000;
+
 /// Rule by which the stored number of a date or time becomes a number in batches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TimeRule {
@@ -21,6 +24,9 @@ pub(crate) struct TimeRule {
     unit: Option<TimeUnit>,
     /// Smallest number that has the same meaning in the calendar of the file's writer.
     earliest: i64,
+    /// Whether stored days become the microseconds of their midnights, because the table has made
+    /// times of its dates.
+    midnights: bool,
 }
 
 /// Returns a unit of Arrow.
@@ -49,20 +55,31 @@ impl TimeRule {
         let earliest = if old_times { FIRST_COMMON_MICROSECOND } else { i64::MIN };
         match kind {
             DataType::Date32 if calendar.has_old_dates => {
-                Some(Self { unit: None, earliest: FIRST_GREGORIAN_DAY })
+                Some(Self { unit: None, earliest: FIRST_GREGORIAN_DAY, midnights: false })
             }
-            DataType::Date32 | DataType::Date64 => Some(Self { unit: None, earliest: i64::MIN }),
+            DataType::Date32 | DataType::Date64 => {
+                Some(Self { unit: None, earliest: i64::MIN, midnights: false })
+            }
             DataType::Timestamp(unit, _)
             | DataType::Time32(unit)
             | DataType::Time64(unit)
-            | DataType::Duration(unit) => Some(Self { unit: Some(time_unit(*unit)), earliest }),
+            | DataType::Duration(unit) => {
+                Some(Self { unit: Some(time_unit(*unit)), earliest, midnights: false })
+            }
             _ => None,
         }
     }
 
+    /// Returns the rule for a column of microseconds: dates become their midnights.
+    pub(crate) fn into_microseconds(self) -> Self {
+        Self { midnights: self.unit.is_none(), ..self }
+    }
+
     /// Returns whether every stored number is the number in batches.
     pub(crate) fn is_identity(self) -> bool {
-        self.earliest == i64::MIN && matches!(self.unit, None | Some(TimeUnit::Microsecond))
+        !self.midnights
+            && self.earliest == i64::MIN
+            && matches!(self.unit, None | Some(TimeUnit::Microsecond))
     }
 
     /// Returns the number in batches.
@@ -75,7 +92,12 @@ impl TimeRule {
             let unit = self.unit.map_or("days", TimeUnit::plural_name);
             return Err(format!("{stored} {unit} are more microseconds than an int64 can hold"));
         };
-        self.check_calendar(value)
+        let value = self.check_calendar(value)?;
+        if !self.midnights {
+            return Ok(value);
+        }
+        let midnight = value.checked_mul(MICROSECONDS_PER_DAY);
+        midnight.ok_or_else(|| format!("{value} days are more microseconds than an int64 can hold"))
     }
 
     /// Checks that a number in batches does not depend on the calendar of the file's writer.
@@ -143,5 +165,10 @@ mod tests {
         let micros = TimeRule::of_column(&micros, Physical::INT64, SparkCalendar::default());
         assert!(micros.unwrap().is_identity());
         assert_eq!(TimeRule::of_column(&DataType::Int64, Physical::INT64, old), None);
+        let midnights = dates.into_microseconds();
+        assert_eq!(midnights.convert(-2), Ok(-172_800_000_000));
+        assert!(midnights.convert(1 << 40).unwrap_err().contains("days are more microseconds"));
+        assert!(midnights.convert(FIRST_GREGORIAN_DAY - 1).unwrap_err().contains("1582-10-15"));
+        assert!(!midnights.is_identity() && micros.unwrap().into_microseconds().is_identity());
     }
 }

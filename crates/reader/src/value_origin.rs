@@ -3,6 +3,8 @@
 
 //! Origin of values for error messages: file, row group and column.
 
+use std::ops::Range;
+
 use parquet::errors::ParquetError;
 
 use crate::error::Error;
@@ -14,6 +16,8 @@ pub(crate) struct ValueOrigin<'a> {
     pub(crate) file: &'a str,
     pub(crate) group: usize,
     pub(crate) column: &'a str,
+    /// The rows of the row group that were read, as ascending ranges.
+    pub(crate) stored_rows: &'a [Range<u64>],
 }
 
 impl ValueOrigin<'_> {
@@ -40,7 +44,16 @@ impl ValueOrigin<'_> {
         Error::PartialValue { column, bytes, width, group: self.group, file }
     }
 
-    pub(crate) fn unrepresentable_error(&self, row: u64, reason: String) -> Error {
+    /// Returns the error of row number `index` of the rows that were read.
+    pub(crate) fn unrepresentable_error(&self, index: usize, reason: String) -> Error {
+        let index = index as u64;
+        let mut before = 0;
+        let row = self.stored_rows.iter().find_map(|rows| {
+            let row = rows.start + (index - before);
+            before += rows.end - rows.start;
+            (index < before).then_some(row)
+        });
+        let row = row.unwrap_or(index);
         let (column, file) = (self.column.to_owned(), self.file.to_owned());
         Error::Unrepresentable { column, file, group: self.group, row, reason }
     }

@@ -8,7 +8,7 @@
 //! ```text
 //! check ── crate_dependencies, config_docs, proto, source_files, doc_openings, comment_width,
 //!          naming ───────> an error that names each file
-//! docs ─── config_docs ──> docs/reference/configuration.md
+//! docs ─── config_docs ──> docs/reference/configuration.md, python/farandole/_variables.py
 //! proto ── proto ────────> crates/registrar/src/generated
 //! ```
 
@@ -31,7 +31,7 @@ fn main() -> Result<()> {
     match env::args().nth(1).as_deref() {
         Some("check") => {
             crate_dependencies::check_dependencies(&root)?;
-            config_docs::check_page(&root)?;
+            config_docs::check_pages(&root)?;
             proto::check_generated(&root)?;
             source_files::check_files(&root)?;
             source_files::check_crate_sizes(&root)?;
@@ -42,7 +42,7 @@ fn main() -> Result<()> {
         }
         Some("circles") => file_circles::print_circles(&root),
         Some("deps") => crate_dependencies::check_dependencies(&root),
-        Some("docs") => config_docs::write_page(&root),
+        Some("docs") => config_docs::write_pages(&root),
         Some("proto") => proto::write_generated(&root),
         Some("names") => naming::check_names(&root),
         Some("quiz") => {

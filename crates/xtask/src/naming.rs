@@ -25,6 +25,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
+use crate::config_docs::PYTHON_NAMES;
 use crate::source_files::tracked_files;
 
 const MAX_PERCENT_ONE_WORD_TYPES: usize = 25;
@@ -211,6 +212,7 @@ fn product_files(root: &Path) -> Result<Vec<(String, String)>> {
             && !["tests", "testkit", "benches", "examples", "generated", "horovod-compat"]
                 .iter()
                 .any(|folder| name.split('/').any(|part| part == *folder))
+            && name != PYTHON_NAMES
             && !name.ends_with("tests.rs");
         if let (true, Ok(text)) = (is_product, fs::read_to_string(root.join(&path))) {
             let product = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();

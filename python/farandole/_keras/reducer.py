@@ -11,7 +11,7 @@ import keras
 
 from farandole.common import basics
 from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
-from farandole.common.util import Min
+from farandole.common.util import Min, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,10 @@ class OptimizerReducer(Protocol):
 
     def is_true_on_all_ranks(self, flag: Any) -> Any:
         """Returns whether a boolean is true on all ranks."""
+        ...
+
+    def sum_over_ranks(self, value: Any, part: str) -> Any:
+        """Returns the sum of a tensor of all ranks. No gradient goes through it."""
         ...
 
 
@@ -128,6 +132,13 @@ class _BaseKerasReducer:
         return keras.ops.cast(
             self._allreduce_gradients([number], Min, (1.0, 1.0), "finite")[0], "bool"
         )
+
+    def sum_over_ranks(self, value: Any, part: str) -> Any:
+        if not self.process_set.included():
+            return value
+        # A tensor of its own: torch's reduction is in place.
+        own = keras.ops.reshape(value * 1, (1,))
+        return keras.ops.reshape(self._allreduce_gradients([own], Sum, (1.0, 1.0), part)[0], ())
 
 
 class _TorchOptimizerReducer(_BaseKerasReducer):

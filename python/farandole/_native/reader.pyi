@@ -3,6 +3,7 @@
 
 """Shuffled batches from Parquet, read by Rust threads."""
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 from typing_extensions import Buffer
@@ -46,11 +47,19 @@ class Dataset:
         url: str,
         files: list[tuple[str, dict[str, str | None]]],
         types: dict[str, str] | None = None,
-        field_ids: dict[str, int] | None = None,
     ) -> Dataset:
         """Some files below a directory, with the values that all rows of a file have in some
-        columns, and the dtypes of these columns. `field_ids` has the numbers of all columns in
-        Iceberg.
+        columns, and the dtypes of these columns.
+        """
+    @staticmethod
+    def open_table(
+        url: str,
+        files: list[tuple[str, dict[str, str | None], bytes]],
+        columns: Sequence[object],
+    ) -> Dataset:
+        """Files of a table below a directory. Each file has its path, the values of columns that it
+        lacks, and the positions of its deleted rows as little-endian integers of 64 bits. `columns`
+        has a `farandole.data.inputs.table_snapshot.TableColumn` for each column.
         """
     def write_link_manifest(self, at: str) -> None:
         """Writes a manifest to the directory `at` by which these files, where they are, open

@@ -3,8 +3,9 @@
 """The engine's events as records of Python's `logging`, below the logger `farandole`.
 
 The engine never takes the interpreter's lock: its events wait in a bounded queue. A thread of the
-interpreter sleeps until there are events, and passes them to `logging`. It starts with `init`, or
-with a job that this process starts, and ends when the interpreter exits. A forked child has no such
+interpreter sleeps until there are events, and passes them to `logging`. It starts with `init`, with
+a job that this process starts, or with the first use of a store over a network, and ends when the
+interpreter exits. A forked child has no such
 thread until it calls `init`. Until then, its events go to stderr.
 """
 
@@ -16,13 +17,19 @@ import os
 import sys
 import threading
 import traceback
+from typing import TYPE_CHECKING
 
 from farandole._native import logging as native
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _ROOT_LOGGER = logging.getLogger("farandole")
 
 _TRACE_LEVEL = 5
 """Number of the level below `DEBUG`, which has no name in Python."""
+
+_LOCAL_SCHEMES = ("file", "dbfs", "memory")
 
 _QUEUE_WAIT_SECONDS = 3600
 """Seconds between two polls of an empty queue: every event wakes the thread at once."""
@@ -84,6 +91,21 @@ def start_logging() -> None:
     thread = threading.Thread(target=_forward_events, name="farandole-log", daemon=True)
     thread.start()
     atexit.register(_flush_at_exit, thread, os.getpid())
+
+
+def start_logging_for_urls(urls: Iterable[str]) -> None:
+    """Logs the engine's events from now on if a URL is accessed over a network: a busy service is
+    logged before its error, which may come minutes later.
+
+    Args:
+        urls: of stores or files.
+
+    Raises:
+        ValueError: When a variable of the environment cannot be read.
+    """
+    schemes = (url.partition(":/")[0].lower() for url in urls if ":/" in url)
+    if any(scheme not in _LOCAL_SCHEMES for scheme in schemes):
+        start_logging()
 
 
 def _flush_at_exit(thread: threading.Thread, process: int) -> None:

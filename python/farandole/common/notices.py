@@ -7,12 +7,13 @@ present step.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
+from farandole import _variables as variables
 from farandole._native import engine
+from farandole._native.settings import read_setting
 from farandole.common.exceptions import FarandoleInternalError
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ fails.
 
 def is_elastic() -> bool:
     """Returns whether this process is a worker of an elastic job."""
-    told = (os.environ.get(name, "").lower() for name in ("FARANDOLE_ELASTIC", "HOROVOD_ELASTIC"))
-    return any(value in ("1", "true", "on", "yes") for value in told)
+    return read_setting(variables.ELASTIC)
 
 
 def leave(reason: str = "its script has said so") -> bool:

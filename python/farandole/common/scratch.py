@@ -19,10 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from farandole import _variables as variables
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SCRATCH_VARIABLE: Final = "FARANDOLE_SCRATCH"
+SCRATCH_VARIABLE: Final = variables.SCRATCH
 """Environment variable that contains the directory of a worker's agent."""
 
 _DIRECTORY_PREFIX: Final = "work-"

@@ -21,6 +21,7 @@ Example:
 
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 from farandole.data.expressions import SqlExpressions
+from farandole.data.inputs.tables import open_table
 from farandole.data.loader import ParquetLoader
 from farandole.data.loaders.frames import frame_loader
 from farandole.data.loaders.mixed import MixedLoader
@@ -49,6 +50,7 @@ __all__ = [
     "StreamLoader",
     "WeightedLoader",
     "frame_loader",
+    "open_table",
     "prepare_data",
     "statistics_of",
 ]

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from farandole._native import store as native
 from farandole._native.reader import Dataset, partition_values
 from farandole.data.inputs.files import (
     FoundFiles,
@@ -16,35 +15,70 @@ from farandole.data.inputs.files import (
     is_prepared_directory,
 )
 from farandole.data.inputs.partitions import common_directory
-from farandole.data.inputs.tables import (
-    iceberg_data_files,
-    iceberg_field_ids,
-    open_iceberg_table,
-)
+from farandole.data.inputs.tables import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.stores.store import AbstractFilesystemStore
 
 
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
-def open_dataset(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:
+def open_dataset(
+    paths: str | Sequence[str] | TableSnapshot, types: Mapping[str, str] | None = None
+) -> Dataset:
     """Opens a directory: prepared data by its manifest, a Delta or Iceberg table by its log, others
     by footers.
 
     Args:
         paths: A path or URL of a directory; or files: one, a pattern, or a list of files,
-            directories and patterns.
+            directories and patterns; or a table at one version.
         types: Types of columns whose values are in the names of directories, as NumPy or `utf8`.
 
     Raises:
         FileNotFoundError: There is no Parquet.
         ImportError: It is a Delta or an Iceberg table, and deltalake or pyiceberg is not installed.
-        ValueError: Files that disagree, a table that deltalake cannot read, an Iceberg table with
-            deleted rows; files of prepared data, which opens as one directory only.
+        ValueError: Files that disagree, a table with a feature that is not read; files of prepared
+            data, which opens as one directory only.
+        OSError: Files that cannot be read, or a preparation that has not ended.
+    """
+    table = find_table(paths)
+    if table is not None:
+        refuse_types_of_table(table, types)
+        return table.open_dataset()
+    return open_parquet(cast("str | Sequence[str]", paths), types)
+
+
+def refuse_types_of_table(table: TableSnapshot, types: Mapping[str, Any] | None) -> None:
+    """Refuses types for a table, which has its own.
+
+    Args:
+        table: A table at one version.
+        types: Types of columns whose values are in the names of directories.
+
+    Raises:
+        ValueError: There are such types.
+    """
+    if types:
+        raise ValueError(
+            f"types {dict(types)}: they are for values in names of directories, but "
+            f"{table.name} has the types of all its columns"
+        )
+
+
+def open_parquet(paths: str | Sequence[str], types: Mapping[str, str] | None = None) -> Dataset:
+    """Opens Parquet files that are not a table, like `open_dataset`.
+
+    Args:
+        paths: As for `open_dataset`.
+        types: As for `open_dataset`.
+
+    Raises:
+        FileNotFoundError: There is no Parquet.
+        ValueError: Files that disagree, or files of prepared data.
         OSError: Files that cannot be read, or a preparation that has not ended.
     """
     if (
@@ -54,49 +88,10 @@ def open_dataset(paths: str | Sequence[str], types: Mapping[str, str] | None = N
     ):
         given = dict(types or {})
         return _open_files([paths] if isinstance(paths, str) else paths, given)
-    url = paths
-    iceberg = open_iceberg_table(url)
-    if iceberg is not None:
-        where, files = iceberg_data_files(iceberg)
-        return Dataset.open_files(
-            where, [(path, {}) for path in files], field_ids=iceberg_field_ids(iceberg)
-        )
-    if not native.Store(url).exists("_delta_log"):
-        return Dataset.open_url(url, dict(types or {}))
-    return _open_delta(url)
+    return Dataset.open_url(paths, dict(types or {}))
 
 
-def _open_delta(url: str) -> Dataset:
-    """Opens a Delta table. The values of its partitions are in its log, and their types in its
-    schema.
-    """
-    from farandole.data.inputs.partitions import (  # noqa: PLC0415 - only for such tables
-        fragment_partitions,
-        partition_dtype,
-        partition_text,
-    )
-    from farandole.data.inputs.sources import delta_dataset, delta_table  # noqa: PLC0415 - as above
-
-    table = delta_table(url)
-    opened = delta_dataset(table, url)
-    names = table.metadata().partition_columns
-    kinds = {name: opened.schema.field(name).type for name in names}
-    try:
-        types = {name: partition_dtype(kind) for name, kind in kinds.items()}
-    except ValueError as error:
-        raise ValueError(
-            f"the Delta table {url} is partitioned by such a column: {error}"
-        ) from None
-
-    def file_values(fragment: Any) -> dict[str, str | None]:
-        values = fragment_partitions(fragment)
-        return {name: partition_text(values.get(name), kind, name) for name, kind in kinds.items()}
-
-    files = [(fragment.path, file_values(fragment)) for fragment in opened.get_fragments()]
-    return Dataset.open_files(url, files, types)
-
-
-def is_directory_path(paths: str | Sequence[str]) -> bool:
+def is_directory_path(paths: str | Sequence[str] | TableSnapshot) -> bool:
     """Returns whether `open_dataset` would open a directory. It may contain other files than files
     of rows.
 

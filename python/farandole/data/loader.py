@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
 from farandole._native.store import configure_options, full_path, object_store_options
+from farandole.common.logs import start_logging_for_urls
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
     batch_converter,
@@ -19,8 +20,10 @@ from farandole.data.arrays import (
     result_wrapper,
 )
 from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
-from farandole.data.datasets import open_dataset
+from farandole.data.datasets import open_parquet, refuse_types_of_table
+from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.learning import read_encoding
+from farandole.data.loader_arguments import fill_by_column, types_of_reader
 from farandole.data.memory import cache_directory, default_byte_budget
 from farandole.data.row_assignment import RowAssignment, RowPiece, UnassignedRows
 from farandole.data.skipped_columns import add_advice, is_unreadable_column, warn_of_skipped_columns
@@ -29,6 +32,7 @@ from farandole.data.transform import BatchTransform
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.data.ragged import Ragged
 
 WEIGHTS_KEY = "_weights"
@@ -51,7 +55,11 @@ class ParquetLoader(BaseDataLoader):
 
     def __init__(
         self,
-        path_or_dataset: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Dataset,
+        path_or_dataset: str
+        | os.PathLike[str]
+        | Sequence[str | os.PathLike[str]]
+        | Dataset
+        | TableSnapshot,
         batch_size: int,
         columns: Sequence[str] | None = None,
         *,
@@ -61,7 +69,7 @@ class ParquetLoader(BaseDataLoader):
         size: int | None = None,
         tail: Literal["keep", "pad", "drop_last", "join"] = "keep",
         cast: Mapping[str, str] | None = None,
-        fill: Mapping[str, float] | None = None,
+        fill: Mapping[str, float] | float | None = None,
         allow_nan: bool = False,
         framework: Literal["numpy", "torch"] = "numpy",
         byte_budget: int | None = None,
@@ -71,14 +79,15 @@ class ParquetLoader(BaseDataLoader):
         transform_workers: int = 2,
         transform_pool: Literal["thread", "process", "dummy"] = "thread",
         storage_options: Mapping[str, Any] | None = None,
-        types: Mapping[str, str] | None = None,
+        types: Mapping[str, Any] | None = None,
     ) -> None:
         """Opens the data set.
 
         Args:
             path_or_dataset: A directory of Parquet files, prepared by Farandole or by anybody; one
                 file, a pattern such as `/data/2024-*/*.parquet`, or a list of files, directories
-                and patterns; or what `Dataset.open` made.
+                and patterns; a Delta or Iceberg table, by its path, as an object of deltalake or
+                pyiceberg, or at a version that `open_table` chose; or what `Dataset.open` made.
             batch_size: Rows of one batch of this rank.
             columns: Columns to read; default: all numbers, and vectors of one length. Rank 0 logs a
                 warning that names the others. Columns of strings and bytes are read if they are
@@ -96,7 +105,8 @@ class ParquetLoader(BaseDataLoader):
             cast: Types to convert to, by column: `{"features": "float32"}`; `"*"` stands for all
                 other float columns.
             fill: Replacements of nulls, and of NaN in columns of floats, by column: `{"age": 0.0}`;
-                `"*"` stands for all other columns that can hold it. Without it they are errors.
+                `"*"`, or a number alone, stands for all other columns that can hold it. Without it
+                they are errors.
             allow_nan: Accepts NaN and infinities like other values.
             framework: Arrays of NumPy or tensors of torch.
             byte_budget: Bytes of decoded data, of data being fetched and of ready batches, held at
@@ -116,9 +126,9 @@ class ParquetLoader(BaseDataLoader):
             storage_options: Credentials and endpoints, as for a store; default: the options of a
                 store of this process with the same location, else the provider's environment. A
                 pickled loader contains them.
-            types: Types of columns whose values are in the names of directories, by NumPy's name
-                or `string`: `{"code": "string"}` keeps the zeros of `code=01001`. Without it,
-                columns of numbers are int64 or float64.
+            types: Types of columns whose values are in the names of directories, `string` or a
+                type of numbers of NumPy or Arrow: `{"code": "string"}` keeps the zeros of
+                `code=01001`. Without it, columns of numbers are int64 or float64.
 
         Raises:
             FileNotFoundError: There is no Parquet at this path.
@@ -140,11 +150,8 @@ class ParquetLoader(BaseDataLoader):
         self.shuffle, self.tail = shuffle, tail
         self.framework = framework
         self._columns = None if columns is None else list(columns)
-        self._types = {
-            name: "utf8" if kind in ("string", "str") else kind
-            for name, kind in (types or {}).items()
-        }
-        self._cast, self._fill = dict(cast or {}), dict(fill or {})
+        self._types = types_of_reader(types)
+        self._cast, self._fill = dict(cast or {}), fill_by_column(fill)
         self._allow_nan = allow_nan
         self._budget = None if byte_budget is None else _whole_number("byte_budget", byte_budget)
         self._threads = None if threads is None else _whole_number("threads", threads, 1)
@@ -162,19 +169,16 @@ class ParquetLoader(BaseDataLoader):
         columns.
         """
         self._paths: str | list[str] | None = None
-        if isinstance(path_or_dataset, str | os.PathLike):
-            self._paths = full_path(os.fspath(path_or_dataset))
+        self._table: TableSnapshot | None = None
+        """A table at the version that all copies of this loader read."""
+        if is_table(path_or_dataset):
+            self._table = open_table(path_or_dataset)
         elif not isinstance(path_or_dataset, Dataset):
-            self._paths = [full_path(os.fspath(path)) for path in path_or_dataset]
-        if self._paths is not None:
-            from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
-
-            urls = (self._paths,) if isinstance(self._paths, str) else tuple(self._paths)
-            if storage_options:
-                options.StorageOptions(urls, storage_options).apply()
-            else:
-                for url in urls:
-                    options.apply_store_options(url)
+            self._paths = _full_paths(path_or_dataset, storage_options)
+            start_logging_for_urls([self._paths] if isinstance(self._paths, str) else self._paths)
+            self._table = find_table(self._paths)
+        if self._table is not None:
+            refuse_types_of_table(self._table, types)
         self._open_dataset(
             path_or_dataset if isinstance(path_or_dataset, Dataset) else self._paths or ""
         )
@@ -191,7 +195,13 @@ class ParquetLoader(BaseDataLoader):
         return {} if encoding is None else dict(encoding.ragged)
 
     def _open_dataset(self, given: str | Sequence[str] | Dataset) -> None:
-        self.dataset = given if isinstance(given, Dataset) else open_dataset(given, self._types)
+        if self._table is not None:
+            self.dataset = self._table.open_dataset()
+        elif isinstance(given, Dataset):
+            self.dataset = given
+        else:
+            start_logging_for_urls((given,) if isinstance(given, str) else given)
+            self.dataset = open_parquet(given, self._types)
         self._convert = batch_converter(self.framework)
         self._wrap = result_wrapper(self.framework)
         self._ragged = self._stored_ragged_columns()
@@ -591,6 +601,23 @@ class ParquetLoader(BaseDataLoader):
         self._open_dataset(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")
+
+
+def _full_paths(
+    given: Any,
+    storage_options: Mapping[str, Any] | None,
+) -> str | list[str]:
+    """Returns full paths, and applies the options of their stores."""
+    from farandole.stores import options  # noqa: PLC0415 - loaded with fsspec
+
+    is_single = isinstance(given, str | os.PathLike)
+    urls = tuple(full_path(os.fspath(path)) for path in ((given,) if is_single else given))
+    if storage_options:
+        options.StorageOptions(urls, storage_options).apply()
+    else:
+        for url in urls:
+            options.apply_store_options(url)
+    return urls[0] if is_single else list(urls)
 
 
 def _whole_number(name: str, value: Any, least: int = 0) -> int:

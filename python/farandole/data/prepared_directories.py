@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.stores import small_files
-from farandole.stores.durable import is_file_present
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
@@ -188,15 +187,13 @@ def acquire_directory(
     """
     for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
-        if _unfinished_preparation_key(url) == key and not is_file_present(
-            NativeStore(url), MANIFEST_FILE
-        ):
+        if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
             mark = NativeStore(url).acquire_lease()
             if mark is None:
                 continue
             place = PreparedDirectory(store, index, mark)
-            if _unfinished_preparation_key(url) == key and not is_file_present(
-                NativeStore(url), MANIFEST_FILE
+            if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
+                MANIFEST_FILE
             ):
                 return place, True
             place.delete_if_held()

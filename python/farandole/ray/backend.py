@@ -236,6 +236,10 @@ class RayBackend(Backend):
         """Returns the number of ranks; of an elastic job, the number at its beginning."""
         return self._num_workers
 
+    def max_processes(self) -> int:
+        """Returns the largest number of ranks that a job may have at a time."""
+        return max(self._num_workers, self._bounds.get("max_num_proc", 0))
+
     def check(self) -> None:
         """Like `Backend.check`.
 

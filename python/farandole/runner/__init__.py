@@ -7,6 +7,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from farandole import _variables as variables
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
@@ -157,18 +159,18 @@ def run(
         network, warning = native.networks_of_interfaces(names)
         if warning is not None:
             warnings.warn(f"network_interfaces: {warning}", stacklevel=2)
-        changes.setdefault("FARANDOLE_BIND_ADDRESS", network)
+        changes.setdefault(variables.BIND_ADDRESS, network)
         changes.setdefault("NCCL_SOCKET_IFNAME", ",".join(names))
     if start_timeout is not None:
         # Workers wait for each other, too; values out of bounds are refused below.
-        changes.setdefault("FARANDOLE_START_TIMEOUT", str(max(float(start_timeout), 0.1)))
+        changes.setdefault(variables.START_TIMEOUT, str(max(float(start_timeout), 0.1)))
     settings: dict[str, Any] = {
         "start_timeout": start_timeout,
         "verbose": 2 if verbose else 1,
         "executable": executable,
         "output_folder": output_filename,
         "prefix_output_with_timestamp": prefix_output_with_timestamp,
-        "bind": changes.get("FARANDOLE_BIND_ADDRESS"),
+        "bind": changes.get(variables.BIND_ADDRESS),
     }
     reach = SshOptions(ssh_command, ssh_port, ssh_identity_file)
     with timelines.collect_timelines(timeline), view_run(ui, func, num_proc) as folder:

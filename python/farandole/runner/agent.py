@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from farandole import _variables as variables
 from farandole.common import scratch
 from farandole.runner import warm_workers
 from farandole.runner.outcome import TaskOutcome
@@ -30,7 +31,7 @@ Environment = dict[str, str | None]
 
 _MAX_REJOINS = 1 << 16
 
-RESOURCES_VARIABLE: Final = "FARANDOLE_TASK_RESOURCES"
+RESOURCES_VARIABLE: Final = variables.TASK_RESOURCES
 """Variable that hands a task's resource addresses to its worker, as JSON."""
 
 

@@ -69,6 +69,10 @@ class Backend(ABC):
     def num_processes(self) -> int:
         """Returns the number of workers."""
 
+    def max_processes(self) -> int:
+        """Returns the largest number of workers that a job may have at a time."""
+        return self.num_processes()
+
     def check(self) -> None:
         """Raises what `run` would raise before it starts anything. Estimators call it before they
         prepare data.
@@ -236,7 +240,7 @@ class LocalBackend(Backend):
         if type(self) is not LocalBackend or not warm_workers.is_called_by_parameter_search():
             yield limit
             return
-        most = max(self._num_proc, self._bounds.get("max_num_proc", 0))
+        most = self.max_processes()
         with _CORE_SLOTS.hold_slots_for_start(
             most, output.print_message, self._start_timeout, limit
         ) as left:
@@ -271,6 +275,19 @@ class LocalBackend(Backend):
     def num_processes(self) -> int:
         """Returns the number of workers."""
         return self._num_proc
+
+    def max_processes(self) -> int:
+        """Returns the largest number of workers that a job may have at a time."""
+        return max(self._num_proc, self._bounds.get("max_num_proc", 0))
+
+
+def max_processes(backend: Any) -> int:
+    """Returns the largest number of workers that a job of a backend may have at a time.
+
+    Args:
+        backend: A `Backend`, or a user's own object with `run` and `num_processes`.
+    """
+    return getattr(backend, "max_processes", backend.num_processes)()
 
 
 def _core_count() -> int:

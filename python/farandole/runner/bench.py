@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
 
@@ -42,7 +43,7 @@ GLOBAL_PROCESS_SET: Final = 0
 SECONDS_PER_SIZE: Final = 1.0
 """Seconds of the measurement at one size, if no number of iterations is given."""
 MAX_ITERATIONS: Final = 2000
-ALGORITHM_VARIABLE: Final = "FARANDOLE_ALLREDUCE_ALGORITHM"
+ALGORITHM_VARIABLE: Final = variables.ALLREDUCE_ALGORITHM
 SMALL_TENSOR_ALGORITHMS: Final = ("direct", "doubling")
 """Algorithms for small tensors."""
 SMALL_TENSOR_BYTES: Final = 1 << 20

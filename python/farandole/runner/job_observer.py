@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole import _variables as variables
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -16,7 +18,7 @@ RANK_KIND: Final = "rank"
 EVENT_KIND: Final = "event"
 """Kind of the records in which a worker says that something has happened, such as a stall."""
 
-REPORTS_VARIABLE: Final = "FARANDOLE_SPARK_TOLD"
+REPORTS_VARIABLE: Final = variables.SPARK_TOLD
 """Variable of workers whose driver shows the reports of `farandole.spark.task`."""
 
 

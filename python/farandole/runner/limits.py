@@ -4,18 +4,14 @@
 
 from __future__ import annotations
 
-import os
-import re
 from typing import TYPE_CHECKING
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.common.check import integer_at_least, positive_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-_DEFAULT_TIMEOUT = 600.0
-_SECONDS_OF_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 
 
 def start_timeout_seconds(start_timeout: float | None) -> float:
@@ -28,40 +24,23 @@ def start_timeout_seconds(start_timeout: float | None) -> float:
         TypeError: It is no number.
         ValueError: It is not positive, or the variable is no number.
     """
-    return _timeout_seconds("start_timeout", start_timeout, "START_TIMEOUT")
+    return _timeout_seconds("start_timeout", start_timeout, variables.START_TIMEOUT)
 
 
 def spark_start_timeout_seconds(start_timeout: float | None) -> float:
     """Like `start_timeout_seconds` for Spark's tasks: `FARANDOLE_SPARK_START_TIMEOUT`, else 600."""
-    return _timeout_seconds("start_timeout", start_timeout, "SPARK_START_TIMEOUT")
+    return _timeout_seconds("start_timeout", start_timeout, variables.SPARK_START_TIMEOUT)
 
 
 def elastic_timeout_seconds(elastic_timeout: float | None) -> float:
     """Like `start_timeout_seconds`: the seconds that an elastic job may wait for workers."""
-    return _timeout_seconds("elastic_timeout", elastic_timeout, "ELASTIC_TIMEOUT")
+    return _timeout_seconds("elastic_timeout", elastic_timeout, variables.ELASTIC_TIMEOUT)
 
 
-def _timeout_seconds(argument: str, given: float | None, knob: str) -> float:
-    if given is not None:
-        return positive_number(argument, given)
-    for name in (f"FARANDOLE_{knob}", f"HOROVOD_{knob}"):
-        text = os.environ.get(name)
-        if text:
-            seconds = _duration_seconds(text)
-            if seconds is None:
-                raise ValueError(
-                    f"{name} must be a duration above 0 (seconds, or a number with ms, s, m or "
-                    f"h): {text}"
-                )
-            return seconds
-    return _DEFAULT_TIMEOUT
-
-
-def _duration_seconds(text: str) -> float | None:
-    # The same durations as the Rust side reads (`crates/config/src/value.rs`).
-    duration = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|h|)\s*", text)
-    seconds = float(duration[1]) * _SECONDS_OF_UNIT[duration[2]] if duration else 0.0
-    return seconds if seconds > 0 else None
+def _timeout_seconds(argument: str, given: float | None, variable: str) -> float:
+    if given is None:
+        return positive_number(variable, read_setting(variable))
+    return positive_number(argument, given)
 
 
 def elastic_worker_counts(

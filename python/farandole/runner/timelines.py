@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole import _variables as variables
+
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
@@ -223,7 +225,7 @@ def worker_variables() -> dict[str, str | None]:
     if gathering is None:
         return {}
     gathering.begin_job()
-    return {"FARANDOLE_TIMELINE": "GATHER"}
+    return {variables.TIMELINE: "GATHER"}
 
 
 def collect_piece(task: int, piece: bytes) -> None:

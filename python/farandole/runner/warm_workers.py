@@ -24,15 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from farandole import _variables as variables
 from farandole._native.launcher import ALLOCATOR
+from farandole._native.settings import read_setting
 from farandole.common.notebook import in_notebook
 from farandole.common.scratch import user_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-SWITCH_VARIABLE: Final = "FARANDOLE_WARM_WORKERS"
-IDLE_VARIABLE: Final = "FARANDOLE_WARM_IDLE_SECONDS"
+SWITCH_VARIABLE: Final = variables.WARM_WORKERS
 PRELOADED_MODULES: Final = ("torch", "farandole.torch", "farandole.spark.torch.remote")
 """Modules that a server imports. The first must be importable; others that are not are left out."""
 _LIGHTNING_MODULES: Final = ("lightning.pytorch", "pytorch_lightning")
@@ -89,11 +90,8 @@ def choose_warm_workers(asked: bool | None, by_default: bool) -> WarmWorkers | N
         )
     if not on:
         return None
-    idle = os.environ.get(IDLE_VARIABLE, "")
-    try:
-        return WarmWorkers(_modules_to_preload(), float(idle) if idle else _IDLE_SECONDS)
-    except ValueError:
-        raise ValueError(f"{IDLE_VARIABLE} must be a number of seconds: {idle}") from None
+    idle = read_setting(variables.WARM_IDLE_SECONDS)
+    return WarmWorkers(_modules_to_preload(), _IDLE_SECONDS if idle is None else idle)
 
 
 def worker_command(
@@ -167,8 +165,8 @@ def _modules_to_preload() -> tuple[str, ...]:
 
 
 def _warm_workers_switch() -> bool | None:
-    told = os.environ.get(SWITCH_VARIABLE, "auto").lower()
-    if told in ("", "auto"):
+    told = read_setting(SWITCH_VARIABLE).lower()
+    if told == "auto":
         return None
     if told in ("1", "true", "on", "yes"):
         return True

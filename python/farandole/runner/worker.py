@@ -20,12 +20,13 @@ import threading
 import traceback
 from typing import Any, Final, NoReturn
 
+from farandole import _variables as variables
 from farandole.common import pickling
 from farandole.runner.job_observer import REPORTS_VARIABLE
 
-PAYLOAD_FD: Final = "FARANDOLE_PAYLOAD_FD"
-RESULT_FD: Final = "FARANDOLE_RESULT_FD"
-EXECUTOR_VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
+PAYLOAD_FD: Final = variables.PAYLOAD_FD
+RESULT_FD: Final = variables.RESULT_FD
+EXECUTOR_VARIABLE: Final = variables.SPARK_EXECUTOR
 """The worker's Spark executor or Ray node, which the driver of an elastic job asks for."""
 
 

@@ -10,6 +10,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.common.check import integer_at_least
 from farandole.runner import outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
@@ -42,11 +44,11 @@ if TYPE_CHECKING:
     from farandole._native.registrar import Registrar
     from farandole.stores.store import Store
 
-DIAL_OUT_VARIABLE = "FARANDOLE_DIAL_OUT"
+DIAL_OUT_VARIABLE = variables.DIAL_OUT
 """Variable which says that hosts open connections and accept none, so that a gang can use only the
 registrar of its driver.
 """
-GRADIENT_CONVENTION_VARIABLE = "FARANDOLE_GRADIENT_CONVENTION"
+GRADIENT_CONVENTION_VARIABLE = variables.GRADIENT_CONVENTION
 
 
 def run(  # noqa: D417 - the ignored ones are named in one line
@@ -533,7 +535,7 @@ def _make_rendezvous(
     if (
         cluster.context is not None
         or cluster.uses_dynamic_allocation
-        or os.environ.get(DIAL_OUT_VARIABLE, "0") not in ("", "0")
+        or read_setting(DIAL_OUT_VARIABLE)
     ):
         return None
     return TaskRendezvous(tuple(registrar.addresses), size, spill)

@@ -8,20 +8,16 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.runner import load
 from farandole.runner.agent import RESOURCES_VARIABLE
 from farandole.runner.job_observer import RANK_KIND, REPORTS_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-LOCAL_RANK_GPU_VARIABLES: Final = (
-    "FARANDOLE_SPARK_USE_LOCAL_RANK_GPU_INDEX",
-    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",
-)
-"""Variables that choose the GPU by local rank even where Spark has assigned one."""
 
 
 def get_available_devices() -> list[str]:
@@ -113,9 +109,7 @@ def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | 
     Returns:
         The choice; `None` where there is no GPU.
     """
-    by_local_rank = any(
-        os.environ.get(name, "0") not in ("", "0") for name in LOCAL_RANK_GPU_VARIABLES
-    )
+    by_local_rank = read_setting(variables.SPARK_USE_LOCAL_RANK_GPU_INDEX)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     choice = choose_gpu(
         count, local_rank, local_size, get_available_devices(), visible, by_local_rank

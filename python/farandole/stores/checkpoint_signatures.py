@@ -29,6 +29,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
+from farandole import _variables as variables
 from farandole.stores import durable, small_files
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     Entry = dict[str, Any]
 
-SECRET_VARIABLE: Final = "FARANDOLE_STORE_SECRET"  # noqa: S105 - its name
+SECRET_VARIABLE: Final = variables.STORE_SECRET
 """Variable with the secret of the store's owner; only the driver needs it."""
 MARKER_FILENAME: Final = "_run.json"
 MARKER_VERSION: Final = 1
@@ -60,9 +61,15 @@ got no answer.
 _log = logging.getLogger("farandole")
 
 
+def _signing_secret() -> str | None:
+    # Not `read_setting`, which trims text: each character of the secret counts.
+    alias = SECRET_VARIABLE.replace("FARANDOLE_", "HOROVOD_")
+    return os.environ.get(SECRET_VARIABLE) or os.environ.get(alias)
+
+
 def has_signing_secret() -> bool:
     """Returns whether this process has the secret."""
-    return bool(os.environ.get(SECRET_VARIABLE))
+    return bool(_signing_secret())
 
 
 def run_key(run_id: str) -> bytes | None:
@@ -71,7 +78,7 @@ def run_key(run_id: str) -> bytes | None:
     Args:
         run_id: name of the run.
     """
-    secret = os.environ.get(SECRET_VARIABLE)
+    secret = _signing_secret()
     return (
         hmac.digest(secret.encode(), f"farandole run {run_id}".encode(), "sha256")
         if secret

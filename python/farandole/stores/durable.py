@@ -150,11 +150,14 @@ def _write_locally(
                 disk.rename_file(second, directory / (name + PREVIOUS_SUFFIX))
         disk.rename_file(fresh, path)
         disk.sync_path(directory)
-    except BaseException:
+    except BaseException as error:
         for unfinished in (fresh, second):
             # The caller needs the first error, and a later write does not use these names.
             with contextlib.suppress(OSError):
                 disk.remove_file(unfinished)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # An error of a descriptor, such as of a full disk, names no file.
+            error.filename = str(path)
         raise
 
 
@@ -190,23 +193,6 @@ def read_if_present(store: native.Store, name: str) -> bytes | None:
         return store.read(name)
     except FileNotFoundError:
         return None
-
-
-def is_file_present(store: native.Store, name: str) -> bool:
-    """Returns whether there is a file, without reading it.
-
-    Args:
-        store: the directory.
-        name: path of the file below it.
-
-    Raises:
-        OSError: the store cannot be asked. The file may exist.
-    """
-    try:
-        store.size(name)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def content_names(name: str) -> tuple[str, str]:

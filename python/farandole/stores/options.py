@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import store as native
+from farandole.common.logs import start_logging_for_urls
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,6 +79,7 @@ class StorageOptions:
 
     def apply(self) -> None:
         """Puts them in force in this process, for all URLs at and below the places."""
+        start_logging_for_urls(self._places)
         user = self._options.get(HADOOP_USER_OPTION)
         if user is not None:
             os.environ.setdefault("HADOOP_USER_NAME", user)

@@ -15,11 +15,11 @@ kinds of reads differ:
 
 from __future__ import annotations
 
-import os
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 
-ALLOW_PICKLE_VARIABLE = "FARANDOLE_ALLOW_PICKLE"
+ALLOW_PICKLE_VARIABLE = variables.ALLOW_PICKLE
 ALLOW_PICKLE_PARAMETER = "allow_pickle"
-_BOOLEAN_WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
 class PickleNotAllowedError(ValueError):
@@ -32,12 +32,7 @@ def decision_from_env() -> bool | None:
     Raises:
         ValueError: it says something else.
     """
-    text = os.environ.get(ALLOW_PICKLE_VARIABLE, "").strip().lower()
-    if not text:
-        return None
-    if text not in _BOOLEAN_WORDS:
-        raise ValueError(f"{ALLOW_PICKLE_VARIABLE} is 1 or 0: {text!r}")
-    return _BOOLEAN_WORDS[text]
+    return read_setting(ALLOW_PICKLE_VARIABLE)
 
 
 def resolve_decision(allowed: bool | None) -> bool | None:

@@ -16,6 +16,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Final
 
+from farandole import _variables as variables
 from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.stores import checkpoint_signatures, run_lease
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 KEY_REQUEST_KIND: Final = "key-of-run"
 """Kind of the record by which a worker asks."""
-KEYS_AT_DRIVER_VARIABLE: Final = "FARANDOLE_KEYS_AT_DRIVER"
+KEYS_AT_DRIVER_VARIABLE: Final = variables.KEYS_AT_DRIVER
 """Variable of workers whose driver has the secret; agents set it."""
 _UNREACHABLE_SUFFIX: Final = ":unreachable"
 _MAX_RUN_NAME_BYTES: Final = 4096

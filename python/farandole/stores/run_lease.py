@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole._native.store import Store as NativeStore
 from farandole.stores import lease_files, small_files
 from farandole.stores.lease_files import LeaseFile
@@ -33,7 +35,6 @@ _MIN_LINGER_SECONDS: Final = 15.0
 """Seconds that a worker may outlive a driver that was killed; longer with a longer peer timeout."""
 _LEASE_POLL_INTERVAL: Final = 1.0
 _LEASE_PREFIX: Final = "_lease-"
-_JOB_VARIABLE: Final = "FARANDOLE_JOB"
 _FINGERPRINT_BYTES: Final = slice(32, 64)
 _log = logging.getLogger("farandole")
 _ACQUIRE_LOCK = threading.Lock()
@@ -181,7 +182,7 @@ def own_job_fingerprint() -> str | None:
     """Returns the job that a launcher of Farandole has started this process for; `None` in
     others.
     """
-    return job_fingerprint(os.environ.get(_JOB_VARIABLE, ""))
+    return job_fingerprint(read_setting(variables.JOB))
 
 
 def job_fingerprint(ticket: str) -> str | None:
@@ -203,11 +204,7 @@ def job_fingerprint(ticket: str) -> str | None:
 
 def _linger_seconds() -> float:
     """Returns the seconds for which a holder on this host may be about to end."""
-    try:
-        peer_timeout = float(os.environ.get("FARANDOLE_PEER_TIMEOUT", ""))
-    except ValueError:
-        return _MIN_LINGER_SECONDS
-    return max(_MIN_LINGER_SECONDS, 2 * peer_timeout + 5)
+    return max(_MIN_LINGER_SECONDS, 2 * read_setting(variables.PEER_TIMEOUT) + 5)
 
 
 def _read_leases(store: NativeStore) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
-from farandole.common.util import Adasum, Average, Sum, allows_rounded_sums, choose_op, rounded_op
+from farandole.common.util import (
+    OPERATION_NAMES,
+    Adasum,
+    Average,
+    Sum,
+    allows_rounded_sums,
+    choose_op,
+    rounded_op,
+)
 from farandole.tensorflow import xla
 from farandole.tensorflow._eager import is_eager
 from farandole.tensorflow.compression import Compression, Compressor
@@ -113,8 +121,11 @@ def grouped_allreduce(
     op = choose_op(op, average)
     check_adasum(op, process_set)
     factors = (prescale_factor, postscale_factor)
-    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors) and xla.is_tracing():
-        tensors = [as_tensor(tensor) for tensor in tensors]
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        if xla.is_tracing():
+            tensors = [as_tensor(tensor) for tensor in tensors]
+        else:
+            _check_slices(op, factors)
     sparse = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     with _device_scope(device_dense):
@@ -131,7 +142,7 @@ def grouped_allreduce(
         return done
     done = iter(done)
     with _device_scope(device_sparse):
-        gathered = iter(_gather_slices(sparse, op, factors, name, process_set, ignore_name_scope))
+        gathered = iter(_gather_slices(sparse, op, name, process_set, ignore_name_scope))
     return [
         next(gathered) if isinstance(tensor, tf.IndexedSlices) else next(done) for tensor in tensors
     ]
@@ -152,22 +163,34 @@ def check_adasum(op: int, process_set: ProcessSet) -> None:
         raise NotImplementedError("Adasum works among all ranks only, not in a process set")
 
 
+def _check_slices(op: int, factors: tuple[float, float]) -> None:
+    """Refuses a reduction that gathered slices cannot represent, before any collective starts.
+
+    Raises:
+        NotImplementedError: Any operation but `Average` and `Sum`, or a scale.
+    """
+    way_out = "convert them with tf.convert_to_tensor, or pass sparse_as_dense=True to an optimizer"
+    if op not in (Average, Sum):
+        raise NotImplementedError(
+            f"tf.IndexedSlices are reduced by Average or Sum only, not by {OPERATION_NAMES[op]}: "
+            f"{way_out}"
+        )
+    if factors != (1.0, 1.0):
+        raise NotImplementedError(
+            "tf.IndexedSlices cannot be scaled by prescale_factor or postscale_factor, which are "
+            f"{factors[0]:g} and {factors[1]:g}: {way_out}"
+        )
+
+
 def _gather_slices(
     slices: Sequence[Any],
     op: int,
-    factors: tuple[float, float],
     name: str | None,
     process_set: ProcessSet,
     ignore_name_scope: bool,
 ) -> list[Any]:
     if not slices:
         return []
-    if op not in (Average, Sum):
-        raise NotImplementedError(
-            "slices are reduced by Average or Sum only: pass sparse_as_dense=True, or a tensor"
-        )
-    if factors != (1.0, 1.0):
-        raise NotImplementedError("slices cannot be scaled by prescale_factor or postscale_factor")
     parts = [part for entry in slices for part in (entry.values, entry.indices)]
     name = None if name is None else f"{name}.slices"
     gathered = grouped_allgather(parts, name, ignore_name_scope, process_set)

@@ -334,8 +334,32 @@ def broadcast_(
         process_set: The ranks that take part.
 
     Returns:
-        The results of the assignments: in a graph of `tf.compat.v1`, the ops to run.
+        The variables. In a graph of `tf.compat.v1`, a session that reads one of them runs its
+        assignment first.
     """
+    variables = list(variables)
+    assignments = broadcast_assignments(variables, root_rank, name, process_set)
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return variables
+    results = []
+    for variable, assignment in zip(variables, assignments, strict=True):
+        with tf.control_dependencies([assignment]):
+            results.append(_read_again(native_variable(variable)))
+    return results
+
+
+def _read_again(variable: Any) -> Any:
+    """Returns the value of a variable of a graph, after the control dependencies in force."""
+    return variable.read_value() if isinstance(variable, tf.Variable) else tf.identity(variable)
+
+
+def broadcast_assignments(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Like `broadcast_`, but returns the operations that assign; in eager mode, `None` for each."""
     targets = [native_variable(variable) for variable in variables]
     if not targets:
         return []

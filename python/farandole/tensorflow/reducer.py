@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from farandole.common.process_sets import ProcessSet, global_process_set
 from farandole.common.reduction import check_groups, partition_gradients, predivide_factors
-from farandole.common.util import Average, Min
+from farandole.common.util import Average, Min, Sum
 from farandole.tensorflow._collectives import check_adasum, grouped_allreduce
 from farandole.tensorflow._names import unique_operation_name
 from farandole.tensorflow.compression import Compression, Compressor
@@ -120,6 +120,15 @@ class GradientReducer:
         return tf.cast(
             grouped_reduce([number], Min, name=name, process_set=self.process_set)[0], tf.bool
         )
+
+    def sum_over_ranks(self, value: Any, part: str) -> Any:
+        """Returns the sum of a tensor of all ranks. No gradient goes through it."""
+        if not self.process_set.included():
+            return value
+        name = self._operation_name(f"{part}_{self.name}")
+        return grouped_reduce(
+            [tf.stop_gradient(value)], Sum, name=name, process_set=self.process_set
+        )[0]
 
     def _reduce_group(self, grads: list[Any], name: str | None) -> list[Any]:
         name = self._operation_name(name or self.name)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,8 @@ import tensorflow as tf
 # the only function that reports whether XLA will compile a graph
 from tensorflow.python.ops import control_flow_util
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.tensorflow import _gradients, _library
 from farandole.tensorflow._names import ONE_BITS, unique_operation_name
 
@@ -139,16 +140,10 @@ def is_tracing() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
-def _is_disabled_by_env() -> bool:
-    name = "ENABLE_XLA_OPS"
-    told = os.environ.get(f"FARANDOLE_{name}", os.environ.get(f"HOROVOD_{name}", "1"))
-    return told.strip().lower() in ("0", "false", "no", "off")
-
-
 def _missing_requirement() -> str | None:
     """Returns the missing requirement."""
-    if _is_disabled_by_env():
-        return "FARANDOLE_ENABLE_XLA_OPS is off"
+    if not read_setting(variables.ENABLE_XLA_OPS):
+        return f"{variables.ENABLE_XLA_OPS} is off"
     if _library.library is None:
         return "the native ops are not in use"
     if gen_xla_ops is None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.common import basics
 
 if TYPE_CHECKING:
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     from farandole.common.process_sets import ProcessSet
 
-_TASK_RESOURCES_VARIABLE = "FARANDOLE_TASK_RESOURCES"
 """Set if Spark has started this rank, and may have assigned it a GPU."""
 
 
@@ -66,12 +67,10 @@ def pin_device() -> None:
 
 def _choose_device_index(count: int) -> int:
     """Returns the number of this rank's GPU among so many."""
-    if _TASK_RESOURCES_VARIABLE in os.environ:
+    if variables.TASK_RESOURCES in os.environ:
         from farandole.spark import task  # noqa: PLC0415 - only on Spark
 
-        by_local_rank = any(
-            os.environ.get(name, "0") not in ("", "0") for name in task.LOCAL_RANK_GPU_VARIABLES
-        )
+        by_local_rank = read_setting(variables.SPARK_USE_LOCAL_RANK_GPU_INDEX)
         choice = task.choose_gpu(
             count,
             basics.local_rank(),

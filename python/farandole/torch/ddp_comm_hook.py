@@ -99,29 +99,34 @@ def compressor_hook(
 
     A compressor of several rounds waits here for all rounds except the last: callbacks would start
     rounds in different orders on different ranks.
+
+    Callbacks hold neither the state nor the group. Gloo's threads drop them, perhaps after
+    `destroy_process_group`, and a thread that drops the last reference to its group joins itself,
+    which aborts the process.
     """
     exchange, buffer = state.exchange, bucket.buffer()
+    compressor, size = state.compressor, exchange.size
     step = state.step
     if bucket.is_last():
         state.step += 1
     if step < state.start_step:
-        buffer.div_(exchange.size)
+        buffer.div_(size)
         work = dist.all_reduce(buffer, group=exchange.group, async_op=True)
         return work.get_future().then(lambda _: buffer)
     gradients = [
         (state.name(parameter), gradient)
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
     ]
-    running = state.compressor.reduce(gradients, exchange)
+    running = compressor.reduce(gradients, exchange)
 
     def store_results(results: list[torch.Tensor]) -> torch.Tensor:
         for (_, gradient), result in zip(gradients, results, strict=True):
             gradient.copy_(result)
-        return buffer.div_(exchange.size)
+        return buffer.div_(size)
 
     try:
         waiting: Waiting = next(running)
-        for _ in range(state.compressor.rounds(exchange.size) - 1):
+        for _ in range(compressor.rounds(size) - 1):
             waiting = running.send(waiting.wait())
     except StopIteration as end:
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -129,12 +134,14 @@ def compressor_hook(
         return done
 
     def finish_last_round(future: Any) -> torch.Tensor:
-        future.value()  # raises what went wrong; Gloo's own wait would wait for this callback
         try:
+            future.value()  # raises what went wrong; Gloo's own wait would wait for this callback
             running.send(waiting.result)
         except StopIteration as end:
             return store_results(end.value)
-        raise RuntimeError(f"{type(state.compressor).__name__} has more rounds than it says")
+        finally:
+            running.close()
+        raise RuntimeError(f"{type(compressor).__name__} has more rounds than it says")
 
     assert waiting.future is not None  # noqa: S101 - operations of a group have one
     return waiting.future().then(finish_last_round)

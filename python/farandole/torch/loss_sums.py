@@ -19,8 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from farandole.torch.sync_batch_norm import counts_no_row
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 _LABEL_COUNT_LOSSES: tuple[Any, ...] = (
     nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss,
@@ -63,17 +65,25 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
     Returns:
         The sum, a tensor of one number with gradients, and the count, a float64 tensor of one
         number on the sum's device. `sum / count` is the loss with `reduction="mean"` of these rows.
-        If the labels of all rows are ignored, both are 0.
+        If the labels of all rows are ignored, both are 0, and also in an estimator on a rank that
+        repeats a row because no row is left for the last step.
 
     Raises:
-        TypeError: the loss is no loss of torch, so it is unknown what divides it.
+        TypeError: it is unknown what divides the loss: it is none of torch, or `CTCLoss`, which
+            divides by the lengths of targets.
 
     Example:
         total, count = hvd.loss_sum_and_count(criterion, model(images), labels)
         count = hvd.allreduce(count, op=hvd.Sum)
         (total * hvd.size() / count.clamp(min=1e-9)).backward()
     """
-    function, _ = _unwrap_partial(loss)
+    total, count = _split_loss(loss, arguments)
+    return (total * 0.0, count * 0.0) if counts_no_row() else (total, count)
+
+
+def _split_loss(loss: Any, arguments: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a loss as a sum and a count, of all rows."""
+    function, _ = unwrap_partial(loss)
     if _is_loss(function, _LABEL_COUNT_LOSSES):
         label = arguments[1]
         total = with_reduction(loss, "sum")(*arguments)
@@ -84,8 +94,9 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
         return total, torch.tensor(elements, dtype=torch.float64, device=total.device)
     if not _is_loss(function, (*_ROW_LOSSES, *_OTHER_ARGUMENT_LOSSES)):
         raise TypeError(
-            f"{loss_name(loss)} is no loss of torch, so what divides it is unknown: return its sum "
-            "over rows and its count from your own code"
+            f"what divides the mean of {loss_name(loss)} is unknown: it is no loss of torch that "
+            "divides by elements or by class weights. Return its sum over rows and its count from "
+            "your own code"
         )
     losses = with_reduction(loss, "none")(*arguments)
     return losses.sum(), torch.tensor(losses.numel(), dtype=torch.float64, device=losses.device)
@@ -93,8 +104,17 @@ def loss_sum_and_count(loss: Any, *arguments: Any) -> tuple[torch.Tensor, torch.
 
 def loss_name(loss: Any) -> str:
     """Returns the name of a loss for messages."""
-    function, _ = _unwrap_partial(loss)
+    function, _ = unwrap_partial(loss)
     return getattr(function, "__name__", type(function).__name__)
+
+
+def unwrap_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function of a partial function without positional arguments, and its keywords;
+    of another loss, the loss itself.
+    """
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, dict(loss.keywords)
+    return loss, {}
 
 
 def known_reduction(loss: Any) -> str | None:
@@ -106,7 +126,7 @@ def known_reduction(loss: Any) -> str | None:
     Returns:
         `"mean"`, `"sum"` or `"batchmean"`; `None` for a loss of an unknown form.
     """
-    function, keywords = _unwrap_partial(loss)
+    function, keywords = unwrap_partial(loss)
     if not _is_loss(function, (*_LABEL_COUNT_LOSSES, *_ROW_LOSSES)):
         return None
     old_arguments = {"size_average", "reduce"} & {
@@ -144,7 +164,7 @@ def with_reduction(loss: Any, reduction: str) -> Callable[..., torch.Tensor]:
 
 def divides_by_labels(loss: Any) -> bool:
     """Returns whether the mean of a loss divides by a count that depends on the labels."""
-    return _is_loss(_unwrap_partial(loss)[0], _LABEL_COUNT_LOSSES)
+    return _is_loss(unwrap_partial(loss)[0], _LABEL_COUNT_LOSSES)
 
 
 def class_weights(loss: Any) -> torch.Tensor | None:
@@ -178,19 +198,12 @@ def label_count(loss: Any, label: torch.Tensor) -> torch.Tensor:
 
 
 def _loss_option(loss: Any, name: str, default: Any) -> Any:
-    function, keywords = _unwrap_partial(loss)
+    function, keywords = unwrap_partial(loss)
     return (
         getattr(function, name, default)
         if isinstance(function, nn.Module)
         else keywords.get(name, default)
     )
-
-
-def _unwrap_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the function of a partial function, and its keywords."""
-    if isinstance(loss, functools.partial) and not loss.args:
-        return loss.func, dict(loss.keywords)
-    return loss, {}
 
 
 def _is_loss(function: Any, losses: tuple[Any, ...]) -> bool:

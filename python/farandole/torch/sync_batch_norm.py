@@ -56,6 +56,12 @@ def leave_out_padding(valid: int, count: int) -> Iterator[None]:
         _padding.rows = None
 
 
+def counts_no_row() -> bool:
+    """Returns whether all rows of the batch that this thread computes on are padding."""
+    rows = getattr(_padding, "rows", None)
+    return rows is not None and rows[0] == 0
+
+
 def _counted_rows(tensor: torch.Tensor) -> int:
     """Returns how many of the first rows of an input count."""
     rows = getattr(_padding, "rows", None)

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 from farandole.data.inputs.content import table_digest
 from farandole.data.inputs.lazy import is_lazy_frame, lazy_frame_batches, lazy_frame_schema
 from farandole.data.inputs.tables import (
-    iceberg_batches,
-    iceberg_fingerprint,
-    iceberg_schema,
     is_duckdb_relation,
-    is_pyiceberg_table,
+    is_table,
     relation_batches,
     relation_schema,
 )
@@ -34,22 +31,9 @@ def holds_rows(value: Any) -> bool:
         is_arrow_dataset,
         _is_ray_dataset,
         is_lazy_frame,
-        is_pyiceberg_table,
-        is_delta_table,
+        is_table,
     )
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
-
-
-def is_delta_table(value: Any) -> bool:
-    """Returns whether a value is a table of deltalake, at any of its versions.
-
-    Args:
-        value: Anything.
-    """
-    return any(
-        kind.__name__ == "DeltaTable" and kind.__module__.partition(".")[0] == "deltalake"
-        for kind in type(value).__mro__
-    )
 
 
 def is_arrow_dataset(value: Any) -> bool:
@@ -88,7 +72,6 @@ def frame_source(value: Any) -> RowSource | None:
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
     for is_kind, opened in (
-        (is_pyiceberg_table, _iceberg_source),
         (is_duckdb_relation, _relation_source),
         (_is_ray_dataset, _ray_dataset_source),
         (is_lazy_frame, _lazy_frame_source),
@@ -136,13 +119,6 @@ def _relation_source(relation: Any) -> RowSource:
         return [SourceUnit("the relation", lambda: relation_batches(relation, columns))]
 
     return RowSource(relation_schema(relation), None, list_units, ordered=False)
-
-
-def _iceberg_source(table: Any) -> RowSource:
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the Iceberg table", lambda: iceberg_batches(table, columns))]
-
-    return RowSource(iceberg_schema(table), iceberg_fingerprint(table), list_units, ordered=False)
 
 
 def _is_pandas_dataframe(value: Any) -> bool:

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.parquet_columns import (
+    columns_of_leaf,
+    files_of_dataset,
+    unnest_values,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
 _MICROSECONDS_PER_MILLISECOND = 1000
+_CHECKED_ROWS = 65536
 
 
 def with_int96_unit(fragment: Any, unit: str) -> Any:
@@ -45,6 +52,69 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
     return remade if groups is None else remade.subset(row_group_ids=[one.id for one in groups])
 
 
+def read_as_microseconds(dataset: Any) -> Any:
+    """Returns a dataset that reads INT96 in microseconds and leaves out the same rows; a dataset
+    without INT96 as it is.
+
+    Args:
+        dataset: Of pyarrow.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    if isinstance(dataset, ds.UnionDataset):
+        remade = ds.dataset([read_as_microseconds(child) for child in dataset.children])
+        return _with_filter_of(dataset, remade)
+    if not isinstance(dataset, ds.FileSystemDataset):
+        return dataset
+    fragments, fields = [], {}
+    for fragment in files_of_dataset(dataset).get_fragments():
+        remade = with_int96_unit(fragment, "us")
+        fragments.append(remade)
+        fields |= {name: remade.physical_schema.field(name) for name in _int96_columns(remade)}
+    if not fields:
+        return dataset
+    schema = pa.schema([fields.get(field.name, field) for field in dataset.schema])
+    remade = ds.FileSystemDataset(
+        fragments, schema.with_metadata(dataset.schema.metadata), dataset.format, dataset.filesystem
+    )
+    return _with_filter_of(dataset, remade)
+
+
+def _with_filter_of(dataset: Any, remade: Any) -> Any:
+    kept = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public door
+    return remade if kept is None else remade.filter(kept)
+
+
+def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
+    """Refuses files with INT96 that is more microseconds than an int64 can hold.
+
+    For rows whose numbers in their file are unknown, because a filter or a query chooses them.
+
+    Args:
+        dataset: Of pyarrow.
+        columns: Columns that are checked; `None` for all.
+
+    Raises:
+        ValueError: Such a value; names column, file and row.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    for child in getattr(dataset, "children", ()):
+        check_int96_files(child, columns)
+    if not isinstance(dataset, ds.FileSystemDataset):
+        return
+    for fragment in files_of_dataset(dataset).get_fragments():
+        fine = with_int96_unit(fragment, "us")
+        wide = [one for one in _int96_columns(fine) if columns is None or one in columns]
+        if not wide:
+            continue
+        chosen = {column: ds.field(column) for column in wide}
+        batches = fine.to_batches(columns=chosen, batch_size=_CHECKED_ROWS)
+        for _ in check_int96_range(batches, fine, fine.path, _CHECKED_ROWS):
+            pass
+
+
 def check_int96_range(
     batches: Iterator[pa.RecordBatch], fragment: Any, name: str, rows: int
 ) -> Iterator[pa.RecordBatch]:
@@ -59,11 +129,14 @@ def check_int96_range(
     Raises:
         ValueError: Such a value; names column, file and row.
     """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
     wide = _int96_columns(fragment)
     if not wide:
         yield from batches
         return
-    coarse = with_int96_unit(fragment, "ms").to_batches(columns=wide, batch_size=rows)
+    chosen = {column: ds.field(column) for column in wide}  # as texts, dots would be paths
+    coarse = with_int96_unit(fragment, "ms").to_batches(columns=chosen, batch_size=rows)
     row = 0
     for batch, other in zip(batches, coarse, strict=True):
         for column in wide:
@@ -77,24 +150,26 @@ def _int96_columns(fragment: Any) -> list[str]:
     metadata = getattr(fragment, "metadata", None)
     if metadata is None:
         return []
-    columns = (metadata.schema.column(index) for index in range(metadata.num_columns))
-    return [one.path.partition(".")[0] for one in columns if one.physical_type == "INT96"]
+    leaves = (metadata.schema.column(index) for index in range(metadata.num_columns))
+    paths = [one.path for one in leaves if one.physical_type == "INT96"]
+    schema = fragment.physical_schema
+    return list(dict.fromkeys(name for path in paths for name in columns_of_leaf(path, schema)))
 
 
 def _check_column(fine: Any, coarse: Any, column: str, name: str, row: int) -> None:
     import numpy as np  # noqa: PLC0415 - as above
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    per_row = 1
-    while pa.types.is_nested(fine.type):
-        fine, coarse = fine.flatten(), coarse.flatten()
-        per_row = 0
+    is_nested = pa.types.is_nested(fine.type)
+    fine, coarse = unnest_values(fine), unnest_values(coarse)
+    if not pa.types.is_timestamp(fine.type):
+        return
     micros, millis = (
         one.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False) for one in (fine, coarse)
     )
     odd = np.flatnonzero(micros // _MICROSECONDS_PER_MILLISECOND != millis)
     if odd.size:
-        at = f"row {row + odd[0]}" if per_row else "a list"
+        at = "a list" if is_nested else f"row {row + odd[0]}"
         raise ValueError(
             f"column {column!r} of {name}, {at}: {millis[odd[0]]} milliseconds are more "
             "microseconds than an int64 can hold"

@@ -11,8 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.parquet_columns import (
+    columns_of_leaf,
+    files_of_dataset,
+    unnest_values,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pyarrow as pa
 
@@ -51,29 +57,38 @@ def check_old_times(
         yield batch
 
 
-def check_old_files(dataset: Any) -> None:
+def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
     """Refuses files in which the statistics do not exclude dates and times of unclear meaning.
 
     For rows that a query engine reads, which are not checked one by one.
 
     Args:
         dataset: Of pyarrow.
+        columns: Columns that are checked; `None` for all.
 
     Raises:
         ValueError: Such a file; names column and file.
     """
-    for fragment in dataset.get_fragments():
-        firsts = _first_clear_values(fragment)
+    import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
+
+    for child in getattr(dataset, "children", ()):
+        check_old_files(child, columns)
+    if not isinstance(dataset, ds.FileSystemDataset):
+        return
+    for fragment in files_of_dataset(dataset).get_fragments():
+        found = _first_clear_values(fragment)
+        firsts = {one: first for one, first in found.items() if columns is None or one in columns}
         if not firsts:
             continue
-        metadata, path = fragment.metadata, fragment.path
+        metadata, path, schema = fragment.metadata, fragment.path, fragment.physical_schema
         for group in range(metadata.num_row_groups):
             for index in range(metadata.num_columns):
                 chunk = metadata.row_group(group).column(index)
-                name = chunk.path_in_schema.partition(".")[0]
-                if name in firsts and not _is_clear(chunk.statistics, firsts[name]):
+                leaf = chunk.path_in_schema
+                names = [one for one in columns_of_leaf(leaf, schema) if one in firsts]
+                if names and not _is_clear(chunk.statistics, firsts[names[0]]):
                     raise ValueError(
-                        f"column {name!r} of {path} may have dates before 1582-10-15 or times "
+                        f"column {names[0]!r} of {path} may have dates before 1582-10-15 or times "
                         "before 1900, in Spark's calendar before version 3: write the file again "
                         "with spark.sql.parquet.datetimeRebaseModeInWrite=CORRECTED"
                     )
@@ -95,8 +110,8 @@ def _check_column(values: Any, first: int, words: str, row: int) -> None:
     import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
     compute: Any = pc
-    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
-    flat = values.flatten() if is_list else values
+    is_list = pa.types.is_nested(values.type)
+    flat = unnest_values(values)
     if not pa.types.is_temporal(flat.type):
         return
     is_date = pa.types.is_date32(flat.type)
@@ -107,13 +122,22 @@ def _check_column(values: Any, first: int, words: str, row: int) -> None:
     )
     odd = compute.indices_nonzero(compute.less(numbers, first))
     if len(odd):
+        moment = _moment_text(flat[odd[0].as_py()])
         when = "1582-10-15" if is_date else "1900-01-01"
         at = "a list" if is_list else f"row {row + odd[0].as_py()}"
         raise ValueError(
-            f"{words} has {flat[odd[0].as_py()]} in {at}, before {when}, where Spark's calendar "
+            f"{words} has {moment} in {at}, before {when}, where Spark's calendar "
             "before version 3 (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY) has other "
             "dates: write the file again with CORRECTED"
         )
+
+
+def _moment_text(value: Any) -> str:
+    """Returns a moment as text; as a number, if Python has no such date."""
+    try:
+        return str(value)
+    except (OverflowError, ValueError):
+        return f"{value.value} of {value.type}"
 
 
 def _first_clear_values(fragment: Any) -> dict[str, int]:
@@ -129,12 +153,12 @@ def _first_clear_values(fragment: Any) -> dict[str, int]:
     for index in range(metadata.num_columns):
         column = metadata.schema.column(index)
         kind = str(column.logical_type)
-        root = column.path.partition(".")[0]
+        roots = columns_of_leaf(column.path, fragment.physical_schema)
         if column.physical_type == "INT96":
             if old_int96:
-                firsts[root] = _FIRST_COMMON_MICROSECOND
+                firsts |= dict.fromkeys(roots, _FIRST_COMMON_MICROSECOND)
         elif old_dates and kind.startswith("Date"):
-            firsts[root] = _FIRST_GREGORIAN_DAY
+            firsts |= dict.fromkeys(roots, _FIRST_GREGORIAN_DAY)
         elif old_dates and "isAdjustedToUTC=true" in kind and kind.startswith("Timestamp"):
-            firsts[root] = _FIRST_COMMON_MICROSECOND
+            firsts |= dict.fromkeys(roots, _FIRST_COMMON_MICROSECOND)
     return firsts

@@ -19,11 +19,15 @@ from farandole.data.inputs import files as found_files
 from farandole.data.inputs.frames import (
     frame_source,
     is_arrow_dataset,
-    is_delta_table,
     is_spark_dataframe,
 )
-from farandole.data.inputs.int96 import check_int96_range, with_int96_unit
-from farandole.data.inputs.old_calendar import check_old_times
+from farandole.data.inputs.int96 import (
+    check_int96_files,
+    check_int96_range,
+    read_as_microseconds,
+    with_int96_unit,
+)
+from farandole.data.inputs.old_calendar import check_old_files, check_old_times
 from farandole.data.inputs.partitions import (
     common_directory,
     fragment_partitions,
@@ -31,14 +35,17 @@ from farandole.data.inputs.partitions import (
     partitioned_dataset,
 )
 from farandole.data.inputs.run_end_encoding import decode_run_ends
-from farandole.data.inputs.tables import iceberg_table_at
+from farandole.data.inputs.table_snapshot import FileColumns
+from farandole.data.inputs.tables import find_table
 from farandole.data.inputs.tensors import decode_tensors
 from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
+
+    from farandole.data.inputs.table_snapshot import TableSnapshot
 
 UNIT_TARGET_BYTES = 128 << 20
 """Bytes of Parquet, encoded, that are one unit."""
@@ -91,13 +98,15 @@ def open_source(
     except ImportError as error:
         raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
 
-    iceberg = iceberg_table_at(source)
-    found = None if iceberg is not None else list_datasets(source, format, types, options)
+    table = find_table(source)
+    if table is not None:
+        return _plain_columns(table_source(table))
+    found = list_datasets(source, format, types, options)
     if found is not None:
         return _plain_columns(_fragments_source(*found))
     if is_arrow_dataset(source):
         return _plain_columns(_dataset_source(source))
-    opened = frame_source(source if iceberg is None else iceberg)
+    opened = frame_source(source)
     if opened is not None:
         return _plain_columns(opened)
     kind = type(source)
@@ -137,19 +146,10 @@ def list_datasets(
         The datasets, a text that identifies their files and versions, and whether the files contain
         a schema.
     """
-    if is_delta_table(source):
-        told = f"delta {source.table_uri} {source.version()}"
-        return [delta_dataset(source, source.table_uri)], told, True
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
     paths = [os.fspath(one) for one in given_paths]
-    for path in paths:
-        table = delta_table(path)
-        if table is not None:
-            if len(paths) > 1:
-                raise ValueError(f"a Delta table must be the only source: {path}")
-            return [delta_dataset(table, path)], f"delta {path} {table.version()}", True
     places = [found_files.find_files(path) for path in paths]
     everything = [file for place in places for file in place.files]
     kind, endings = given, found_files.file_extensions(everything)
@@ -178,56 +178,6 @@ def list_datasets(
     return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
-def delta_table(path: str) -> Any:
-    """Returns the Delta table in a directory, read by its log; `None` where there is none.
-
-    Args:
-        path: A path or URL.
-
-    Raises:
-        ImportError: There is one, and deltalake is not installed.
-    """
-    from farandole._native import store as native  # noqa: PLC0415 - as above
-
-    directory = native.Store(path)
-    if any(magic in path for magic in "*?[") or not directory.exists("_delta_log"):
-        return None
-    try:
-        from deltalake import DeltaTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
-        ) from error
-    if directory.local_path is not None:
-        return DeltaTable(directory.local_path)
-    return DeltaTable(directory.url, storage_options=native.object_store_options(directory.url))
-
-
-def delta_dataset(table: Any, path: str) -> Any:
-    """Returns a Delta table as a dataset of pyarrow.
-
-    Args:
-        table: Of deltalake.
-        path: Of the table, for messages.
-
-    Raises:
-        ValueError: The table has a feature that is not read; the message names both.
-    """
-    mapping = table.metadata().configuration.get("delta.columnMapping.mode", "none")
-    if mapping != "none":
-        raise ValueError(
-            f"the Delta table {path} has a column mapping ({mapping}): its files have other names "
-            "of columns than the table. Read it with Spark, and fit on the DataFrame"
-        )
-    try:
-        return table.to_pyarrow_dataset()
-    except Exception as error:
-        # The extension of deltalake has no package in its name.
-        if type(error).__module__.partition(".")[0] not in ("deltalake", "_internal"):
-            raise
-        raise ValueError(f"the Delta table {path} cannot be read: {error}") from error
-
-
 def _open_dataset_files(
     paths: list[str], base: str, kind: str, reading: Any, types: Mapping[str, Any]
 ) -> Any:
@@ -236,7 +186,7 @@ def _open_dataset_files(
     given = types if kind in _SELF_DESCRIBING_FORMATS else {}
     try:
         opened = partitioned_dataset(
-            paths, base, reading, _arrow_filesystem(paths[0]), _arrow_types(given)
+            paths, base, reading, arrow_filesystem(paths[0]), _arrow_types(given)
         )
     except (pa.ArrowException, OSError) as error:
         raise _read_error(paths[0], error) from error
@@ -252,12 +202,21 @@ def _open_dataset_files(
 def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    return {
-        name: pa.type_for_alias(one) if isinstance(one, str) else one for name, one in types.items()
-    }
+    found = {}
+    for name, one in types.items():
+        try:
+            found[name] = pa.type_for_alias(one) if isinstance(one, str) else one
+        except ValueError as error:
+            raise ValueError(f"the type of column {name!r} is no type of Arrow: {one!r}") from error
+    return found
 
 
-def _arrow_filesystem(path: str) -> Any:
+def arrow_filesystem(path: str) -> Any:
+    """Returns the filesystem of pyarrow in which a file is.
+
+    Args:
+        path: Path or URL.
+    """
     from pyarrow import fs  # noqa: PLC0415 - as above
 
     if path.startswith("/"):
@@ -340,28 +299,83 @@ def _dataset_source(dataset: Any) -> RowSource:
     """Returns a dataset of pyarrow: by its files, unless it leaves some rows out."""
     filesystem = getattr(dataset, "filesystem", None)
     if filesystem is None or getattr(dataset, "_scan_options", None):
+        chosen = read_as_microseconds(dataset)
 
         def list_units(columns: list[str]) -> list[SourceUnit]:
+            check_int96_files(chosen, columns)
+            check_old_files(chosen, columns)
             return [
                 SourceUnit(
                     "the dataset",
-                    lambda: dataset.to_batches(
+                    lambda: chosen.to_batches(
                         columns=_column_expressions(columns), **_read_ahead_options()
                     ),
                 )
             ]
 
-        return RowSource(dataset.schema, None, list_units)
+        return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
     told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
     return _fragments_source(
-        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False
+        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False, declared=True
     )
 
 
-def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
+def table_source(table: TableSnapshot) -> RowSource:
+    """Returns the rows of a Delta or Iceberg table.
 
+    Args:
+        table: At one version.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        fragments = [
+            reading.make_fragment(file.path, arrow_filesystem(file.path)) for file in table.files
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            schemas = list(pool.map(_fragment_schema, fragments))
+        units: list[SourceUnit] = []
+        for file, fragment, schema in zip(table.files, fragments, schemas, strict=True):
+            chosen = FileColumns(table, file, schema, columns)
+            stored, names = chosen.stored_schema, chosen.stored_names
+            units += _fragment_units(fragment, stored, names, chosen.convert_batch)
+        return units
+
+    return RowSource(table.schema, table.fingerprint, list_units)
+
+
+def plain_dataset(table: TableSnapshot) -> Any:
+    """Returns a table as a pyarrow dataset, if its files alone tell its rows; else `None`.
+
+    Args:
+        table: At one version.
+    """
+    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
+
+    if not table.is_plain:
+        return None
+    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    fragments = []
+    for file in table.files:
+        guarantee = ds.scalar(True)
+        for name, value in file.defaults.items():
+            known = ds.field(name)
+            guarantee &= known == value if value.is_valid else known.is_null()
+        fragments.append(reading.make_fragment(file.path, arrow_filesystem(file.path), guarantee))
+    filesystem = arrow_filesystem(table.files[0].path)
+    return ds.FileSystemDataset(fragments, table.schema, reading, filesystem)
+
+
+def _fragments_source(
+    datasets: list[Any], told: str, typed: bool, *, declared: bool = False
+) -> RowSource:
+    """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
+    there.
+    """
     fragments = [
         with_int96_unit(fragment, "us")
         for dataset in datasets
@@ -370,7 +384,7 @@ def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
     schema = datasets[0].schema
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
-        whole = _common_schema(fragments, datasets, columns, typed=typed)
+        whole = _common_schema(fragments, datasets, columns, typed=typed, declared=declared)
         return [
             unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
         ]
@@ -379,7 +393,12 @@ def _fragments_source(datasets: list[Any], told: str, typed: bool) -> RowSource:
 
 
 def _common_schema(
-    fragments: list[Any], datasets: list[Any], columns: list[str], *, typed: bool
+    fragments: list[Any],
+    datasets: list[Any],
+    columns: list[str],
+    *,
+    typed: bool,
+    declared: bool,
 ) -> pa.Schema:
     """Returns the types of columns in all files; if the files have no schema, types that can hold
     the guessed types of all files.
@@ -395,6 +414,10 @@ def _common_schema(
         if any(name in values for values in partitions):
             _check_always_partition(name, files, partitions)
             fields[name] = datasets[0].schema.field(name)
+        elif declared and name in datasets[0].schema.names:
+            having = [file for file in files if name in file[1].names]
+            known = datasets[0].schema.field(name)
+            fields[name] = _common_field(name, having, typed=typed) if having else known
         else:
             fields[name] = _common_field(name, files, typed=typed)
     return pa.schema([field.with_nullable(True) for field in fields.values()])
@@ -427,7 +450,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
         other = schema.field(name)
         if other.type == field.type:
             continue
-        merged = _same_text_field(field, other) if typed else _merge_fields(field, other)
+        merged = _same_value_field(field, other) if typed else _merge_fields(field, other)
         if merged is None:
             raise ValueError(
                 f"column {name!r} is {other.type} in {_fragment_path(fragment)}, in "
@@ -438,17 +461,24 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
     return field
 
 
-def _same_text_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns a type for texts of which only Arrow's storage differs."""
+def _same_value_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
+    """Returns a type for values of which only Arrow's storage or zone differs."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
+    plain, other_plain = (
+        each.type.value_type if pa.types.is_dictionary(each.type) else each.type
+        for each in (one, other)
+    )
     for kinds in (
         (pa.string(), pa.large_string(), pa.string_view()),
         (pa.binary(), pa.large_binary(), pa.binary_view()),
     ):
-        if one.type in kinds and other.type in kinds:
+        if plain in kinds and other_plain in kinds:
             return one.with_type(kinds[1])
-    return None
+    is_zoned = all(pa.types.is_timestamp(kind) and kind.tz for kind in (plain, other_plain))
+    if is_zoned and plain.unit == other_plain.unit:
+        return one.with_type(pa.timestamp(plain.unit, "UTC"))  # zones only change how it is shown
+    return one.with_type(plain) if plain == other_plain else None
 
 
 def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:
@@ -476,32 +506,52 @@ def _fragment_schema(fragment: Any) -> pa.Schema:
         raise _read_error(_fragment_path(fragment), error) from error
 
 
-def _fragment_units(fragment: Any, schema: pa.Schema, columns: list[str]) -> Iterator[SourceUnit]:
+def _fragment_units(
+    fragment: Any,
+    schema: pa.Schema,
+    columns: list[str],
+    convert_batch: Callable[[pa.RecordBatch, int], pa.RecordBatch] | None = None,
+) -> Iterator[SourceUnit]:
+    """Yields the units of a file. `convert_batch` gets each batch and the position of its first
+    row in the file.
+    """
     name = _fragment_path(fragment)
 
-    def make_unit(part: Any, rows: int, *, whole: bool) -> SourceUnit:
+    def make_unit(part: Any, rows: int, first: int, *, whole: bool) -> SourceUnit:
         def read_batches() -> Iterator[pa.RecordBatch]:
             batches = part.to_batches(
                 schema=schema, columns=_column_expressions(columns), **_read_ahead_options(rows)
             )
             checked = check_int96_range(_translate_read_errors(name, batches), part, name, rows)
-            return check_old_times(checked, part, name)
+            checked = check_old_times(checked, part, name)
+            if convert_batch is None:
+                return checked
+            return convert_batches(convert_batch, checked, first)
 
         return SourceUnit(name, read_batches, whole)
 
+    def convert_batches(
+        convert: Callable[[pa.RecordBatch, int], pa.RecordBatch],
+        batches: Iterable[pa.RecordBatch],
+        first: int,
+    ) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            yield convert(batch, first)
+            first += batch.num_rows
+
     if not hasattr(fragment, "row_groups"):
-        yield make_unit(fragment, MAX_BATCH_ROWS, whole=False)
+        yield make_unit(fragment, MAX_BATCH_ROWS, 0, whole=False)
         return
     ids: list[int] = []
-    rows = size = 0
+    rows = size = first = 0
     groups = list(fragment.row_groups)
     for group in groups:
         ids.append(group.id)
         rows, size = rows + group.num_rows, size + group.total_byte_size
         if size >= UNIT_TARGET_BYTES or group is groups[-1]:
             each = max(256, min(MAX_BATCH_ROWS, _BATCH_TARGET_BYTES * max(rows, 1) // max(size, 1)))
-            yield make_unit(fragment.subset(row_group_ids=list(ids)), each, whole=True)
-            ids, rows, size = [], 0, 0
+            yield make_unit(fragment.subset(row_group_ids=list(ids)), each, first, whole=True)
+            ids, rows, size, first = [], 0, 0, first + rows
 
 
 def _column_expressions(columns: Sequence[str]) -> dict[str, Any]:

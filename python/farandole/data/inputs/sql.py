@@ -18,9 +18,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from farandole.data.inputs.frames import in_memory_table
+from farandole.data.inputs.int96 import check_int96_files, read_as_microseconds
 from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import RowSource, SourceUnit, list_datasets
-from farandole.data.inputs.tables import iceberg_fingerprint, iceberg_table_at, is_pyiceberg_table
+from farandole.data.inputs.sources import (
+    RowSource,
+    SourceUnit,
+    list_datasets,
+    plain_dataset,
+    table_source,
+)
+from farandole.data.inputs.tables import find_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -119,14 +126,24 @@ def _register_table(
 ) -> str | None:
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
-    iceberg = source if is_pyiceberg_table(source) else iceberg_table_at(source)
-    if iceberg is not None:
-        context.register_record_batches(name, [iceberg.scan().to_arrow().to_batches()])
-        return iceberg_fingerprint(iceberg)
+    at_version = find_table(source)
+    plain = None if at_version is None else plain_dataset(at_version)
+    if at_version is not None and plain is not None:
+        check_old_files(plain)
+        context.register_dataset(name, plain)
+        return at_version.fingerprint
+    if at_version is not None:
+        rows = table_source(at_version)
+        units = rows.units(rows.schema.names)
+        batches = [batch for unit in units for batch in unit.batches()]
+        context.register_record_batches(name, [batches])
+        return at_version.fingerprint
     found = list_datasets(source, kind, types, options)
     if found is not None:
         datasets, told, _ = found
+        datasets = [read_as_microseconds(dataset) for dataset in datasets]
         for dataset in datasets:
+            check_int96_files(dataset)
             check_old_files(dataset)
         context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
         return told

@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tables that their own client reads: DuckDB relations and Iceberg tables."""
+"""Tables by their own clients: DuckDB relations, Delta and Iceberg tables."""
 
 from __future__ import annotations
 
 import os
-import re
 from typing import TYPE_CHECKING, Any
 
-from farandole._native import store as native
+from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
+from farandole.data.inputs.iceberg_tables import (
+    iceberg_snapshot,
+    is_iceberg_table,
+    open_iceberg_table,
+    parse_timestamp,
+)
+from farandole.data.inputs.table_snapshot import TableSnapshot
 
 if TYPE_CHECKING:
+    import datetime as dt
     from collections.abc import Iterator
 
     import pyarrow as pa
 
 _RELATION_BATCH_ROWS = 65536
-_METADATA_FILE_PATTERN = re.compile(r"(?:v(\d+)|(\d+)-[^/]+?)(?:\.gz)?\.metadata\.json(?:\.gz)?")
+_FILE_SUFFIXES = (".parquet", ".pq")
+"""Endings of names in a list of paths that are not looked up as tables."""
 
 
 def _is_instance_by_name(value: Any, *names: str) -> bool:
@@ -63,136 +71,85 @@ def _relation_reader(relation: Any) -> Any:
     return getattr(relation, name)(_RELATION_BATCH_ROWS)
 
 
-def is_pyiceberg_table(value: Any) -> bool:
-    """Returns whether a value is a table of pyiceberg.
+def is_table(value: Any) -> bool:
+    """Returns whether a value is a Delta or Iceberg table, and not the path of one.
 
     Args:
         value: Anything.
     """
-    return _is_instance_by_name(value, "pyiceberg.table.Table")
+    return isinstance(value, TableSnapshot) or is_delta_table(value) or is_iceberg_table(value)
 
 
-def open_iceberg_table(path: str) -> Any:
-    """Returns the Iceberg table in a directory, by its newest metadata file; `None` where there is
-    none.
+def open_table(
+    source: Any, version: int | None = None, timestamp: dt.datetime | str | None = None
+) -> TableSnapshot:
+    """Returns a Delta or Iceberg table at one version.
 
-    Args:
-        path: A path or URL.
-
-    Raises:
-        ImportError: There is one, and pyiceberg is not installed.
-    """
-    directory = native.Store(path)
-    if any(magic in path for magic in "*?[") or not directory.exists("metadata"):
-        return None
-    versions = []
-    for name, *_ in directory.list_directory("metadata"):
-        found = _METADATA_FILE_PATTERN.fullmatch(name)
-        if found is not None:
-            versions.append((int(found[1] or found[2]), name))
-    if not versions:
-        return None
-    try:
-        from pyiceberg.table import StaticTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            f"{path} is an Iceberg table, reading it needs pyiceberg: pip install "
-            "'farandole[iceberg]'"
-        ) from error
-    return StaticTable.from_metadata(f"{directory.url.rstrip('/')}/metadata/{max(versions)[1]}")
-
-
-def iceberg_table_at(source: Any) -> Any:
-    """Returns the Iceberg table at a path, or the only path of a list; `None` for everything else.
+    All readers take it as a source: `ParquetLoader`, `prepare_data`, `frame_loader`, and
+    `fit_on_parquet(path=...)`. It keeps its version when others write to the table, also when it is
+    pickled for other processes.
 
     Args:
-        source: Perhaps a path.
+        source: Path or URL of the directory of a table; or a table of deltalake or pyiceberg.
+        version: Version of a Delta table, or number of a snapshot of an Iceberg table; default: the
+            newest.
+        timestamp: Chooses the newest version that is not younger: a datetime or ISO 8601; without a
+            time zone, it is in UTC.
 
     Raises:
-        ImportError: There is one, and pyiceberg is not installed.
-        ValueError: One among several paths.
+        ImportError: deltalake or pyiceberg is not installed.
+        ValueError: No table, no such version, or a feature of the table that is not read; the
+            message names the table.
     """
+    if version is not None and timestamp is not None:
+        raise ValueError("at most one of version and timestamp may be given")
+    found = find_table(source, version, timestamp)
+    if found is None:
+        raise ValueError(f"neither a Delta table nor an Iceberg table: {source}")
+    return found
+
+
+def find_table(
+    source: Any, version: int | None = None, timestamp: dt.datetime | str | None = None
+) -> TableSnapshot | None:
+    """Returns the table that a source is, or whose only path it is; `None` for everything else.
+
+    Args:
+        source: Perhaps a table, or the path of one.
+        version: As for `open_table`.
+        timestamp: As for `open_table`.
+
+    Raises:
+        ImportError: There is one, and deltalake or pyiceberg is not installed.
+        ValueError: One among several paths, or a table that is not read.
+    """
+    moment = None if timestamp is None else parse_timestamp(timestamp)
+    if isinstance(source, TableSnapshot):
+        if version is not None or moment is not None:
+            raise ValueError(f"{source.name} is at version {source.version} already")
+        return source
+    if is_delta_table(source):
+        table = source
+        if version is not None or moment is not None:
+            table = open_delta_table(source.table_uri, version, moment)
+        return delta_snapshot(table)
+    if is_iceberg_table(source):
+        return iceberg_snapshot(source, version, moment)
     given = source if isinstance(source, list | tuple) else [source]
     if not all(isinstance(one, str | os.PathLike) for one in given):
         return None
-    tables = {path: open_iceberg_table(path) for path in map(os.fspath, given)}
-    found = [path for path, table in tables.items() if table is not None]
-    if found and len(given) > 1:
-        raise ValueError(f"an Iceberg table must be the only source: {found[0]}")
-    return tables[found[0]] if found else None
+    paths = [os.fspath(one) for one in given]
+    if len(paths) == 1:
+        return _table_at(paths[0], version, moment)
+    for path in paths:
+        if not path.endswith(_FILE_SUFFIXES) and _table_at(path, version, moment) is not None:
+            raise ValueError(f"a Delta or Iceberg table must be the only source: {path}")
+    return None
 
 
-def iceberg_fingerprint(table: Any) -> str:
-    """Returns the identity of a table's rows at its snapshot.
-
-    Args:
-        table: Of pyiceberg.
-    """
-    snapshot = table.current_snapshot()
-    told = [table.location(), table.metadata.table_uuid, snapshot and snapshot.snapshot_id]
-    return f"iceberg {' '.join(map(str, [*told, table.metadata.current_schema_id]))}"
-
-
-def iceberg_schema(table: Any) -> pa.Schema:
-    """Returns the types of a table's columns.
-
-    Args:
-        table: Of pyiceberg.
-    """
-    from pyiceberg.io.pyarrow import schema_to_pyarrow  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
-
-    return schema_to_pyarrow(table.schema(), include_field_ids=False)
-
-
-def iceberg_batches(table: Any, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of the current snapshot, without deleted rows.
-
-    Args:
-        table: A pyiceberg table.
-        columns: Columns to read.
-    """
-    for batch in table.scan(selected_fields=tuple(columns)).to_arrow_batch_reader():
-        yield batch.select(columns)
-
-
-def iceberg_field_ids(table: Any) -> dict[str, int]:
-    """Returns the number of each column, which stays the same when the column is renamed.
-
-    Args:
-        table: Of pyiceberg.
-    """
-    return {field.name: field.field_id for field in table.schema().fields}
-
-
-def iceberg_data_files(table: Any) -> tuple[str, list[str]]:
-    """Returns the directory of a table, and the files in it that hold exactly its rows.
-
-    Args:
-        table: Of pyiceberg.
-
-    Raises:
-        ValueError: Its files alone do not tell its rows or columns.
-    """
-    where = table.location()
-    hint = "prepare_data reads it"
-    if len(table.schemas()) > 1:
-        raise ValueError(f"the Iceberg table {where} had other columns before, {hint}")
-    base = native.Store(where)
-    files = []
-    for task in table.scan().plan_files():
-        if task.delete_files:
-            raise ValueError(
-                f"the Iceberg table {where} has rows that are deleted in other files, {hint}"
-            )
-        if str(task.file.file_format).rpartition(".")[2].upper() != "PARQUET":
-            raise ValueError(
-                f"the Iceberg table {where} has files that are not Parquet, {hint}: "
-                f"{task.file.file_path}"
-            )
-        path = native.full_path(task.file.file_path)
-        if not path.startswith(base.url.rstrip("/") + "/"):
-            raise ValueError(
-                f"the Iceberg table {where} has files in other directories, {hint}: {path}"
-            )
-        files.append(path[len(base.url.rstrip("/")) + 1 :])
-    return where, sorted(files)
+def _table_at(path: str, version: int | None, moment: dt.datetime | None) -> TableSnapshot | None:
+    delta = open_delta_table(path, version, moment)
+    if delta is not None:
+        return delta_snapshot(delta)
+    iceberg = open_iceberg_table(path)
+    return None if iceberg is None else iceberg_snapshot(iceberg, version, moment)

@@ -24,7 +24,7 @@ from farandole.data.loader import ParquetLoader
 from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pyarrow as pa
 
@@ -58,7 +58,8 @@ def frame_loader(
 
     Args:
         frame: A Spark DataFrame, which its executors write, or any source of
-            `farandole.data.prepare_data`.
+            `farandole.data.prepare_data`. Spark ML vectors, dense or sparse, become float64 of
+            shape `(rows, length)`.
         batch_size: Rows of one batch of each rank.
         columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names
             the others.
@@ -72,9 +73,9 @@ def frame_loader(
 
     Raises:
         ValueError: A column that the frame does not have or has twice, or of a type that Parquet
-            cannot hold; ragged columns that are no lists of numbers; a frame without rows, a URL of
-            a remote store as `cache`, or executors on other hosts that write to a disk of their
-            own.
+            or a tensor cannot hold, such as matrices of Spark ML; ragged columns that are no lists
+            of numbers; a frame without rows, a URL of a remote store as `cache`, or executors on
+            other hosts that write to a disk of their own.
         TypeError: A frame that holds no rows, or a ragged column that is neither `Pad` nor
             `Nested`.
     """
@@ -90,7 +91,7 @@ def frame_loader(
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
-            rows, lists = _write_from_executors(_numbered_times(chosen), place, wanted)
+            rows, lists = _write_from_executors(_batch_numbers(chosen, columns), place, wanted)
         else:
             rows, lists = None, _write_rows(frame, columns, place, wanted, types)
         loader = _FrameLoader(place, batch_size, columns, lists, **options)
@@ -139,37 +140,69 @@ def _cache_directory(cache: str | os.PathLike[str] | None) -> Path:
     return Path(unquote(parts.path))
 
 
-def _numbered_times(frame: Any) -> Any:
-    """Returns a DataFrame of Spark whose dates and times are the numbers of batches.
+def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
+    """Returns a DataFrame of Spark whose dates and times are the numbers of batches, and whose
+    vectors are arrays.
 
     As dates and times, Spark would write them as the session's settings say: cut to milliseconds,
     as nanoseconds that wrap, or in an old calendar.
+
+    Args:
+        frame: The DataFrame.
+        columns: Columns that were asked for, which batches must be able to hold.
+
+    Raises:
+        ValueError: A column that was asked for has a user-defined type that is no vector.
     """
-    from pyspark.sql import functions, types  # noqa: PLC0415 - only where there is Spark
+    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 - only where there is Spark
+    from pyspark.sql import functions, types  # noqa: PLC0415 - as above
+
+    def count_microseconds(value: Any) -> Any:
+        start = functions.to_timestamp_ntz(functions.lit("1970-01-01 00:00:00"))
+        return functions.timestamp_diff("MICROSECOND", start, value)
+
+    converters: dict[str, Callable[[Any], Any]] = {
+        "vectorudt": lambda value: functions.when(value.isNotNull(), vector_to_array(value)),
+        "date": lambda value: functions.unix_date(value).cast("long"),
+        "timestamp": functions.unix_micros,
+        "timestamp_ntz": count_microseconds,
+    }
 
     def convert_column(value: Any, kind: Any) -> Any:
-        """Returns the converted column; `None` if it has no times."""
-        if isinstance(kind, types.DateType):
-            return functions.unix_date(value).cast("long")
-        if isinstance(kind, types.TimestampType):
-            return functions.unix_micros(value)
-        if isinstance(kind, types.TimestampNTZType):
-            start = functions.to_timestamp_ntz(functions.lit("1970-01-01 00:00:00"))
-            return functions.timestamp_diff("MICROSECOND", start, value)
-        if isinstance(kind, types.ArrayType):
+        """Returns the converted column; `None` if it stays as it is."""
+        if isinstance(kind, types.ArrayType) and not _is_user_defined(kind):
             probe = convert_column(functions.lit(None), kind.elementType)
             if probe is None:
                 return None
             return functions.transform(value, lambda one: convert_column(one, kind.elementType))
-        return None
+        convert = converters.get(kind.typeName())
+        return None if convert is None else convert(value)
 
-    columns, changed = [], False
+    converted, changed = [], False
     for field in frame.schema:
+        if columns is not None and _is_user_defined(field.dataType):
+            raise ValueError(
+                f"column {field.name!r} of the frame has type {field.dataType.simpleString()}, "
+                "which no tensor can hold: make numbers, arrays of numbers or Spark ML vectors of "
+                "it, or leave it out of columns=[...]"
+            )
         value = functions.col(_quote_column(field.name))
         number = convert_column(value, field.dataType)
         changed = changed or number is not None
-        columns.append(value if number is None else number.alias(field.name))
-    return frame.select(*columns) if changed else frame
+        converted.append(value if number is None else number.alias(field.name))
+    return frame.select(*converted) if changed else frame
+
+
+def _is_user_defined(kind: Any) -> bool:
+    """Returns whether a type of Spark is, or is an array of, a user-defined type; vectors are
+    plain.
+    """
+    from pyspark.sql import types  # noqa: PLC0415 - only where there is Spark
+
+    if isinstance(kind, types.ArrayType):
+        inner = kind.elementType
+        return isinstance(inner, types.UserDefinedType) or _is_user_defined(inner)
+    return isinstance(kind, types.UserDefinedType) and kind.typeName() != "vectorudt"
 
 
 def _write_from_executors(
@@ -186,17 +219,21 @@ def _write_from_executors(
     kinds = _element_dtypes(frame.limit(0).toArrow().schema, wanted) if wanted else {}
     counted = frame.observe(seen, functions.count(functions.lit(1)).alias("rows"), *longest)
     if wanted:
-        stored = types.StructType(
-            [
-                types.StructField(
-                    field.name, types.BinaryType() if field.name in wanted else field.dataType
-                )
-                for field in frame.schema
-            ]
+        # mapInArrow takes no names with dots or backticks: columns travel by number.
+        numbers = [f"column{index}" for index in range(len(frame.columns))]
+        fields = [
+            types.StructField(
+                number, types.BinaryType() if field.name in wanted else field.dataType
+            )
+            for number, field in zip(numbers, frame.schema, strict=True)
+        ]
+        encode = partial(
+            _encode_numbered_batches,
+            names=frame.columns,
+            lists=_unbounded_ragged_columns(wanted, kinds),
         )
-        counted = counted.mapInArrow(
-            partial(_encode_ragged_batches, lists=_unbounded_ragged_columns(wanted, kinds)), stored
-        )
+        counted = counted.toDF(*numbers).mapInArrow(encode, types.StructType(fields))
+        counted = counted.toDF(*frame.columns)
     counted.write.parquet(directory.absolute().as_uri())
     told = seen.get
     if not any(directory.glob("*.parquet")):
@@ -224,6 +261,21 @@ def _unbounded_ragged_columns(
 ) -> dict[str, Ragged]:
     """Returns ragged columns as they are written, before the length of the longest row is known."""
     return {name: one.known(kinds[name], _UNLIMITED_LIST_LENGTH) for name, one in wanted.items()}
+
+
+def _encode_numbered_batches(
+    batches: Iterable[pa.RecordBatch], names: list[str], lists: Mapping[str, Ragged]
+) -> Iterator[pa.RecordBatch]:
+    """Record batches as `_encode_ragged_batches` returns them, with columns by number outside."""
+    numbers: list[str] = []
+
+    def named_batches() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            numbers[:] = batch.schema.names
+            yield batch.rename_columns(names)
+
+    for encoded in _encode_ragged_batches(named_batches(), lists):
+        yield encoded.rename_columns(numbers)
 
 
 def _encode_ragged_batches(
@@ -296,20 +348,25 @@ def _write_rows(
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
     from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
+    from farandole.data.inputs.vectors import (  # noqa: PLC0415 - as above
+        vector_free_batch,
+        vector_free_schema,
+    )
 
     source = open_source(frame, types=types)
+    schema = vector_free_schema(source.schema)
     names = source.schema.names if columns is None else list(columns)
     _check_column_names(names, source.schema.names, wanted)
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.parquet as pq  # noqa: PLC0415
 
-    kinds = _element_dtypes(source.schema, wanted)
+    kinds = _element_dtypes(schema, wanted)
     kept, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir()
     writer = None
     try:
         for unit in source.units(names):
-            for batch in unit.batches():
+            for batch in map(vector_free_batch, unit.batches()):
                 if not batch.num_rows:
                     continue
                 for name, one in kept.items():

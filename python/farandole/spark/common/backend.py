@@ -188,6 +188,10 @@ class SparkBackend(Backend):
             )
         return self._num_proc
 
+    def max_processes(self) -> int:
+        """Returns the largest number of workers that a job may have at a time."""
+        return max(self.num_processes(), self._bounds.get("max_num_proc", 0))
+
     def check(self) -> None:
         """Like `Backend.check`."""
         from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - as above

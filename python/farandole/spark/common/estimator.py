@@ -67,7 +67,7 @@ from farandole.stores.local_paths import executor_hosts, local_path_warning
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
@@ -146,6 +146,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         *,
         path: Paths | None = None,
         val_path: Paths | None = None,
+        types: Mapping[str, str] | None = None,
         ui: bool = False,
         timeline: str | os.PathLike[str] | bool | None = None,
     ) -> Any:
@@ -159,9 +160,13 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             params: values that hold for this call.
             dataset_idx: number of the data set; without it the store's unnumbered one.
             path: the training rows, if they are not in the store: a file, a pattern such as
-                `/data/2024-*/*.parquet`, a directory, a Delta or Iceberg table, or a list of files,
-                directories and patterns. All training processes must see them.
+                `/data/2024-*/*.parquet`, a directory, or a list of files, directories and patterns;
+                a Delta or Iceberg table, by its path, as an object of deltalake or pyiceberg, or at
+                a version that `farandole.data.open_table` chose. All training processes must see
+                the files.
             val_path: the same for the validation rows.
+            types: types of columns whose values are in names of directories, by NumPy's name or
+                `string`, as for `ParquetLoader`: `{"code": "string"}`. Only with `path`.
             ui: whether to open the run viewer on the store and print its link.
             timeline: file for one timeline of all ranks, with aligned clocks, that opens in
                 Perfetto; `True` keeps it in the run, where the run viewer opens it.
@@ -179,7 +184,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         self._open_viewer(ui)
         with collect_timelines(timeline), mark_param_map_fit(params is not None):
             return (self.copy(params) if params else self)._fit_existing_data(
-                dataset_idx, ExistingDataPaths.from_paths(path, val_path, dataset_idx)
+                dataset_idx, ExistingDataPaths.from_paths(path, val_path, dataset_idx, types)
             )
 
     def _open_viewer(self, ui: bool) -> None:

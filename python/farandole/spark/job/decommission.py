@@ -15,11 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from farandole import _variables as variables
+
 if TYPE_CHECKING:
     from farandole.runner.agent import WorkerSpec
     from farandole.spark.job.session import SparkCluster
 
-EXECUTOR_VARIABLE: Final = "FARANDOLE_SPARK_EXECUTOR"
+EXECUTOR_VARIABLE: Final = variables.SPARK_EXECUTOR
 """Number of the Spark executor that a worker is in."""
 
 _EXECUTOR_ID_OPTION = "--executor-id"

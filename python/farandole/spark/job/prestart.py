@@ -10,10 +10,11 @@ process must have the same. If it has not, a job starts another server, as witho
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Final
 
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.runner import agent, warm_workers
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     # Where Spark's Python workers have it.
     if files not in sys.path:
         sys.path.insert(1, files)
-    told = os.environ.get(warm_workers.IDLE_VARIABLE, "")
-    warm = warm_workers.WarmWorkers(idle=float(told) if told else PRESTART_IDLE_SECONDS)
+    idle = read_setting(variables.WARM_IDLE_SECONDS)
+    warm = warm_workers.WarmWorkers(idle=PRESTART_IDLE_SECONDS if idle is None else idle)
     cold = [sys.executable, "-m", "farandole.runner.worker"]
     if (
         warm_workers.worker_command(warm, cold, agent.worker_environment({}, {}), int(owner))

@@ -12,6 +12,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole._keras.values import as_array
 from farandole.data.columns import PreparedColumn, check_shapes_fit
+from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     create_transformation,
     missing_value_policy,
@@ -32,7 +33,7 @@ from farandole.spark.keras.arrays import (
     model_inputs,
     refuse_nested_columns,
 )
-from farandole.spark.keras.fingerprint_parts import model_parts
+from farandole.spark.keras.fingerprint_parts import add_totals, model_parts
 from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
@@ -170,13 +171,20 @@ class KerasEstimator(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> KerasModel:
         job, copy, outputs, fingerprint = self._create_job(prepared)
+        fingerprint = add_totals(
+            fingerprint,
+            copy.model,
+            self.getOptimizer(),
+            backend.num_processes(),
+            self.getBatchSize() * self.getBackwardPassesPerStep(),
+        )
         if self.getDataModule() is None:
-            check_loss_form(
+            job = check_loss_form(
                 job,
                 copy.model,
                 create_transformation(self),
                 wanted=self.getLossReduction(),
-                processes=backend.num_processes(),
+                processes=max_processes(backend),
                 names=self._column_roles().stored_columns,
             )
         shown.show_message(describe_mapping(job.shape, job.labels, outputs))

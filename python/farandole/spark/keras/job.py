@@ -83,6 +83,15 @@ class KerasTrainingJob:
     """Batches whose gradients make one step of the optimizer."""
     loss_reduction: str = "mean"
     """The reduction of the model's loss over the rows of a batch, see `loss_forms`."""
+    counts_losses: bool = False
+    """Whether losses divide by more than rows, so that processes add up their counts."""
+    added_losses: tuple[str, ...] = ()
+    """Reductions of the losses that layers add, if losses are counted."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step of the optimizer on one process."""
+        return self.data.batch_size * self.passes
 
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""

@@ -286,3 +286,15 @@ def _fresh_optimizer(optimizer: Any, found: Mapping[str, Any], backward_passes: 
             )
         inner["config"]["gradient_accumulation_steps"] = backward_passes
     return keras.optimizers.deserialize(config, custom_objects=dict(found))
+
+
+def ignored_class(loss: Any) -> int | None:
+    """Returns the class that a loss of Keras ignores; `None` if it ignores none.
+
+    Args:
+        loss: of Keras.
+    """
+    found = getattr(loss, "ignore_class", None)
+    if found is None:
+        found = (getattr(loss, "_fn_kwargs", None) or {}).get("ignore_class")
+    return found

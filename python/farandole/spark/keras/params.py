@@ -98,7 +98,7 @@ class KerasParams(EstimatorParams):
     loss_reduction: Parameter[str] = Parameter(
         "What the model's loss is for a batch, where it is not the mean of Keras's own losses: "
         '`"mean"` or `"sum"` over rows, or `"per_batch"`, a number of the batch as a whole. '
-        "Without it, a loss of an unknown form is tried on parts of the first rows, and refused "
+        "Without it, a loss of an unknown form is tried on parts of some rows, and refused "
         "if several processes cannot compute it.",
         check.one_of("mean", "sum", "per_batch"),
         default=None,

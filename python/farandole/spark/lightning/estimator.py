@@ -15,6 +15,7 @@ import torch
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_shapes_fit
+from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     create_transformation,
     missing_value_policy,
@@ -24,7 +25,7 @@ from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.model.signature import input_signature
-from farandole.spark.common.runs.digests import class_name
+from farandole.spark.common.runs.digests import class_name, value_digest
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
@@ -148,14 +149,18 @@ class LightningEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
-        mapping.check_embeddings(self.getModel(), backend.num_processes())
-        fingerprint = self._fit_fingerprint(prepared)
+        mapping.check_embeddings(self.getModel(), max_processes(backend))
+        processes = backend.num_processes()
+        step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
+        fingerprint = self._fit_fingerprint(prepared).with_totals(
+            {"batch_size": step, "backward_passes_per_step": step}, processes
+        )
         job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
         base = job.base
         self._check_losses(
             base,
             objects,
-            processes=backend.num_processes(),
+            processes=max_processes(backend),
             names=self._column_roles().stored_columns,
         )
         with (

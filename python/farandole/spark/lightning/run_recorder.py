@@ -9,6 +9,7 @@ has a `loss`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import time
@@ -25,6 +26,7 @@ from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
 from farandole.spark.lightning.step_loss import StepLossScaler
 from farandole.stores.pickle_policy import resolve_decision
+from farandole.torch.sync_batch_norm import leave_out_padding
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +84,7 @@ class LightningRunRecorder:
         self._scaler: StepLossScaler | None = None
         self._loaders: dict[str, LightningLoader | None] = {"train": None, "val": None}
         self._padding_logs: PaddingLogs | None = None
+        self._padding_scope = contextlib.ExitStack()
         halt.begin_epoch()
 
     def use_loaders(self, train: LightningLoader | None, val: LightningLoader | None) -> None:
@@ -112,6 +115,11 @@ class LightningRunRecorder:
         loader = self._loaders[stage]
         if loader is not None and not loader.read_batch(index).valid:
             self._padding_logs = PaddingLogs(trainer)
+            self._padding_scope.enter_context(leave_out_padding(0, 1))
+
+    def end_padding(self) -> None:
+        """Lets the next batch count, also if this one has failed."""
+        self._padding_scope.close()
 
     def batch_rows(self, batch: Any, stage: str, index: int) -> int:
         """Returns the rows of a batch that count, and undoes what was logged for padding.
@@ -121,6 +129,7 @@ class LightningRunRecorder:
             stage: `"train"` or `"val"`.
             index: number of the batch.
         """
+        self.end_padding()
         if self._padding_logs is not None:
             self._padding_logs.restore()
             self._padding_logs = None
@@ -359,6 +368,9 @@ class _RecorderCallback:
 
     def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
         self.watch.end_epoch(trainer)
+
+    def on_exception(self, *_: Any) -> None:
+        self.watch.end_padding()
 
     def on_fit_end(self, *_: Any) -> None:
         self.watch.publish_files()  # Lightning's own checkpoint of the last epoch comes after ours

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import drawn_rows
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
 from farandole.spark.torch.training.source import to_tensors
@@ -31,8 +31,8 @@ def check_training_step(
     """Refuses a module whose loss of all rows is not the mean of its losses of parts, if several
     processes or passes make one step.
 
-    A module is not tried if it steps its optimizers by itself, or if its `training_step` needs the
-    trainer.
+    A module is not tried if it steps its optimizers by itself. If its `training_step` needs the
+    trainer, a warning says that it cannot be tried.
 
     Args:
         job: the run.
@@ -48,12 +48,19 @@ def check_training_step(
     if alone or job.loss_reduction is not None or not module.automatic_optimization:
         return
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = first_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    arrays = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
     columns = to_tensors(arrays)
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
     losses = [_step_loss(job, module, columns, first, last) for first, last in bounds]
     if any(one is None for one in losses):
+        warnings.warn(
+            f"training_step of {type(module).__name__} cannot be tried without a trainer, so its "
+            "loss is taken for a mean over rows. With class weights, ignored labels or a sum, "
+            "several processes or passes would train something else than one process. "
+            "loss_reduction='mean' says that it is a mean",
+            stacklevel=2,
+        )
         return
     whole, *parts = [
         PartLoss(one * (last - first), float(last - first))

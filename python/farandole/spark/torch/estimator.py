@@ -12,6 +12,7 @@ import torch
 from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_shapes_fit
+from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
     create_transformation,
     missing_value_policy,
@@ -148,7 +149,7 @@ class TorchEstimator(
     def _train_model(
         self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
     ) -> TorchModel:
-        mapping.check_embeddings(self.getModel(), backend.num_processes())
+        mapping.check_embeddings(self.getModel(), max_processes(backend))
         fingerprint = add_totals(
             self._fit_fingerprint(prepared),
             self.getOptimizer(),
@@ -162,7 +163,7 @@ class TorchEstimator(
             losses,
             objects.model,
             objects.transformation,
-            processes=backend.num_processes(),
+            processes=max_processes(backend),
             names=self._column_roles().stored_columns,
         )
         shown.show_message(describe_mapping(job.inputs, job.labels, outputs, losses))

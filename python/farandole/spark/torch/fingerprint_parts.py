@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.runs.digests import (
@@ -77,14 +76,7 @@ def add_totals(
         "backward_passes_per_step": step,
         "optimizer": value_digest([type(optimized), groups]),
     }
-    where = "" if processes == 1 else f" on {processes} processes"
-    parts = (
-        replace(one, together=totals[one.name], told=f"{one.told}{where}")
-        if one.name in totals
-        else one
-        for one in fingerprint.parts
-    )
-    return replace(fingerprint, parts=tuple(parts))
+    return fingerprint.with_totals(totals, processes)
 
 
 def _describe_optimizer(optimized: torch.optim.Optimizer) -> str:

@@ -22,6 +22,7 @@ from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs,
 from farandole.spark.torch.training.batches import describe_unknown_class
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.source import to_tensors
+from farandole.torch.loss_sums import ignored_label
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -229,7 +230,7 @@ def try_model(
     ScoreSums(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
     outputs = model_outputs(job.inputs, job.labels, objects.model, tensors)
     for one, loss, found in zip(job.labels, losses, outputs, strict=True):
-        _check_known_classes(job, one, found)
+        _check_known_classes(job, one, loss, found)
         _try_loss(one, loss, found)
     return outputs
 
@@ -295,7 +296,9 @@ def model_outputs(
     return outputs
 
 
-def _check_known_classes(job: TorchTrainingJob, one: TorchLabel, output: torch.Tensor) -> None:
+def _check_known_classes(
+    job: TorchTrainingJob, one: TorchLabel, loss: Any, output: torch.Tensor
+) -> None:
     known = column_ranges(job.data.train_url).get(one.column.name)
     if (
         not one.indexes
@@ -304,8 +307,8 @@ def _check_known_classes(job: TorchTrainingJob, one: TorchLabel, output: torch.T
         or one.column.name not in job.data.columns
     ):
         return
-    # One below 0 may be the loss's `ignore_index`: that is for the loss to say.
-    if known[1] >= output.shape[1]:
+    # The largest or one below 0 may be the loss's `ignore_index`. Then each batch is checked.
+    if known[1] >= output.shape[1] and known[1] != ignored_label(loss):
         raise ValueError(describe_unknown_class(one.column.name, known[1], output.shape[1]))
 
 

@@ -73,7 +73,7 @@ class TorchParams(EstimatorParams):
         "What a loss of your own returns for a batch, so that several processes, or several "
         'batches per step, train what one process trains: `"mean"` or `"sum"` over rows, or '
         '`"per_batch"`, a number of the batch as a whole. Without it, the loss is tried on parts '
-        "of the first rows and refused if it is no mean.",
+        "of some rows and refused if it is no mean.",
         check.one_of(*LOSS_REDUCTIONS),
         default=None,
     )

@@ -25,7 +25,10 @@ from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_of_terms
 from farandole.spark.torch.columns.losses import construct_losses
 from farandole.spark.torch.saving import payload
-from farandole.spark.torch.training.batch_norm import average_moving_statistics
+from farandole.spark.torch.training.batch_norm import (
+    average_moving_statistics,
+    least_batch_rows,
+)
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
 from farandole.spark.torch.training.elastic import (
@@ -134,6 +137,7 @@ class _TorchTrainer:
             self.rank,
             self.size,
             moves=self.elastic_run.moves,
+            least_rows=least_batch_rows(self.model),
         )
         with module:
             for epoch in range(len(self.history), self.loop.epochs):

@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any, cast
 import tensorflow as tf
 
 import farandole.tensorflow as hvd
+from farandole import _variables as variables
+from farandole._native.settings import read_setting
 from farandole.tensorflow.data._registry import DataServiceRegistryClient, DataServiceRegistryServer
 
 if TYPE_CHECKING:
@@ -49,16 +51,7 @@ __all__ = [
 ]
 
 DISPATCHER_SIDES = ("training", "compute")
-CONSENT_VARIABLE = "FARANDOLE_TF_DATA_OPEN_TO_THE_NETWORK"
-_BOOLEAN_WORDS = {
-    "1": True,
-    "true": True,
-    "on": True,
-    "": False,
-    "0": False,
-    "false": False,
-    "off": False,
-}
+CONSENT_VARIABLE = variables.TF_DATA_OPEN_TO_THE_NETWORK
 
 
 def require_consent(given: bool) -> None:
@@ -71,10 +64,7 @@ def require_consent(given: bool) -> None:
         PermissionError: the user has not consented.
         ValueError: the variable says neither yes nor no.
     """
-    told = os.environ.get(CONSENT_VARIABLE, "0").strip().lower()
-    if told not in _BOOLEAN_WORDS:
-        raise ValueError(f"{CONSENT_VARIABLE} is 1 or 0: {told!r}")
-    if not (given or _BOOLEAN_WORDS[told]):
+    if not (read_setting(CONSENT_VARIABLE) or given):
         raise PermissionError(
             "tf.data's dispatchers and workers listen on all addresses of this host without a "
             "password: everyone who reaches their ports runs graphs here, which read and write "

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleUsageError
@@ -357,7 +358,7 @@ class _TicketExchange:
 @contextlib.contextmanager
 def _limit_formation_time(seconds: float) -> Iterator[None]:
     """Sets the session's limit for forming a world."""
-    name = "FARANDOLE_START_TIMEOUT"
+    name = variables.START_TIMEOUT
     before = os.environ.get(name)
     os.environ[name] = f"{max(seconds, 0.001):.3f}"
     try:

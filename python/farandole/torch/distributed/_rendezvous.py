@@ -19,6 +19,7 @@ from urllib.parse import parse_qs, urlparse
 from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.notices import is_elastic
@@ -64,7 +65,7 @@ def _wrap_env_handler(torchs: Rendezvous) -> Rendezvous:
 
 def _matches_launched_world(url: str) -> bool:
     """Returns whether torch's rank and world size are the ones from the launch of this process."""
-    if "FARANDOLE_TASK" not in os.environ:
+    if variables.TASK not in os.environ:
         return False
     asked = parse_qs(urlparse(url).query)
     told = [

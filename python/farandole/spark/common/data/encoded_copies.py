@@ -18,6 +18,7 @@ from farandole.spark.common.data.existing_data import file_format, is_prepared
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.data.existing_data import ExistingDataPaths
     from farandole.stores.store import AbstractFilesystemStore
@@ -64,9 +65,9 @@ def use_encoded_copy(
     sides = ColumnRoles(roles.features, roles.labels, roles.weight)
     with contextlib.ExitStack() as held:
 
-        def copy_side(paths: str | list[str], wish: EncodingSpec) -> Prepared:
+        def copy_side(paths: str | list[str] | TableSnapshot, wish: EncodingSpec) -> Prepared:
             spec = writer_spec(sides, 0, dict(wish.fill), allow_nan=allow_nan)
-            rows = open_source(paths, format=file_format(paths))
+            rows = open_source(paths, format=file_format(paths), types=where.types or None)
             return held.enter_context(prepare_source(rows, store, sides, spec, "fit", wish))
 
         train = copy_side(where.train, wish)

@@ -6,30 +6,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
+from farandole.data.inputs.table_snapshot import TableSnapshot
+from farandole.data.inputs.tables import find_table, is_table, open_table
+from farandole.data.loader_arguments import types_of_reader
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
-    Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | TableSnapshot
 
 
 @dataclass(frozen=True)
 class ExistingDataPaths:
-    """Rows that exist before a fit, by path, pattern or directory, or by a list of these."""
+    """Rows that exist before a fit, by path, pattern or directory, or by a list of these. A table
+    is at the version that the whole fit reads.
+    """
 
-    train: str | list[str]
-    val: str | list[str] | None
+    train: str | list[str] | TableSnapshot
+    val: str | list[str] | TableSnapshot | None
     given: bool
     """Whether the user gave the paths."""
+    types: Mapping[str, str] = field(default_factory=dict)
+    """Types of columns of names of directories."""
 
     @classmethod
     def from_store(cls, store: AbstractFilesystemStore, idx: int | None) -> Self:
@@ -42,18 +49,30 @@ class ExistingDataPaths:
         return cls(store.get_train_data_path(idx), store.get_val_data_path(idx), given=False)
 
     @classmethod
-    def from_paths(cls, path: Paths | None, val_path: Paths | None, idx: int | None) -> Self | None:
+    def from_paths(
+        cls,
+        path: Paths | None,
+        val_path: Paths | None,
+        idx: int | None,
+        types: Mapping[str, str] | None = None,
+    ) -> Self | None:
         """Returns the rows at the user's paths; `None` without paths.
 
         Args:
             path: path of the training rows.
             val_path: path of the validation rows.
             idx: number of a data set in the store, which cannot be used together with paths.
+            types: types of columns of names of directories.
 
         Raises:
             ValueError: arguments that contradict each other, or no path in a list.
         """
         if path is None:
+            if types:
+                raise ValueError(
+                    "types needs path: it gives the types of values in names of directories, and "
+                    "data of the store has types"
+                )
             if val_path is not None:
                 raise ValueError(
                     "val_path needs path: without it, training and validation rows are those of "
@@ -63,13 +82,21 @@ class ExistingDataPaths:
         if idx is not None:
             raise ValueError("at most one of path and dataset_idx may be specified")
         return cls(
-            _path_texts("path", path),
-            None if val_path is None else _path_texts("val_path", val_path),
+            _find_rows("path", path),
+            None if val_path is None else _find_rows("val_path", val_path),
             given=True,
+            types=types_of_reader(types),
         )
 
 
-def _path_texts(name: str, paths: Paths) -> str | list[str]:
+def _find_rows(name: str, rows: Any) -> str | list[str] | TableSnapshot:
+    if is_table(rows):
+        return open_table(rows)
+    texts = _path_texts(name, rows)
+    return find_table(texts) or texts
+
+
+def _path_texts(name: str, paths: Any) -> str | list[str]:
     if isinstance(paths, str | os.PathLike):
         return os.fspath(paths)
     if not paths:
@@ -109,7 +136,7 @@ def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
         yield
 
 
-def is_prepared(paths: str | list[str]) -> bool:
+def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
     """Returns whether Farandole prepared the rows.
 
     Args:
@@ -122,15 +149,10 @@ def is_prepared(paths: str | list[str]) -> bool:
     )
 
 
-def file_format(paths: str | list[str]) -> str | None:
+def file_format(paths: str | list[str] | TableSnapshot) -> str | None:
     """Returns the format of files that are not prepared data; `None` if the place states it.
 
     Args:
         paths: of the files.
     """
-    is_delta = (
-        isinstance(paths, str)
-        and is_directory_path(paths)
-        and NativeStore(paths).exists("_delta_log")
-    )
-    return None if is_delta else "parquet"
+    return None if isinstance(paths, TableSnapshot) else "parquet"

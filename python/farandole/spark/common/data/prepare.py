@@ -408,7 +408,7 @@ def find_existing_data(
         and not store.is_parquet_dataset(there.train)
     ):
         raise ValueError(f"there is no training data at {there.train}")
-    train = open_dataset(there.train)
+    train = open_dataset(there.train, there.types)
     encoding = (
         read_encoding(there.train)
         if isinstance(there.train, str) and is_directory_path(there.train)
@@ -424,7 +424,7 @@ def find_existing_data(
     if there.val is not None and (
         there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))
     ):
-        val = open_dataset(there.val)
+        val = open_dataset(there.val, there.types)
     if train.rows == 0:
         raise ValueError(f"there are no rows at {there.train}")
     return Prepared(

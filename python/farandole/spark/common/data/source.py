@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
+_DRAWN_BATCHES = 16
+"""Batches from which `drawn_rows` draws."""
+
 
 @dataclass(frozen=True)
 class MissingValuePolicy:
@@ -384,6 +387,41 @@ def first_rows(
     )  # fmt: skip
     with closing(source.epoch(0, 1)) as batches:
         return dict(next(batches).columns)
+
+
+def drawn_rows(
+    url: str,
+    columns: Sequence[str],
+    rows: int,
+    transformation: Callable[[Arrays], Arrays] | None,
+    missing: MissingValuePolicy | None = None,
+    ragged: Mapping[str, Ragged] | None = None,
+) -> Arrays:
+    """Returns rows from all parts of a data set, as a training process would get them.
+
+    A shuffled batch has a few runs of rows, so rows are drawn from several batches.
+
+    Args:
+        url: as in `first_rows`, and so are the others.
+        columns: which.
+        rows: how many; a smaller data set repeats itself.
+        transformation: as in `Source`.
+        missing: as in `Source`.
+        ragged: as in `Source`.
+    """
+    casts: dict[str, str | None] = dict.fromkeys(columns)
+    source = BatchSource(
+        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
+        missing=missing,
+        ragged=ragged, fixed=True, shuffle=True,
+    )  # fmt: skip
+    count = min(_DRAWN_BATCHES, max(1, source.total // rows))
+    with closing(source.epoch(0, count)) as batches:
+        parts = [
+            {name: values[first::count].copy() for name, values in batch.columns.items()}
+            for first, batch in enumerate(batches)
+        ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:

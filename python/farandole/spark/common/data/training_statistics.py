@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from farandole.data.columns import ColumnRoles
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.data.statistics import Statistics
 
@@ -48,7 +49,7 @@ def with_statistics(
 
 
 def with_stored_statistics(
-    prepared: Prepared, paths: str | list[str], roles: ColumnRoles, *, wanted: bool
+    prepared: Prepared, paths: str | list[str] | TableSnapshot, roles: ColumnRoles, *, wanted: bool
 ) -> Prepared:
     """Returns data that existed before a fit, with the statistics of its rows, like
     `with_statistics`.
@@ -79,7 +80,7 @@ def with_stored_statistics(
 
 def _attach_statistics(
     prepared: Prepared,
-    paths: str | list[str],
+    paths: str | list[str] | TableSnapshot,
     roles: ColumnRoles,
     compute: Callable[[], Statistics] | None,
 ) -> Prepared:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.vectors import is_vector_type, vectors_as_lists
 from farandole.data.ragged import lengths_column
 
 if TYPE_CHECKING:
@@ -144,13 +145,8 @@ def column_to_array(
         return column.to_numpy(zero_copy_only=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return _lists_to_array(column, name, fill)
-    if pa.types.is_struct(kind) and {field.name for field in kind} == {
-        "type",
-        "size",
-        "indices",
-        "values",
-    }:
-        return _vectors_to_array(column, name, fill)
+    if is_vector_type(kind):
+        return _lists_to_array(vectors_as_lists(column, name), name, fill)
     raise ValueError(f"column {name!r} has type {kind}, which no tensor can hold")
 
 
@@ -226,28 +222,3 @@ def _lists_to_array(column: Any, name: str, fill: ColumnFill | None = None) -> n
         )
     inner = column_to_array(column.flatten(), name, fill)
     return inner.reshape(len(column), lengths[0], *inner.shape[1:])
-
-
-def _vectors_to_array(column: Any, name: str, fill: ColumnFill | None) -> npt.NDArray[Any]:
-    kinds, sizes, indices, values = (
-        column.field(field) for field in ("type", "size", "indices", "values")
-    )
-    if fill is not None:
-        whole = _fill_missing(values.values, values.values.type, name, fill)
-        values = pa.ListArray.from_arrays(values.offsets, whole)
-    dense = kinds.to_numpy(zero_copy_only=False) == 1
-    if dense.all():
-        return _lists_to_array(values, name)
-    lengths = values.value_lengths().to_numpy(zero_copy_only=False)
-    widths = np.where(dense, lengths, sizes.fill_null(0).to_numpy(zero_copy_only=False))
-    if len(set(widths.tolist())) != 1:
-        raise ValueError(
-            f"column {name!r} has rows of different length: {sorted(set(widths.tolist()))[:3]}"
-        )
-    result = np.zeros((len(column), int(widths[0])), dtype=np.float64)
-    owner = np.repeat(np.arange(len(column)), lengths)
-    flat = values.flatten().to_numpy(zero_copy_only=False)
-    result[dense] = flat[dense[owner]].reshape(-1, int(widths[0]))
-    sparse = ~dense[owner]
-    result[owner[sparse], indices.flatten().to_numpy(zero_copy_only=False)] = flat[sparse]
-    return result

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native import prepare as native
@@ -22,7 +22,7 @@ from farandole.spark.common.runs.digests import short_text, value_digest
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from farandole.data.prepare import PreparedData
     from farandole.spark.common.params import EstimatorParams
@@ -195,6 +195,23 @@ class Fingerprint:
             for each in (self, now)
         )
         return mine != theirs
+
+    def with_totals(self, totals: Mapping[str, str], processes: int) -> Self:
+        """Returns a fingerprint with which a run continues if the totals of some parts are the
+        same, whatever the number of processes.
+
+        Args:
+            totals: digests of the values of all processes together, by name of the part.
+            processes: of the fit.
+        """
+        where = "" if processes == 1 else f" on {processes} processes"
+        parts = (
+            replace(one, together=totals[one.name], told=f"{one.told}{where}")
+            if one.name in totals
+            else one
+            for one in self.parts
+        )
+        return replace(self, parts=tuple(parts))
 
     @property
     def digest(self) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 import farandole.numpy as arrays
+from farandole import _variables as variables
 from farandole._native import store as native
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from farandole.stores.remote_store import RemoteStore
 
-STOP_TOKEN_VARIABLE: Final = "FARANDOLE_SPARK_STOP"  # noqa: S105 - a variable's name
+STOP_TOKEN_VARIABLE: Final = variables.SPARK_STOP
 """Variable of workers with the token that the stop file must contain."""
 
 STOP_FILE: Final = "_stop"

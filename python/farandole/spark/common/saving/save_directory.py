@@ -36,15 +36,16 @@ import contextlib
 import io
 import json
 import logging
-import os
 import re
 import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from farandole import _variables as variables
 from farandole._native import reader
 from farandole._native import store as native
+from farandole._native.settings import read_setting
 from farandole.stores import durable
 from farandole.stores.small_files import (
     MAX_TABLE_FILE_BYTES,
@@ -67,7 +68,7 @@ _MAX_ROW_BYTES_RATIO = 32
 """Largest ratio of the bytes of a directory's rows to the bytes of its files, in addition to
 `_BASE_ROW_BYTES`; `SAVED_BYTES_VARIABLE` allows more. Earlier versions wrote files with Snappy,
 which makes a value at most 22 times smaller, unless a dictionary makes it even smaller."""
-SAVED_BYTES_VARIABLE = "FARANDOLE_SAVED_BYTES"
+SAVED_BYTES_VARIABLE = variables.SAVED_BYTES
 """Bytes that the rows of a directory may take in any case."""
 _BUDGET_ERROR_PATTERN = re.compile(r"byte budget|a budget of \d+ bytes")
 """Pattern of the native reader's errors about its memory limit. Such an error does not mean that
@@ -425,10 +426,7 @@ def _allowed_row_bytes() -> int:
     Raises:
         ValueError: it is no number of bytes.
     """
-    text = os.environ.get(SAVED_BYTES_VARIABLE, "").strip() or "0"
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise ValueError(f"{SAVED_BYTES_VARIABLE} is a number of bytes: {text!r}")
-    return int(text)
+    return read_setting(SAVED_BYTES_VARIABLE)
 
 
 def _decode_rows(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:

@@ -54,10 +54,12 @@ class BatchFeed:
         """Rows of all processes in an epoch."""
         self.validates = source.own > 0
         """Whether this process has rows; `False` if it only takes part in the collectives."""
-        ends = trains and steps >= source.steps_until_end()
+        counts = trains or job.counts_losses
+        ends = counts and steps >= source.steps_until_end()
         is_mean = job.loss_reduction == "mean"
-        self.shares = trains and (
-            moves or not is_mean or (ends and not source.has_equal_rows_on_ranks)
+        uneven = ends and not source.has_equal_rows_on_ranks
+        self.shares = (trains and (moves or not is_mean or uneven)) or (
+            not trains and job.counts_losses and (moves or not source.has_equal_rows_on_ranks)
         )
         self.leaves_out = ends and source.has_idle_ranks
         """Whether some processes have no row in some steps."""
@@ -216,7 +218,9 @@ def prefetch_batches(batches: Any, count: int) -> Any:
     return tf.data.Dataset.from_generator(lambda: rest, output_signature=signature).prefetch(count)
 
 
-def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
+def prepare_steps(
+    model: Any, *, shares: bool, is_sum: bool, validation_shares: bool = False
+) -> list[Any]:
     """Lets a model scale gradients by the share of each batch, and weigh losses of the history by
     rows.
 
@@ -227,6 +231,10 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
         model: the model, compiled and built. Only this object changes; its saved form does not.
         shares: whether batches bring shares.
         is_sum: whether losses are sums over rows. The history has them divided by the rows.
+        validation_shares: whether batches for validation bring shares.
+
+    Returns:
+        One element: the share of the batch in progress.
     """
     rows: list[Any] = [None]
     share: list[Any] = [1.0]
@@ -234,6 +242,7 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
     def wrap_step(plain_step: Any, *, takes_shares: bool) -> Any:
         def step(*arguments: Any) -> Any:
             *state, batch = arguments  # on JAX the model's state comes first
+            share[0] = 1.0
             if takes_shares:
                 x, y, extra = batch
                 share[0] = extra["share"][0]
@@ -247,7 +256,7 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
 
     # Past __setattr__, which tracks what belongs to a model.
     model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares)
-    model.__dict__["test_step"] = wrap_step(model.test_step, takes_shares=False)
+    model.__dict__["test_step"] = wrap_step(model.test_step, takes_shares=validation_shares)
     if shares:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         plain_apply = optimizer.apply
@@ -256,6 +265,7 @@ def prepare_steps(model: Any, *, shares: bool, is_sum: bool) -> None:
         )
     for tracker in loss_trackers(model):
         _weigh_by_rows(tracker, rows, is_sum=is_sum)
+    return share
 
 
 def loss_trackers(model: Any) -> list[Any]:

@@ -74,6 +74,15 @@ class ScaledLearningRate:
                 _ScaledSchedule(self._schedule, float(size)) if size > 1 else self._schedule
             )
 
+    def multiply(self, factor: float) -> None:
+        """Multiplies a rate that is no schedule.
+
+        Args:
+            factor: of the rate.
+        """
+        if self._schedule is None:
+            self._own_rate.assign(as_array(self._own_rate) * factor)
+
     @contextlib.contextmanager
     def single_process_rate(self) -> Iterator[None]:
         """Sets the learning rate of one process inside the context, for saving."""

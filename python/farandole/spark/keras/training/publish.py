@@ -274,6 +274,7 @@ class RunPublisher(keras.callbacks.Callback):
             "history": self.history,
             "timing": self.timing,
             "best": None if best is None else float(best),
+            "rate_rows": self._job.step_rows,
         }
 
     def result_model(self) -> bytes:

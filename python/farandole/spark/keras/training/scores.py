@@ -187,30 +187,50 @@ class UncountedStepsCallback(keras.callbacks.Callback):
 
     Args:
         steps: numbers of these steps in an epoch.
+        validation_steps: numbers of these steps in a validation.
     """
 
-    def __init__(self, steps: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[int], validation_steps: Sequence[int] = ()) -> None:
         super().__init__()
         self._steps = frozenset(steps)
+        self._validation_steps = frozenset(validation_steps)
         self._saved_values: list[tuple[Any, Any]] = []
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers."""
         del logs
         if batch in self._steps:
-            model: Any = self.model
-            sync_jax_state(model)
-            touched = [*model.metrics_variables, *moving_statistics(model)]
-            self._saved_values = [(variable, np.array(as_array(variable))) for variable in touched]
+            self._save_values()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Restores."""
         del logs
         if batch in self._steps:
-            sync_jax_state(self.model)
-            for variable, value in self._saved_values:
-                variable.assign(value)
-            self._saved_values = []
+            self._restore_values()
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers."""
+        del logs
+        if batch in self._validation_steps:
+            self._save_values()
+
+    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Restores."""
+        del logs
+        if batch in self._validation_steps:
+            self._restore_values()
+
+    def _save_values(self) -> None:
+        model: Any = self.model
+        sync_jax_state(model)
+        touched = [*model.metrics_variables, *moving_statistics(model)]
+        self._saved_values = [(variable, np.array(as_array(variable))) for variable in touched]
+
+    def _restore_values(self) -> None:
+        sync_jax_state(self.model)
+        for variable, value in self._saved_values:
+            variable.assign(value)
+        self._saved_values = []
 
 
 class FiniteLossCallback(keras.callbacks.Callback):

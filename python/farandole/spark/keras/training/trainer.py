@@ -46,6 +46,7 @@ from farandole.spark.keras.training.feed import (
     prepare_steps,
 )
 from farandole.spark.keras.training.learning_rate import ScaledLearningRate
+from farandole.spark.keras.training.loss_counts import count_losses
 from farandole.spark.keras.training.publish import (
     RunPublisher,
     StepTimingCallback,
@@ -200,14 +201,21 @@ class KerasTrainer:
         model.optimizer = hvd.DistributedOptimizer(model.optimizer, compression=compression)
         model.jit_compile = model.jit_compile  # asked again, now that the optimizer is another one
         self.rate = ScaledLearningRate(model.optimizer, 1)
-        prepare_steps(model, shares=self.train.shares, is_sum=job.loss_reduction == "sum")
-        if self.train.leaves_out or self.moves:
+        share = prepare_steps(
+            model,
+            shares=self.train.shares,
+            is_sum=job.loss_reduction == "sum",
+            validation_shares=self.val is not None and self.val.shares,
+        )
+        if job.counts_losses:
+            count_losses(model, share, job.added_losses)
+        if self.train.leaves_out or self.moves or (self.val is not None and self.val.leaves_out):
             model.steps_per_execution = 1
         return model
 
     def _load_checkpoint(self) -> None:
         """Loads the run's checkpoint into the model, equal on all ranks; a collective call."""
-        model, store = self.model, self.job.store
+        job, model, store = self.job, self.model, self.job.store
         done = np.zeros(1, np.int64)
         if self.rank == 0:
             found = store.resume()
@@ -221,6 +229,9 @@ class KerasTrainer:
                         f"run_id, or move {store.run_path} elsewhere: {error}"
                     ) from error
                 self.note = payload.read_note(found)
+                # The file has the rate for the rows that a process had in a step.
+                rows = job.step_rows
+                self.rate.multiply(rows / self.note.get("rate_rows", rows))
                 self.best = store.read_checkpoint(f"{store.checkpoint_filename}.best")
                 done[0] = len(self.note.get("timing", []))
         self.done = int(arrays.broadcast(done, 0, name="farandole.keras.done")[0])
@@ -256,8 +267,9 @@ class KerasTrainer:
             _ends_on_nan(one) for one in self.objects.callbacks
         ):
             callbacks.append(FiniteLossCallback(self.rank))
-        if self.train.uncounted:
-            callbacks.append(UncountedStepsCallback(self.train.uncounted))
+        uncounted = self.train.uncounted, [] if self.val is None else self.val.uncounted
+        if any(uncounted):
+            callbacks.append(UncountedStepsCallback(*uncounted))
         if task.has_rank_display():
             callbacks.append(StepTimingCallback())
         boards = [
@@ -315,12 +327,10 @@ class KerasTrainer:
             source = self._create_source(
                 data.val_url, data.val_batch_size, data.val_threads, shuffle=True
             )
-            val = BatchFeed(
-                source,
-                job,
-                min(source.own_step_count, data.val_steps or source.own_step_count),
-                trains=False,
-            )
+            # Processes that add up counts have the same number of steps.
+            most = source.steps_until_end() if job.counts_losses else source.own_step_count
+            steps = min(most, data.val_steps or most)
+            val = BatchFeed(source, job, steps, trains=False, moves=self.moves)
         train.set_epoch_start(place or EpochPosition())
         return BatchFeed(
             train, job, data.train_steps or train.steps_until_end(), trains=True, moves=self.moves

@@ -108,6 +108,7 @@ class LabelLoss:
             else None
         )
         self._own_count = getattr(loss, "label_count", None) if is_mean and known is None else None
+        self._words = f"label_count of the loss {loss_sums.loss_name(loss)}"
         self.counts_labels = (
             self.reduction == "per_batch" or self._sum is not None or self._own_count is not None
         )
@@ -116,15 +117,24 @@ class LabelLoss:
         """Returns the count of a batch.
 
         Args:
-            label: labels of the rows that count.
+            label: labels of the rows that count, in the shape of their column.
             rows: how many.
+
+        Raises:
+            ValueError: the loss's own method returns more than one number.
         """
         if self.reduction == "per_batch":
             return 1.0 if rows else 0.0
         if rows and self._sum is not None:
             return float(loss_sums.label_count(self._loss, label))
         if rows and self._own_count is not None:
-            return float(self._own_count(label))
+            found = self._own_count(label)
+            if isinstance(found, torch.Tensor) and found.numel() != 1:
+                raise ValueError(
+                    f"{self._words} must return one number, what the loss divides by, and not a "
+                    f"tensor of shape {tuple(found.shape)}"
+                )
+            return float(found)
         return float(rows)
 
     def term(
@@ -138,7 +148,9 @@ class LabelLoss:
             weights: one per row, or `None`.
             count: the result of `count` for this batch.
         """
-        if count == 0:  # a mean of nothing is NaN, and so are its gradients
+        # A mean of nothing is NaN, and so are its gradients. A sum may still have a part of labels
+        # of weight 0, by label smoothing.
+        if count == 0 and self._sum is None:
             return LossTerm(output.sum() * 0.0, 1.0, 0.0, self.reduction != "sum")
         if weights is not None and self._rows is not None:
             return self._weighted_term(self._rows(output, label), weights, count)
@@ -153,7 +165,7 @@ class LabelLoss:
         total = (losses.reshape(len(weights), -1).sum(dim=1) * weights).sum() * self._share
         if self.reduction == "sum":
             return LossTerm(total, 1.0, count, divides=False)
-        if self._sum is not None:
+        if self._sum is not None or self._own_count is not None:
             return LossTerm(total, 1.0, count)
         divisor = len(weights) if self._is_batch_mean else losses.numel()
         return LossTerm(total / divisor, count, count)

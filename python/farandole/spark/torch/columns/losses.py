@@ -3,8 +3,9 @@
 """Casts labels for a loss.
 
 A label column becomes `int64` if its loss takes class indices and the column has one element per
-row (of any type: a Spark ML indexer returns doubles), and `float32` if its loss is another torch
-loss. For the user's own loss it becomes `int64` if the column contains integers, else `float32`.
+row (of any type: a Spark ML indexer returns doubles), or if its loss takes a list of class indices.
+It becomes `float32` if its loss is another torch loss. A partial function counts as its function.
+For the user's own loss it becomes `int64` if the column contains integers, else `float32`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
+
+from farandole.torch.loss_sums import unwrap_partial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +31,8 @@ _INDEX_LOSS_FUNCTIONS = (
     functional.nll_loss,
     functional.multi_margin_loss,
 )
+
+_INDEX_LIST_LOSSES = (nn.MultiLabelMarginLoss, functional.multilabel_margin_loss)
 
 _LOSSES_BY_OUTPUT_FORM: dict[str, tuple[Any, ...]] = {
     "logits": (
@@ -51,8 +56,9 @@ def loss_output_form(loss: Any) -> str | None:
     Args:
         loss: any loss. The form of a custom loss is unknown.
     """
+    function, _ = unwrap_partial(loss)
     for form, losses in _LOSSES_BY_OUTPUT_FORM.items():
-        if any(loss is one or type(loss) is one for one in losses):
+        if any(function is one or type(function) is one for one in losses):
             return form
     return None
 
@@ -96,7 +102,8 @@ def takes_class_indices(loss: Any) -> bool:
     Args:
         loss: of any kind.
     """
-    return isinstance(loss, _INDEX_LOSS_CLASSES) or loss in _INDEX_LOSS_FUNCTIONS
+    function, _ = unwrap_partial(loss)
+    return isinstance(function, _INDEX_LOSS_CLASSES) or function in _INDEX_LOSS_FUNCTIONS
 
 
 def label_dtype(loss: Any, column: PreparedColumn) -> str:
@@ -108,7 +115,11 @@ def label_dtype(loss: Any, column: PreparedColumn) -> str:
     """
     if takes_class_indices(loss):
         return "int64" if column.element_count == 1 else "float32"
-    owner = loss if inspect.isfunction(loss) or inspect.isbuiltin(loss) else type(loss)
+    function, _ = unwrap_partial(loss)
+    if function in _INDEX_LIST_LOSSES or type(function) in _INDEX_LIST_LOSSES:
+        return "int64"
+    is_function = inspect.isfunction(function) or inspect.isbuiltin(function)
+    owner = function if is_function else type(function)
     if (getattr(owner, "__module__", None) or "").startswith("torch.nn."):
         return "float32"
     return "int64" if column.dtype.startswith(("int", "uint")) else "float32"

@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+MIN_BATCH_NORM_ROWS = 2
+"""Rows that a batch norm of one rank needs in training."""
+
+
+def least_batch_rows(module: torch.nn.Module) -> int:
+    """Returns how many rows a batch of a rank must have, with padding.
+
+    A batch norm over all ranks needs no padding on a rank with one row. If a model reorders rows
+    before such a layer, padding could not be told from rows that count.
+
+    Args:
+        module: the model.
+    """
+    kinds = [
+        isinstance(layer, SyncBatchNorm)
+        for layer in module.modules()
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the class that BatchNorm1d to 3d have in common
+    ]
+    return 1 if kinds and all(kinds) else MIN_BATCH_NORM_ROWS
+
+
 @contextlib.contextmanager
 def ignore_padding(module: torch.nn.Module, valid: int, count: int) -> Iterator[None]:
     """Lets a forward pass leave buffers as the rows that count make them.

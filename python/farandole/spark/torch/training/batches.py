@@ -22,6 +22,7 @@ from farandole.spark.torch.columns.tensors import (
 )
 from farandole.spark.torch.training.batch_norm import ignore_padding
 from farandole.spark.torch.training.step_counts import LabelCounter
+from farandole.torch.loss_sums import ignored_label
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -155,7 +156,7 @@ class BatchEvaluator:
             if not one.indexes or outputs[index].dim() < 2 or labels[index].is_floating_point():  # noqa: PLR2004 - (rows, classes)
                 continue
             classes = outputs[index].shape[1]
-            ignored = getattr(self._losses[index], "ignore_index", -100)
+            ignored = ignored_label(self._losses[index])
             counted = labels[index][labels[index] != ignored]
             strange = counted[(counted < 0) | (counted >= classes)]
             if strange.numel():

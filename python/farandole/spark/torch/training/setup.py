@@ -15,6 +15,7 @@ import farandole.torch as hvd
 from farandole.common.resource_limits import usable_cores
 from farandole.spark import task
 from farandole.spark.torch.training import compiler
+from farandole.spark.torch.training.batch_norm import MIN_BATCH_NORM_ROWS
 from farandole.spark.torch.training.source import DataModuleSource, TensorSource
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from farandole.spark.torch.job import TorchTrainingJob, TrainingLoopOptions
 
 BatchedSource = TensorSource | DataModuleSource
-
-_MIN_BATCH_NORM_ROWS = 2
-"""Rows that a batch norm needs to train on."""
 
 
 def prepare_process(loop: TrainingLoopOptions, rank: int) -> None:
@@ -93,6 +91,7 @@ def create_sources(
     size: int,
     *,
     moves: bool = False,
+    least_rows: int = MIN_BATCH_NORM_ROWS,
 ) -> tuple[BatchedSource, BatchedSource | None, contextlib.AbstractContextManager[Any]]:
     """Returns training and validation batches, and the context in which they are read.
 
@@ -103,6 +102,7 @@ def create_sources(
         rank: of this process.
         size: processes.
         moves: whether an epoch may continue with another number of processes.
+        least_rows: rows of a batch at least, by repeats that do not count.
     """
     data = job.data
     if data_module is not None:
@@ -146,7 +146,7 @@ def create_sources(
             threads=threads,
             in_memory=data.in_memory,
             transformation=transformation,
-            least=_MIN_BATCH_NORM_ROWS,
+            least=least_rows,
             missing=data.missing,
             moves=moves,
             ragged=data.ragged,

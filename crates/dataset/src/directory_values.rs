@@ -5,10 +5,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use arrow::buffer::Buffer;
-use farandole_dataset::{ColumnRole, DataFile, ElementType, ManifestColumn};
-
-use crate::error::{Error, Result};
+use crate::element::ElementType;
+use crate::manifest::{ColumnRole, DataFile, ManifestColumn};
 
 /// Directory value that stands for null.
 const NULL_PARTITION_NAME: &str = "__HIVE_DEFAULT_PARTITION__";
@@ -18,7 +16,7 @@ const PARTITION_COLUMN_SOURCE: &str = "the names of directories";
 
 /// Returns whether the names of directories contain a column's values. Files outside such a
 /// directory have nulls in this column.
-pub(crate) fn is_partition_column(column: &ManifestColumn) -> bool {
+pub fn is_partition_column(column: &ManifestColumn) -> bool {
     column.source == PARTITION_COLUMN_SOURCE
 }
 
@@ -34,7 +32,7 @@ pub fn partition_values(path: &str) -> FileValues {
 }
 
 /// Returns the values that are not null.
-pub(crate) fn known_values(values: &FileValues) -> BTreeMap<String, String> {
+pub fn known_values(values: &FileValues) -> BTreeMap<String, String> {
     let known = values.iter().filter_map(|(name, value)| Some((name.clone(), value.clone()?)));
     known.collect()
 }
@@ -91,17 +89,29 @@ pub fn partition_element<'a>(mut values: impl Iterator<Item = &'a str> + Clone) 
 /// Decimal digits that a float64 always represents.
 const MAX_FLOAT_DIGITS: usize = 15;
 
+/// A value that is not of its column's type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WrongDirectoryValue {
+    /// The column.
+    pub column: String,
+    /// The value in the name of a directory, and the place of all such values, for messages.
+    pub found: String,
+    /// Path of the file, relative to the data set.
+    pub file: String,
+    /// Type of the column.
+    pub expected: ElementType,
+}
+
 /// Returns the columns `names`, whose values the files have. `types` has the types of some columns;
 /// [`partition_element`] gives the others.
 ///
 /// # Errors
 /// A value that is not of its column's type.
-pub(crate) fn partition_columns(
+pub fn partition_columns(
     files: &[DataFile],
     names: &BTreeSet<&str>,
     types: &BTreeMap<String, ElementType>,
-    display_path: impl Fn(&str) -> String,
-) -> Result<Vec<ManifestColumn>> {
+) -> Result<Vec<ManifestColumn>, WrongDirectoryValue> {
     let column = |name: &&str| {
         let name = *name;
         let values = files.iter().filter_map(|file| file.values.get(name)).map(String::as_str);
@@ -109,15 +119,14 @@ pub(crate) fn partition_columns(
         let element = given.unwrap_or_else(|| partition_element(values));
         let wrong = files.iter().find_map(|file| {
             let value = file.values.get(name)?;
-            let fits = element.byte_width().is_none() || repeat_value(value, element, 1).is_some();
-            (!fits).then_some((value, &file.path))
+            (!can_represent(value, element)).then_some((value, &file.path))
         });
         if let Some((value, path)) = wrong {
-            return Err(Error::ColumnChanged {
+            return Err(WrongDirectoryValue {
                 column: name.to_owned(),
-                file: display_path(path),
                 found: format!("{value:?} in {PARTITION_COLUMN_SOURCE}"),
-                expected: element.numpy_name().to_owned(),
+                file: path.clone(),
+                expected: element,
             });
         }
         let without =
@@ -138,27 +147,22 @@ pub(crate) fn partition_columns(
     names.iter().map(column).collect()
 }
 
-/// Returns one value repeated `rows` times; `None` if the element cannot represent it.
-pub(crate) fn repeat_value(value: &str, element: ElementType, rows: usize) -> Option<Buffer> {
-    macro_rules! repeat {
-        ($kind:ty) => {
-            Buffer::from_vec(vec![value.parse::<$kind>().ok()?; rows])
-        };
+/// Returns whether a text is a value of a type.
+fn can_represent(value: &str, element: ElementType) -> bool {
+    match element {
+        ElementType::Bool => value.parse::<bool>().is_ok(),
+        ElementType::Int8 => value.parse::<i8>().is_ok(),
+        ElementType::Int16 => value.parse::<i16>().is_ok(),
+        ElementType::Int32 => value.parse::<i32>().is_ok(),
+        ElementType::Int64 => value.parse::<i64>().is_ok(),
+        ElementType::UInt8 => value.parse::<u8>().is_ok(),
+        ElementType::UInt16 => value.parse::<u16>().is_ok(),
+        ElementType::UInt32 => value.parse::<u32>().is_ok(),
+        ElementType::UInt64 => value.parse::<u64>().is_ok(),
+        ElementType::Float32 => value.parse::<f32>().is_ok(),
+        ElementType::Float64 => value.parse::<f64>().is_ok(),
+        ElementType::Utf8 | ElementType::Binary => true,
     }
-    Some(match element {
-        ElementType::Bool => Buffer::from_vec(vec![u8::from(value.parse::<bool>().ok()?); rows]),
-        ElementType::Int8 => repeat!(i8),
-        ElementType::Int16 => repeat!(i16),
-        ElementType::Int32 => repeat!(i32),
-        ElementType::Int64 => repeat!(i64),
-        ElementType::UInt8 => repeat!(u8),
-        ElementType::UInt16 => repeat!(u16),
-        ElementType::UInt32 => repeat!(u32),
-        ElementType::UInt64 => repeat!(u64),
-        ElementType::Float32 => repeat!(f32),
-        ElementType::Float64 => repeat!(f64),
-        ElementType::Utf8 | ElementType::Binary => return None,
-    })
 }
 
 #[cfg(test)]
@@ -190,7 +194,7 @@ mod tests {
         ];
         let told = |types: &BTreeMap<String, ElementType>| {
             let names = BTreeSet::from(["f", "n", "t"]);
-            partition_columns(&files, &names, types, str::to_owned).map(|columns| {
+            partition_columns(&files, &names, types).map(|columns| {
                 let told = columns.into_iter().map(|c| (c.name, c.element, c.nulls));
                 told.collect::<Vec<_>>()
             })
@@ -205,14 +209,13 @@ mod tests {
         );
         let given = |element| BTreeMap::from([("n".to_owned(), element)]);
         assert_eq!(told(&given(ElementType::Utf8)).unwrap()[1].1, ElementType::Utf8);
-        let error = told(&given(ElementType::UInt8)).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "column n is \"-8\" in the names of directories in n=-8/f=0.5/t=1/p, elsewhere it is \
-             uint8"
-        );
-        assert_eq!(repeat_value("07", ElementType::Int64, 2).unwrap().typed_data::<i64>(), [7, 7]);
-        assert!(repeat_value("x", ElementType::Float64, 2).is_none());
+        let wrong = WrongDirectoryValue {
+            column: "n".to_owned(),
+            found: "\"-8\" in the names of directories".to_owned(),
+            file: "n=-8/f=0.5/t=1/p".to_owned(),
+            expected: ElementType::UInt8,
+        };
+        assert_eq!(told(&given(ElementType::UInt8)).unwrap_err(), wrong);
     }
 
     #[test]

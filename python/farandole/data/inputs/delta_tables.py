@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Delta tables, by their log: `deltalake` reads it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from farandole._native import store as native
+from farandole.data.inputs.table_snapshot import (
+    FIELD_ID_KEY,
+    STORED_NAME_KEY,
+    TableColumn,
+    TableFile,
+    TableSnapshot,
+    full_file_path,
+)
+
+if TYPE_CHECKING:
+    import datetime as dt
+
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+_KNOWN_READER_FEATURES = {
+    "columnMapping",
+    "deletionVectors",
+    "timestampNtz",
+    "typeWidening",
+    "typeWidening-preview",
+    "v2Checkpoint",
+    "vacuumProtocolCheck",
+}
+"""Features without which a reader reads other rows or values, and that this module knows."""
+_WIDENING_FEATURES = {"typeWidening", "typeWidening-preview"}
+_MAPPING_READER_VERSION = 2
+_PRIMITIVE_TYPES = {
+    "string": "string",
+    "long": "int64",
+    "integer": "int32",
+    "short": "int16",
+    "byte": "int8",
+    "float": "float32",
+    "double": "float64",
+    "boolean": "bool",
+    "binary": "binary",
+    "date": "date32",
+}
+
+
+def is_delta_table(value: Any) -> bool:
+    """Returns whether a value is a table of deltalake, at any of its versions.
+
+    Args:
+        value: Anything.
+    """
+    return any(
+        kind.__name__ == "DeltaTable" and kind.__module__.partition(".")[0] == "deltalake"
+        for kind in type(value).__mro__
+    )
+
+
+def open_delta_table(
+    path: str, version: int | None = None, timestamp: dt.datetime | str | None = None
+) -> Any:
+    """Returns the Delta table in a directory, read by its log; `None` where there is none.
+
+    Args:
+        path: A path or URL.
+        version: Of the table; default: the newest.
+        timestamp: Chooses the newest version that is not younger.
+
+    Raises:
+        ImportError: There is one, and deltalake is not installed.
+        ValueError: No such version, or a table that deltalake cannot read.
+    """
+    directory = native.Store(path)
+    if any(magic in path for magic in "*?[") or not directory.exists("_delta_log"):
+        return None
+    try:
+        from deltalake import DeltaTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a Delta table, reading it needs deltalake: pip install 'farandole[delta]'"
+        ) from error
+    at, options = (
+        (directory.local_path, None)
+        if directory.local_path is not None
+        else (directory.url, native.object_store_options(directory.url))
+    )
+    try:
+        table = DeltaTable(at, version=version, storage_options=options)
+        if timestamp is not None:
+            table.load_as_version(timestamp)
+    except Exception as error:
+        raise _explain(error, f"the Delta table {path}") from error
+    return table
+
+
+def _explain(error: Exception, name: str) -> Exception:
+    # The extension of deltalake has no package in its name.
+    if name in str(error):
+        return error
+    package = type(error).__module__.partition(".")[0]
+    if package not in ("deltalake", "_internal") and not isinstance(error, ValueError):
+        return error
+    return ValueError(f"{name} cannot be read: {error}")
+
+
+def delta_snapshot(table: Any) -> TableSnapshot:
+    """Returns a table at the version that it has been loaded at.
+
+    Args:
+        table: Of deltalake.
+
+    Raises:
+        ValueError: The table has a feature that is not read; the message names both.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+    location = full_file_path("", unquote(table.table_uri)).rstrip("/")
+    name = f"the Delta table {location}"
+    try:
+        features = _reader_features(table, name)
+        columns = _table_columns(table, features, name)
+        actions = pa.table(table.get_add_actions())
+        deleted = _deleted_rows(table, features, name)
+    except Exception as error:
+        raise _explain(error, name) from error
+    kinds = {one.name: one.arrow_field.type for one in columns}
+    partitions = table.metadata().partition_columns
+    values = actions["partition"].to_pylist() if "partition" in actions.schema.names else None
+    files = []
+    for index, encoded in enumerate(actions["path"].to_pylist()):
+        path = unquote(encoded)
+        row = {} if values is None else values[index]
+        defaults = {one: _partition_scalar(row.get(one), kinds[one]) for one in partitions}
+        full = full_file_path(location, path)
+        files.append(TableFile(full, defaults, deleted.pop(full, None)))
+    if deleted:
+        raise ValueError(
+            f"{name} has deleted rows of a file that is not in it: {next(iter(deleted))}"
+        )
+    # The order of the log depends on its checkpoints.
+    files.sort(key=lambda file: file.path)
+    version = table.version()
+    return TableSnapshot(
+        name,
+        location,
+        str(version),
+        columns,
+        tuple(files),
+        f"delta {location} {version}",
+        bool(features & _WIDENING_FEATURES),
+    )
+
+
+def _reader_features(table: Any, name: str) -> set[str]:
+    protocol = table.protocol()
+    features: set[str] = set(protocol.reader_features or ())
+    unknown = sorted(features - _KNOWN_READER_FEATURES)
+    if unknown:
+        raise ValueError(
+            f"{name} has features that are not read: {', '.join(unknown)}. Read it with Spark, and "
+            "fit on the DataFrame"
+        )
+    if protocol.min_reader_version == _MAPPING_READER_VERSION:
+        features.add("columnMapping")
+    return features
+
+
+def _table_columns(table: Any, features: set[str], name: str) -> tuple[TableColumn, ...]:
+    mode = table.metadata().configuration.get("delta.columnMapping.mode", "none")
+    if "columnMapping" not in features:
+        mode = "none"
+    if mode not in ("none", "name", "id"):
+        raise ValueError(f"{name} has a column mapping that is not read: {mode}")
+    schema = json.loads(table.schema().to_json())
+    fields = [_arrow_field(one, mode, name) for one in schema["fields"]]
+    return tuple(TableColumn(one, (_stored_name(one),)) for one in fields)
+
+
+def _stored_name(one: pa.Field) -> str:
+    told = (one.metadata or {}).get(STORED_NAME_KEY)
+    return one.name if told is None else told.decode()
+
+
+def _arrow_field(told: dict[str, Any], mode: str, table: str) -> pa.Field:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    metadata: dict[bytes, bytes] = {}
+    if mode != "none":
+        stored = told["metadata"].get("delta.columnMapping.physicalName", told["name"])
+        metadata[STORED_NAME_KEY] = stored.encode()
+    if mode == "id":
+        metadata[FIELD_ID_KEY] = str(told["metadata"]["delta.columnMapping.id"]).encode()
+    words = f"column {told['name']!r} of {table}"
+    kind = _arrow_type(told["type"], mode, words)
+    return pa.field(told["name"], kind, metadata=metadata or None)
+
+
+def _arrow_type(told: Any, mode: str, words: str) -> pa.DataType:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if isinstance(told, dict):
+        kind = told["type"]
+        if kind == "struct":
+            return pa.struct([_arrow_field(one, mode, words) for one in told["fields"]])
+        if kind == "array":
+            return pa.list_(pa.field("element", _arrow_type(told["elementType"], mode, words)))
+        if kind == "map":
+            key, value = (_arrow_type(told[f"{one}Type"], mode, words) for one in ("key", "value"))
+            return pa.map_(key, value)
+    elif told in _PRIMITIVE_TYPES:
+        return pa.type_for_alias(_PRIMITIVE_TYPES[told])
+    elif told in ("timestamp", "timestamp_ntz"):
+        return pa.timestamp("us", "UTC" if told == "timestamp" else None)
+    elif told.startswith("decimal("):
+        precision, scale = told[len("decimal(") : -1].split(",")
+        return pa.decimal128(int(precision), int(scale))
+    raise ValueError(f"{words} is a {told}, which is not read: read the table with Spark")
+
+
+def _partition_scalar(value: Any, kind: pa.DataType) -> Any:
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    return pa.scalar(value, kind)
+
+
+def _deleted_rows(table: Any, features: set[str], name: str) -> dict[str, npt.NDArray[np.uint64]]:
+    """Returns the positions of deleted rows by file."""
+    import numpy as np  # noqa: PLC0415 - optional
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    if "deletionVectors" not in features:
+        return {}
+    if not hasattr(table, "deletion_vectors"):
+        raise ValueError(f"{name} has deletion vectors: reading them needs deltalake 1.6 or newer")
+    if features & _WIDENING_FEATURES:
+        try:
+            vectors = pa.table(table.deletion_vectors())
+        except Exception as error:
+            raise ValueError(
+                f"{name} has type widening and deletion vectors, which deltalake does not read "
+                f"together ({error}). REORG TABLE ... APPLY (PURGE) and dropping the feature "
+                "deletionVectors make it readable; or read it with Spark, and fit on the DataFrame"
+            ) from error
+    else:
+        vectors = pa.table(table.deletion_vectors())
+    deleted = {}
+    for batch in vectors.to_batches():
+        for path, mask in zip(batch["filepath"], batch["selection_vector"], strict=True):
+            keep = mask.values.to_numpy(zero_copy_only=False)
+            positions = np.flatnonzero(~keep).astype(np.uint64)
+            if positions.size:
+                deleted[full_file_path("", unquote(path.as_py()))] = positions
+    return deleted

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Deleted rows of Iceberg tables: positions, deletion vectors, and rows by their values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.inputs.iceberg_values import check_parquet, partition_scalars, schema_columns
+from farandole.data.inputs.table_snapshot import (
+    FileColumns,
+    TableColumn,
+    TableFile,
+    TableSnapshot,
+    full_file_path,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+_POSITION_COLUMNS = ("file_path", "pos")
+
+
+@dataclass
+class _EqualityDelete:
+    """A file with values; rows of older files that have them are deleted."""
+
+    sequence: int
+    spec_id: int
+    partition: Any
+    field_ids: tuple[int, ...]
+    path: str
+    values: pa.Table | None = field(default=None, repr=False)
+
+
+class DeleteFiles:
+    """The delete files of a snapshot.
+
+    Args:
+        table: of pyiceberg.
+        name: of the table, for messages.
+    """
+
+    def __init__(self, table: Any, name: str) -> None:
+        self._table, self._name = table, name
+        self._positions: dict[str, list[tuple[int, npt.NDArray[np.uint64]]]] = defaultdict(list)
+        self._vectors: dict[str, list[tuple[int, npt.NDArray[np.uint64]]]] = defaultdict(list)
+        self._equality: list[_EqualityDelete] = []
+        self._seen_puffins: set[str] = set()
+
+    def add_entry(self, entry: Any) -> None:
+        """Reads a delete file.
+
+        Args:
+            entry: Of a manifest.
+
+        Raises:
+            ValueError: A file of a format that is not read.
+        """
+        from pyiceberg.manifest import DataFileContent  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+
+        file = entry.data_file
+        sequence = entry.sequence_number or 0
+        if file.content == DataFileContent.EQUALITY_DELETES:
+            check_parquet(file, self._name)
+            self._equality.append(
+                _EqualityDelete(
+                    sequence,
+                    file.spec_id,
+                    file.partition,
+                    tuple(file.equality_ids),
+                    full_file_path("", file.file_path),
+                )
+            )
+        elif str(file.file_format).upper().endswith("PUFFIN"):
+            self._add_vectors(file.file_path, sequence)
+        else:
+            check_parquet(file, self._name)
+            self._add_positions(file.file_path, sequence)
+
+    def _add_vectors(self, path: str, sequence: int) -> None:
+        import numpy as np  # noqa: PLC0415 - optional
+
+        # A file has the vectors of several data files, and an entry for each.
+        if path in self._seen_puffins:
+            return
+        self._seen_puffins.add(path)
+        from pyiceberg.table.deletion_vector import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+            deletion_vectors_from_puffin_file,
+        )
+        from pyiceberg.table.puffin import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+            PuffinFile,
+        )
+
+        with self._table.io.new_input(path).open() as stream:
+            puffin = PuffinFile(stream.read())
+        for vector in deletion_vectors_from_puffin_file(puffin):
+            positions = np.asarray(vector.to_vector().to_numpy(), np.uint64)
+            self._vectors[vector.referenced_data_file].append((sequence, positions))
+
+    def _add_positions(self, path: str, sequence: int) -> None:
+        import numpy as np  # noqa: PLC0415 - as above
+        import pyarrow.compute as pc  # noqa: PLC0415 - a process that only trains needs none
+
+        compute: Any = pc
+        rows = _read_parquet(full_file_path("", path), list(_POSITION_COLUMNS))
+        paths, positions = (rows[name].combine_chunks() for name in _POSITION_COLUMNS)
+        for data_file in compute.unique(paths).to_pylist():
+            chosen = positions.filter(compute.equal(paths, data_file))
+            found = chosen.to_numpy(zero_copy_only=False).astype(np.uint64)
+            self._positions[data_file].append((sequence, found))
+
+    def deleted_rows(self, entry: Any) -> npt.NDArray[np.uint64] | None:
+        """Returns the ascending positions of the deleted rows of a data file; `None` if there are
+        none.
+
+        Args:
+            entry: Of the data file, in a manifest.
+
+        Raises:
+            ValueError: A data file or delete file that cannot be read.
+        """
+        import numpy as np  # noqa: PLC0415 - as above
+
+        file, sequence = entry.data_file, entry.sequence_number or 0
+        # A vector replaces all positions that were deleted before it.
+        listed = self._vectors.get(file.file_path) or self._positions.get(file.file_path, [])
+        found = [rows for number, rows in listed if number >= sequence]
+        older = [
+            one
+            for one in self._equality
+            if one.sequence > sequence and self._is_in_partition(one, file)
+        ]
+        groups: dict[tuple[int, ...], list[_EqualityDelete]] = defaultdict(list)
+        for one in older:
+            groups[one.field_ids].append(one)
+        found += [self._equal_rows(file, ids, ones) for ids, ones in groups.items()]
+        deleted = np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
+        return deleted if deleted.size else None
+
+    def _is_in_partition(self, one: _EqualityDelete, file: Any) -> bool:
+        is_global = not self._table.specs()[one.spec_id].fields
+        return is_global or (one.spec_id, one.partition) == (file.spec_id, file.partition)
+
+    def _equal_rows(
+        self, file: Any, field_ids: tuple[int, ...], deletes: list[_EqualityDelete]
+    ) -> npt.NDArray[np.uint64]:
+        """Returns the positions of rows whose columns have the values of some deleted row."""
+        import numpy as np  # noqa: PLC0415 - as above
+        import pyarrow as pa  # noqa: PLC0415 - as above
+
+        columns = tuple(self._find_column(number) for number in field_ids)
+        for one in deletes:
+            if one.values is None:
+                one.values = self._read_columns(one.path, {}, columns)
+        values = pa.concat_tables([one.values for one in deletes if one.values is not None])
+        defaults = self._partition_defaults(file, columns)
+        rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
+        return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
+
+    def _partition_defaults(self, file: Any, columns: tuple[TableColumn, ...]) -> dict[str, Any]:
+        kinds = {one.field_id: one.arrow_field.type for one in columns}
+        names = {one.field_id: one.name for one in columns}
+        values = partition_scalars(self._table, file, kinds)
+        return {names[number]: value for number, value in values.items()}
+
+    def _find_column(self, number: int) -> TableColumn:
+        """Returns a column of the newest schema that has it; it may have been dropped."""
+        schemas = self._table.schemas()
+        current = self._table.metadata.current_schema_id
+        for schema_id in sorted(schemas, key=lambda one: (one == current, one), reverse=True):
+            for one in schema_columns(self._table, schemas[schema_id]):
+                if one.field_id == number:
+                    return one
+        raise ValueError(
+            f"{self._name} has rows deleted by column number {number}, which is not one of its "
+            "columns or is within a struct: read it with Spark, and fit on the DataFrame"
+        )
+
+    def _read_columns(
+        self, path: str, defaults: dict[str, Any], columns: tuple[TableColumn, ...]
+    ) -> pa.Table:
+        import pyarrow as pa  # noqa: PLC0415 - as above
+        import pyarrow.parquet as pq  # noqa: PLC0415 - as above
+
+        from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - it imports this module
+
+        # Two columns of different schemas may have one name.
+        unique = tuple(
+            TableColumn(one.arrow_field.with_name(str(one.field_id)), one.stored_names)
+            for one in columns
+        )
+        named = {str(one.field_id): one.name for one in columns}
+        file = TableFile(
+            path, {number: defaults[name] for number, name in named.items() if name in defaults}
+        )
+        snapshot = TableSnapshot(self._name, "", "", unique, (file,), "")
+        reader = pq.ParquetFile(
+            path, filesystem=arrow_filesystem(path), coerce_int96_timestamp_unit="us"
+        )
+        chosen = FileColumns(snapshot, file, reader.schema_arrow, [one.name for one in unique])
+        batches, first = [], 0
+        for batch in reader.iter_batches(columns=chosen.stored_names):
+            batches.append(chosen.convert_batch(batch, first))
+            first += batch.num_rows
+        schema = pa.schema([one.with_nullable(True) for one in snapshot.schema])
+        return pa.Table.from_batches(batches, schema)
+
+
+def _read_parquet(path: str, columns: list[str]) -> pa.Table:
+    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
+
+    from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - as above
+
+    # pq.read_table would make columns of names of directories.
+    return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
+
+
+def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
+    """Returns which rows have the values of some row of other rows; nulls and NaN are equal to
+    themselves.
+
+    Args:
+        rows: The rows.
+        values: The other rows, of the same columns.
+    """
+    import numpy as np  # noqa: PLC0415 - as above
+    import pyarrow.compute as pc  # noqa: PLC0415 - as above
+
+    compute: Any = pc
+    if not values.num_rows:
+        return np.zeros(rows.num_rows, bool)
+    codes = np.zeros(rows.num_rows, np.int64)
+    wanted = np.zeros(values.num_rows, np.int64)
+    possible = np.ones(rows.num_rows, bool)
+    for name in values.schema.names:
+        known = compute.unique(values[name])
+        mine, theirs = (
+            compute.index_in(one[name], value_set=known).combine_chunks() for one in (rows, values)
+        )
+        possible &= np.asarray(mine.is_valid())
+        # Codes are renumbered for each column, so that their product with the next ones fits.
+        merged = np.unique(wanted)
+        at = np.searchsorted(merged, codes).clip(max=len(merged) - 1)
+        possible &= merged[at] == codes
+        codes = at * len(known) + mine.fill_null(0).to_numpy()
+        wanted = np.searchsorted(merged, wanted) * len(known) + theirs.to_numpy()
+    return possible & np.isin(codes, wanted)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Columns, partition values and file formats in the metadata of Iceberg tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.inputs.table_snapshot import FIELD_ID_KEY, TableColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
+
+
+def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
+    """Yields the columns of a schema of a table.
+
+    Args:
+        table: Of pyiceberg.
+        schema: One of its schemas.
+    """
+    from pyiceberg.io.pyarrow import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+        schema_to_pyarrow,
+    )
+
+    mapping = table.name_mapping()
+    names = {one.field_id: tuple(one.names) for one in mapping.root} if mapping else {}
+    for one in schema_to_pyarrow(schema, include_field_ids=True):
+        yield TableColumn(one, names.get(int(one.metadata[FIELD_ID_KEY]), ()))
+
+
+def partition_scalars(
+    table: Any, file: Any, kinds: dict[int | None, pa.DataType]
+) -> dict[int, Any]:
+    """Returns the values of the columns whose values partition a file as they are.
+
+    Args:
+        table: Of pyiceberg.
+        file: A data file.
+        kinds: Types by the number of the column.
+    """
+    from pyiceberg.transforms import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
+        IdentityTransform,
+    )
+
+    values = {}
+    for index, one in enumerate(table.specs()[file.spec_id].fields):
+        if isinstance(one.transform, IdentityTransform) and one.source_id in kinds:
+            values[one.source_id] = typed_scalar(file.partition[index], kinds[one.source_id])
+    return values
+
+
+def typed_scalar(value: Any, kind: pa.DataType) -> Any:
+    """Returns a value of Iceberg's metadata in the type of its column.
+
+    Args:
+        value: As pyiceberg has it: dates are days, and times are microseconds.
+        kind: Type of the column.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+    if pa.types.is_temporal(kind) and isinstance(value, int):
+        stored = pa.int32() if kind.bit_width == pa.int32().bit_width else pa.int64()
+        return pa.scalar(value, stored).cast(kind)
+    return pa.scalar(value, kind)
+
+
+def check_parquet(file: Any, name: str) -> None:
+    """Refuses a data file or delete file of another format.
+
+    Args:
+        file: Of a manifest.
+        name: Of the table, for messages.
+
+    Raises:
+        ValueError: Another format than Parquet.
+    """
+    kind = str(file.file_format).rpartition(".")[2].upper()
+    if kind != "PARQUET":
+        raise ValueError(
+            f"{name} has files that are not Parquet, read it with Spark and fit on the DataFrame: "
+            f"{file.file_path} is {kind}"
+        )

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Columns of a Parquet file by the leaves that its footer describes, and their values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
+    """Returns the columns to which a leaf may belong.
+
+    A footer joins the names of a leaf with dots, so `a.b` is a column of that name, or a field of a
+    column `a`. If a file has both, both are returned.
+
+    Args:
+        path: Of the leaf, as the footer has it.
+        schema: Of the file.
+    """
+    return [
+        field.name
+        for field in schema
+        if path == field.name
+        or (path.startswith(f"{field.name}.") and not is_flat_type(field.type))
+    ]
+
+
+def is_flat_type(kind: pa.DataType) -> bool:
+    """Returns whether a column of this type is its own leaf."""
+    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
+
+    return not (pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))
+
+
+def unnest_values(column: Any) -> Any:
+    """Returns the values of an array of Arrow that are in lists, tensors and dictionaries.
+
+    Args:
+        column: An array. One without such a wrapping, or of structs, is returned as it is.
+    """
+    import pyarrow as pa  # noqa: PLC0415 - as above
+
+    while True:
+        if isinstance(column, pa.ExtensionArray):
+            column = column.storage
+        elif isinstance(column, pa.DictionaryArray):
+            column = column.dictionary_decode()
+        elif hasattr(column.type, "value_type") and not pa.types.is_map(column.type):
+            column = column.flatten()
+        else:
+            return column
+
+
+def files_of_dataset(dataset: Any) -> Any:
+    """Returns a dataset of files with all rows: a filtered one does not tell its fragments.
+
+    Args:
+        dataset: Of pyarrow.
+    """
+    whole = dataset.replace_schema(dataset.schema)
+    whole._scan_options = {}  # noqa: SLF001 - there is no public door to remove a filter
+    return whole
