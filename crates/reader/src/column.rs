@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use farandole_dataset::{ElementType, ManifestColumn};
 
-use crate::fill::FillValue;
+use crate::fill_value::FillValue;
 use crate::padding::RowPadding;
 
 /// A column of a batch.

@@ -14,7 +14,7 @@ use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::ParquetDataset;
 use crate::epoch::{EpochReader, EpochSetup};
 use crate::error::{Error, Result};
-use crate::fill::{FillValue, is_representable};
+use crate::fill_value::{FillValue, is_representable};
 use crate::padding::RowPadding;
 use crate::pool::BufferPool;
 use crate::values::is_castable;

@@ -46,6 +46,6 @@ pub use cluster::SimulatedCluster;
 pub use control_round::ControlRound;
 pub use error::{Error, Result};
 pub use formation::FormationEstimate;
-pub use models::{ModelLayer, ModelProfile};
+pub use models::{ModelLayer, ModelProfile, PassTiming};
 pub use published_results::{PUBLISHED_EFFICIENCIES, PublishedEfficiency};
-pub use training_step::{PassTiming, StepEstimate};
+pub use training_step::StepEstimate;

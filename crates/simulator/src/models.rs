@@ -5,8 +5,6 @@
 
 use std::time::Duration;
 
-use crate::PassTiming;
-
 /// Bytes of a parameter.
 const BYTES_PER_PARAMETER: u64 = 4;
 
@@ -19,6 +17,15 @@ pub struct ModelLayer {
     pub bytes: u64,
     /// Multiplications of its forward pass for one example; 0 where they are few.
     pub work: u64,
+}
+
+/// Passes on one rank without waits.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PassTiming {
+    /// The forward pass, and the update of parameters.
+    pub forward: Duration,
+    /// The backward pass.
+    pub backward: Duration,
 }
 
 /// A model.

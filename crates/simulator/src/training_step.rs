@@ -9,16 +9,8 @@ use std::time::Duration;
 use farandole_engine::control_plane_model;
 
 use crate::events::bytes_to_f64;
-use crate::{AllreduceSimulator, ControlRound, ModelProfile, Result};
-
-/// Passes on one rank without waits.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct PassTiming {
-    /// The forward pass, and the update of parameters.
-    pub forward: Duration,
-    /// The backward pass.
-    pub backward: Duration,
-}
+use crate::models::{ModelProfile, PassTiming};
+use crate::{AllreduceSimulator, ControlRound, Result};
 
 /// A step.
 #[derive(Clone, Copy, Debug, PartialEq)]
