@@ -74,6 +74,9 @@ class TroubleProxy:
             self.hits += 1
             return self._trouble
 
+    def find_refusal(self, request, body):
+        """Returns status and text with which a request is answered, or `None` to pass it on."""
+
     def throttle(self, direction, count):
         """Waits until `count` more bytes may pass."""
         if self.rate is None:
@@ -159,15 +162,11 @@ class _Handler(BaseHTTPRequestHandler):
             reset(self.connection)
             return
         body = self._read_body()
+        refusal = self.server.find_refusal(self, body)
         if trouble == "busy":
-            text = (
-                b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"
-            )
-            self.send_response(503, "Slow Down")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(text)
+            refusal = 503, b"<Error><Code>SlowDown</Code><Message>Slow down</Message></Error>"
+        if refusal is not None:
+            self._refuse(*refusal)
             return
         if trouble == "silent":
             self.close_connection = True
@@ -198,6 +197,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("\r\n".join([*head, "", ""]).encode() + content, trouble)
         finally:
             upstream.close()
+
+    def _refuse(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def _answer(self, text, trouble):
         start = 0
