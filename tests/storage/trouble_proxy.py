@@ -16,12 +16,10 @@ TROUBLES = ("busy", "refused", "reset", "silent", "trickle", "lost")
 _REFUSALS = {
     "busy": (
         503,
-        "Slow Down",
         b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>",
     ),
     "expired": (
         403,
-        "Forbidden",
         b"<Error><Code>ExpiredToken</Code><Message>The token has expired</Message></Error>",
     ),
 }
@@ -85,6 +83,9 @@ class TroubleProxy:
                 return None
             self.hits += 1
             return self._trouble
+
+    def find_refusal(self, request, body):
+        """Returns status and text with which a request is answered, or `None` to pass it on."""
 
     def throttle(self, direction, count):
         """Waits until `count` more bytes may pass."""
@@ -171,13 +172,9 @@ class _Handler(BaseHTTPRequestHandler):
             reset(self.connection)
             return
         body = self._read_body()
-        if trouble in _REFUSALS:
-            status, reason, text = _REFUSALS[trouble]
-            self.send_response(status, reason)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(text)
+        refusal = _REFUSALS.get(trouble) or self.server.find_refusal(self, body)
+        if refusal is not None:
+            self._refuse(*refusal)
             return
         if trouble == "silent":
             self.close_connection = True
@@ -208,6 +205,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("\r\n".join([*head, "", ""]).encode() + content, trouble)
         finally:
             upstream.close()
+
+    def _refuse(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def _answer(self, text, trouble):
         start = 0
