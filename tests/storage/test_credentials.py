@@ -33,7 +33,7 @@ def front(s3_options, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "3")
     proxy = CredentialFront(urlsplit(s3_options["endpoint_url"]).netloc)
-    for service in ("S3", "STS", "SSO"):
+    for service in ("STS", "SSO"):
         monkeypatch.setenv(f"AWS_ENDPOINT_URL_{service}", f"http://127.0.0.1:{proxy.port}")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     yield proxy
@@ -165,9 +165,15 @@ class Rotation:
             self._thread.join()
 
 
-def open_store(prefix, options=None):
+def open_store(front, prefix, options=None):
     """Returns the store of a prefix with its options."""
-    return native.Store(Store.create(f"s3://bucket/{prefix}", storage_options=options).prefix_path)
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=with_endpoint(front, options))
+    return native.Store(store.prefix_path)
+
+
+def with_endpoint(front, options=None):
+    """Returns options that lead to the front: each front has a backend of its own."""
+    return {"endpoint_url": f"http://127.0.0.1:{front.port}", **(options or {})}
 
 
 def use_store(store, seconds):
@@ -188,7 +194,7 @@ def test_keys_of_a_second_are_renewed(front, prefix, tmp_path, monkeypatch, sour
     options, publish = SOURCES[source](front, tmp_path, monkeypatch)
     rotation = Rotation(front, publish, pause)
     try:
-        store = open_store(prefix, options)
+        store = open_store(front, prefix, options)
         assert use_store(store, 5) > 3
     finally:
         rotation.end()
@@ -201,7 +207,7 @@ def test_keys_that_are_gone_end_in_an_error_that_names_their_source(
 ):
     options, publish = SOURCES[source](front, tmp_path, monkeypatch)
     Rotation(front, publish, 60)
-    store = open_store(prefix, options)
+    store = open_store(front, prefix, options)
     store.write("x", b"1")
     front.ends = True
     time.sleep(front.life)
@@ -217,7 +223,7 @@ def test_keys_that_are_gone_end_in_an_error_that_names_their_source(
 
 def test_a_path_without_permission_is_refused_at_once(front, prefix):
     front.life, front.denied = 60, "denied"
-    store = open_store(prefix, {"credentials": front.grant})
+    store = open_store(front, prefix, {"credentials": front.grant})
     store.write("x", b"1")
     granted, started = front.granted, time.monotonic()
     with pytest.raises(PermissionError, match=f"s3://bucket/{prefix}/denied.*function"):
@@ -230,11 +236,11 @@ def test_variables_that_have_changed_count_for_the_next_store(front, prefix):
     front.life = 60
     put_in_environment(front.grant())
     try:
-        first = open_store(prefix)
+        first = open_store(front, prefix)
         first.write("x", b"1")
         put_in_environment(front.grant())
         front.refused = 0
-        second = open_store(prefix)
+        second = open_store(front, prefix)
         assert second.read("x") == b"1"
     finally:
         for name in ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"):
@@ -261,7 +267,8 @@ def _module_keys():
 
 def train(front, prefix, seconds):
     """Reads epochs and writes checkpoints; returns the number of epochs."""
-    store = Store.create(f"s3://bucket/{prefix}", storage_options={"credentials": front.grant})
+    options = with_endpoint(front, {"credentials": front.grant})
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=options)
     for part in range(4):
         table = pa.table({"x": np.arange(part * 100, part * 100 + 100)})
         pq.write_table(table, f"{store.prefix_path}/data/{part}.parquet", filesystem=store.fs)
