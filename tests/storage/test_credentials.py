@@ -6,16 +6,19 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 from urllib.parse import urlsplit
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.storage.credential_front import CredentialFront
 
+import farandole
 from farandole._native import store as native
 from farandole.data import ParquetLoader
 from farandole.spark.common import Store
@@ -188,14 +191,19 @@ def use_store(store, seconds):
     return rounds
 
 
-@pytest.mark.parametrize("pause", [0.4, 1.4], ids=["in time", "late"])
-@pytest.mark.parametrize("source", SOURCES)
+PUBLISHED = ("environment", "file", "process")
+"""Sources whose keys another process publishes, which may be late."""
+
+
+@pytest.mark.parametrize(
+    ("source", "pause"), [(source, 0.4) for source in SOURCES] + [(one, 1.4) for one in PUBLISHED]
+)
 def test_keys_of_a_second_are_renewed(front, prefix, tmp_path, monkeypatch, source, pause):
     options, publish = SOURCES[source](front, tmp_path, monkeypatch)
     rotation = Rotation(front, publish, pause)
     try:
         store = open_store(front, prefix, options)
-        assert use_store(store, 5) > 3
+        assert use_store(store, 4) > 3
     finally:
         rotation.end()
     assert front.granted >= 3
@@ -232,6 +240,30 @@ def test_a_path_without_permission_is_refused_at_once(front, prefix):
     assert time.monotonic() - started < 2
 
 
+def test_many_refusals_ask_for_few_keys(front, prefix):
+    front.life, front.denied = 60, "denied"
+    store = open_store(front, prefix, {"credentials": front.grant})
+    store.write("x", b"1")
+    granted, started = front.granted, time.monotonic()
+    for number in range(30):
+        with pytest.raises(PermissionError):
+            store.read(f"denied/{number}")
+    assert front.granted <= granted + 2 + (time.monotonic() - started)
+
+
+def test_keys_that_are_options_never_change_so_there_is_no_wait(front, prefix, monkeypatch):
+    monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "60")
+    keys = front.grant()
+    names = {"key": "AccessKeyId", "secret": "SecretAccessKey", "token": "SessionToken"}
+    store = open_store(front, prefix, {name: keys[theirs] for name, theirs in names.items()})
+    store.write("x", b"1")
+    time.sleep(front.life)
+    started = time.monotonic()
+    with pytest.raises(PermissionError, match="the options key and secret has expired"):
+        store.read("x")
+    assert time.monotonic() - started < 10
+
+
 def test_variables_that_have_changed_count_for_the_next_store(front, prefix):
     front.life = 60
     put_in_environment(front.grant())
@@ -261,6 +293,14 @@ def test_a_function_travels_with_the_options(front, prefix):
         StorageOptions(("s3://bucket/x",), {"key": _module_keys})
 
 
+def test_text_never_chooses_a_function(front, prefix):
+    store = open_store(front, prefix, {"credentials": front.grant})
+    store.write("x", b"1")
+    for text in ("function 0", "function 1", "anything"):
+        with pytest.raises(TypeError, match="must be a function"):
+            StorageOptions(("s3://bucket/x",), {"credentials": text})
+
+
 def _module_keys():
     return {"key": "a", "secret": "hidden", "token": "b"}
 
@@ -288,8 +328,55 @@ def test_a_training_outlives_its_keys(front, prefix):
     assert front.granted >= 10
 
 
+def keys_of(address):
+    """Returns a function that gets keys from the front, in whichever process calls it."""
+
+    def get():
+        import json
+        import urllib.request
+
+        url = f"http://{address}/federation/credentials"
+        request = urllib.request.Request(url, headers={"x-amz-sso_bearer_token": "session"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            found = json.load(answer)["roleCredentials"]
+        return {
+            "key": found["accessKeyId"],
+            "secret": found["secretAccessKey"],
+            "token": found["sessionToken"],
+            "expires": found["expiration"] / 1000,
+        }
+
+    return get
+
+
+def train_in_worker(store, seconds):
+    """Writes checkpoints in a worker process; returns their number."""
+    import time
+
+    import farandole.torch as hvd
+
+    hvd.init()
+    run, count, ends = store.to_remote(f"r{hvd.rank()}"), 0, time.monotonic() + seconds
+    while time.monotonic() < ends:
+        run.write("state", str(count).encode())
+        assert run.read("state") == str(count).encode()
+        count += 1
+    return count
+
+
+def test_each_worker_of_a_job_renews_its_keys(front, prefix):
+    for function in (keys_of, train_in_worker):
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+    options = with_endpoint(front, {"credentials": keys_of(f"127.0.0.1:{front.port}")})
+    store = Store.create(f"s3://bucket/{prefix}", storage_options=options)
+    counts = farandole.run(train_in_worker, args=(store, 5.0), num_proc=2)
+    assert min(counts) > 3
+    # The driver has made no request: five lives of a key in each of the two workers.
+    assert front.granted >= 8
+
+
 @pytest.mark.slow
-def test_a_training_of_a_minute_outlives_keys_of_a_second(front, prefix):
-    # Sixty expiries and more, as in two hours with keys of a minute and a half.
-    assert train(front, prefix, 60) > 20
-    assert front.granted >= 60
+def test_a_training_with_120_expiries_loses_nothing(front, prefix):
+    # Two hours with tokens of a minute, sixty times faster.
+    assert train(front, prefix, 125) > 20
+    assert front.granted >= 120

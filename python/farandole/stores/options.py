@@ -54,7 +54,7 @@ class StorageOptions:
             called again before they expire, and after the service has refused them.
 
     Raises:
-        TypeError: an option is a function and is not called `credentials`.
+        TypeError: `credentials` is not a function, or another option is one.
         ValueError: a place has no bucket, so its options would hold for all buckets.
     """
 
@@ -67,6 +67,9 @@ class StorageOptions:
         if callable(function):
             given[CREDENTIALS_OPTION] = f"function {next(_FUNCTION_NUMBERS)}"
             _register_function(given[CREDENTIALS_OPTION], function)
+        elif function is not None:
+            # Text, for example of a file, must not choose a function of this process.
+            raise TypeError(f"the storage option {CREDENTIALS_OPTION!r} must be a function")
         self._options = _flatten_options(given)
         if self._options:
             _OPTIONS_OF_STORES[id(self)] = self
