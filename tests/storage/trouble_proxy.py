@@ -11,8 +11,9 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
-TROUBLES = ("busy", "refused", "reset", "silent", "trickle", "lost")
-"""`lost`: the service carries the request out, and its answer does not arrive."""
+TROUBLES = ("busy", "refused", "reset", "silent", "stalled", "trickle", "lost")
+"""`stalled`: the service takes a half of what the request sends, and then nothing. `lost`: the
+service carries the request out, and its answer does not arrive."""
 _REFUSALS = {
     "busy": (
         503,
@@ -39,7 +40,7 @@ class TroubleProxy:
         self.hits = 0
         self.requests = 0
         self.rate = None
-        self._trouble, self._until, self._skip = None, 0.0, 0
+        self._trouble, self._until, self._skip, self._limit = None, 0.0, 0, None
         self._sent = {}
         self._lock = threading.Lock()
         self._ended = False
@@ -49,9 +50,12 @@ class TroubleProxy:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def begin(self, trouble, seconds, *, skip=0):
-        """Begins a trouble after `skip` further requests have passed."""
+    def begin(self, trouble, seconds, *, skip=0, limit=None):
+        """Begins a trouble after `skip` further requests have passed. At most `limit` requests meet
+        it.
+        """
         with self._lock:
+            self._limit = limit
             self.hits = 0
             self._trouble, self._skip, self._seconds = trouble, skip, seconds
             self._until = None
@@ -66,7 +70,7 @@ class TroubleProxy:
 
     def lasts(self):
         """Returns whether the trouble has begun and not ended."""
-        return self._until is not None and time.monotonic() < self._until
+        return self._until is not None and time.monotonic() < self._until and not self._ended
 
     def current_trouble(self):
         """Returns the trouble that a new request meets."""
@@ -80,6 +84,8 @@ class TroubleProxy:
             self._start_clock()
             if not self.lasts():
                 self._trouble = None
+                return None
+            if self._limit is not None and self.hits >= self._limit:
                 return None
             self.hits += 1
             return self._trouble
@@ -149,8 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def _read_body(self):
-        left = int(self.headers.get("content-length", 0))
+    def _read_body(self, part=1.0):
+        left = int(part * int(self.headers.get("content-length", 0)))
         if self.headers.get("expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
@@ -170,6 +176,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             # The reset must reach the client, although a part of its request was not read.
             reset(self.connection)
+            return
+        if trouble == "stalled":
+            self.close_connection = True
+            self._read_body(0.5)
+            while self.server.lasts():
+                time.sleep(0.02)
             return
         body = self._read_body()
         refusal = _REFUSALS.get(trouble) or self.server.find_refusal(self, body)
