@@ -177,18 +177,12 @@ class _Handler(BaseHTTPRequestHandler):
             # The reset must reach the client, although a part of its request was not read.
             reset(self.connection)
             return
-        if trouble == "stalled":
-            self.close_connection = True
-            self._read_body(0.5)
-            while self.server.lasts():
-                time.sleep(0.02)
-            return
-        body = self._read_body()
+        body = self._read_body(0.5 if trouble == "stalled" else 1.0)
         refusal = _REFUSALS.get(trouble) or self.server.find_refusal(self, body)
         if refusal is not None:
             self._refuse(*refusal)
             return
-        if trouble == "silent":
+        if trouble in ("silent", "stalled"):
             self.close_connection = True
             while self.server.lasts() and not self._has_left():
                 time.sleep(0.02)
