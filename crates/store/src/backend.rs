@@ -100,13 +100,14 @@ impl StoreBackend {
             }
             Self::Remote { service, root, options, timeout } => {
                 let recipe = (std::process::id(), root.clone(), options.clone(), *timeout);
-                let mut opened = REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(backend) = opened.get(&recipe) {
+                let backends = || REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(backend) = backends().get(&recipe) {
                     return Ok(backend.clone());
                 }
+                // The lock is free here: opening reads the environment, which may wait for a thread
+                // that waits for this lock. The first of two equal backends stays.
                 let backend = remote::open_backend(*service, root, options, *timeout)?;
-                opened.insert(recipe, backend.clone());
-                Ok(backend)
+                Ok(backends().entry(recipe).or_insert(backend).clone())
             }
         }
     }

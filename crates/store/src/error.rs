@@ -157,6 +157,13 @@ impl Error {
         }
     }
 
+    /// Returns whether the file system has no room: the disk is full, or the user's quota.
+    pub(crate) fn is_no_space(&self) -> bool {
+        let Self::Backend { source, .. } = self else { return false };
+        let full = [std::io::ErrorKind::StorageFull, std::io::ErrorKind::QuotaExceeded];
+        io_kind(source).is_some_and(|kind| full.contains(&kind))
+    }
+
     /// Adds the refused credential, or the timeout if the operation was repeated until its end.
     pub(crate) fn with_timeout(self, operation: Option<&StoreOperation>) -> Self {
         let refused = operation.and_then(StoreOperation::refused_credential);

@@ -16,17 +16,17 @@ use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
-    HttpResponseBody, HttpService, ReqwestConnector,
+    HttpResponseBody, HttpService,
 };
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::credentials::CredentialSigner;
+use crate::http_client::{PiecewiseClient, UploadProgress};
 use crate::store_operation::{note_failed_attempt, note_refused_credential};
 
 /// Longest wait for the next bytes.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
-/// Slowest accepted transfer of one connection, in bytes a second. A part of 8 MiB may take two
-/// minutes.
+/// Slowest accepted download over one connection, in bytes a second.
 pub(crate) const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
 
 /// Returns the longest wait for the next bytes: several attempts fit into the timeout.
@@ -66,7 +66,7 @@ impl HttpConnector for DeadlineConnector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let options = options.clone();
         let options = if self.has_own_timeout { options } else { options.with_timeout_disabled() };
-        let client = ReqwestConnector::default().connect(&options)?;
+        let client = PiecewiseClient::new(&options)?;
         let (timeout, signer) = (self.timeout, self.signer.clone());
         Ok(HttpClient::new(DeadlineClient { client, timeout, signer, accepted: AtomicU64::new(0) }))
     }
@@ -74,7 +74,7 @@ impl HttpConnector for DeadlineConnector {
 
 #[derive(Debug)]
 struct DeadlineClient {
-    client: HttpClient,
+    client: PiecewiseClient,
     timeout: Duration,
     signer: Option<Arc<dyn CredentialSigner>>,
     /// Number of the last credential that the service has accepted, plus one.
@@ -82,14 +82,28 @@ struct DeadlineClient {
 }
 
 impl DeadlineClient {
-    /// Returns the longest wait for the status line of an answer.
-    fn answer_limit(&self, request: &HttpRequest) -> Duration {
-        if is_long_work(request) {
-            // A second attempt fits into the timeout.
-            return self.timeout / 2;
+    /// Returns the longest wait for the next piece of an upload, or for the answer.
+    fn silence_limit(&self, request: &HttpRequest) -> Duration {
+        // A second attempt fits into the timeout.
+        if is_long_work(request) { self.timeout / 2 } else { longest_silence(self.timeout) }
+    }
+
+    /// Sends a request, and gives it up if the service takes no piece of its body, or gives no
+    /// answer after the last piece.
+    async fn send_with_deadline(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let limit = self.silence_limit(&request);
+        let progress = UploadProgress::new();
+        let mut answer = std::pin::pin!(self.client.send(request, progress.clone()));
+        loop {
+            let deadline = progress.deadline(limit);
+            tokio::select! {
+                answer = &mut answer => return answer,
+                () = sleep_until(deadline) => {}
+            }
+            if progress.deadline(limit) <= Instant::now() {
+                return Err(SilentService { what: "no progress", limit }.into_http_error());
+            }
         }
-        let bytes = request.body().content_length() as u64;
-        longest_silence(self.timeout) + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
     }
 }
 
@@ -140,9 +154,9 @@ fn error_chain(error: &dyn std::error::Error) -> String {
 }
 
 /// An answer by which a service refuses a credential.
-struct CredentialRefusal {
+pub(crate) struct CredentialRefusal {
     /// Whether the service says that the credential has expired, in contrast to missing permission.
-    says_expired: bool,
+    pub(crate) says_expired: bool,
 }
 
 /// Returns whether an answer refuses the credential, with the same answer again.
@@ -192,11 +206,12 @@ impl DeadlineClient {
                 return Ok(answer);
             };
             let may_wait = refusal.says_expired
+                && !signature.is_fixed
                 && self.accepted.load(Ordering::Relaxed) > 0
                 && started.elapsed() < self.timeout;
             let mut reason = String::new();
             if !was_replaced || may_wait {
-                match signer.sign_after_refusal(&mut request, signature.number).await {
+                match signer.sign_after_refusal(&mut request, &signature, &refusal).await {
                     Ok(Some(next)) => {
                         signature = next;
                         if was_replaced {
@@ -237,15 +252,11 @@ impl HttpService for DeadlineClient {
 
 impl DeadlineClient {
     async fn call_once(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let limit = self.answer_limit(&request);
         let is_file_content = is_file_read(&request);
         let has_range = request.headers().contains_key("range");
-        let answer = match tokio::time::timeout(limit, self.client.execute(request)).await {
-            // The backend repeats errors of this kind for every request. Callers that create files
-            // know that an earlier attempt may have succeeded.
-            Ok(answer) => answer.map_err(|error| HttpError::new(HttpErrorKind::Request, error)),
-            Err(_) => Err(SilentService { what: "no answer", limit }.into_http_error()),
-        };
+        // The backend repeats these errors for every request. Callers that create files know that an
+        // earlier attempt may have succeeded.
+        let answer = self.send_with_deadline(request).await;
         let response = answer.inspect_err(|error| note_failed_attempt(&error_chain(error)))?;
         let status = response.status();
         // The backend takes the answer for the rest of an interrupted file, without a look.

@@ -25,8 +25,8 @@
 //!   written in parts, and each part is repeated for `FARANDOLE_STORE_TIMEOUT`.
 //! - `ST-7`: recursive operations on local directories do not follow symbolic links.
 //! - `ST-8`: only ENOENT and ENOTDIR mean that a local file does not exist.
-//! - `ST-10`: every request over HTTP is signed by the credential that is current when it is sent.
 //! - `ST-9`: prepared data is deleted only if a preparation has named every file of it.
+//! - `ST-10`: every request over HTTP is signed by the credential that is current when it is sent.
 //! - `ST-3`: `localized_path(full_path(path)) == path` for absolute paths; characters are never
 //!   escaped.
 
@@ -38,6 +38,7 @@ mod credentials;
 mod data_sweep;
 mod error;
 mod hdfs_retry;
+mod http_client;
 mod http_deadlines;
 mod layout;
 mod lease;

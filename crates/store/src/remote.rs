@@ -334,7 +334,8 @@ mod tests {
                 &options(&[("token", secret)]),
                 Duration::from_secs(1),
             )
-            .unwrap_err();
+            .err()
+            .unwrap();
             let mut shown = format!("{error} {error:?}");
             let mut source = std::error::Error::source(&error);
             while let Some(error) = source {

@@ -77,6 +77,18 @@ struct MergedSettings<K> {
     settings: Vec<(K, String)>,
     origin: String,
     is_fixed: bool,
+    /// Values that no message may contain.
+    secrets: Vec<String>,
+}
+
+impl<K> MergedSettings<K> {
+    /// Returns an error of the backend about the settings. A secret where the name of a file was
+    /// expected would be in its text.
+    fn refuse(&self, error: impl std::fmt::Display) -> CredentialError {
+        let text = error.to_string();
+        let text = self.secrets.iter().fold(text, |text, secret| text.replace(secret, "***"));
+        CredentialError::new(self.origin.clone(), text)
+    }
 }
 
 /// Merges the variables into the options. If any credential is an option, those of the environment
@@ -85,7 +97,7 @@ fn merge_settings<K: std::str::FromStr + AsRef<str>>(
     options: &BTreeMap<String, String>,
     environment: &SourceEnvironment,
     is_credential: fn(&K) -> bool,
-    is_file: fn(&K) -> bool,
+    is_constant: fn(&K) -> bool,
 ) -> MergedSettings<K> {
     let typed = |(name, value): (&String, &String)| {
         let key = name.to_ascii_lowercase().parse::<K>().ok()?;
@@ -112,9 +124,13 @@ fn merge_settings<K: std::str::FromStr + AsRef<str>>(
         (false, true) => format!("the options {text}"),
         (false, false) => format!("the environment variables for {text}"),
     };
-    let is_fixed = from_options && !names.clone().any(|key| is_file(key));
+    let is_fixed = from_options && names.clone().all(is_constant);
     found.extend(given);
-    MergedSettings { settings: found, origin, is_fixed }
+    let is_secret = |(key, value): &&(K, String)| {
+        is_credential(key) && value.len() > 3 && std::fs::metadata(value).is_err()
+    };
+    let secrets = found.iter().filter(is_secret).map(|(_, value)| value.clone()).collect();
+    MergedSettings { settings: found, origin, is_fixed, secrets }
 }
 
 /// Finds the source of the credentials of a bucket of Google Cloud Storage.
@@ -129,9 +145,8 @@ pub(crate) fn choose_google_source(
     if let Some(name) = options.get(FUNCTION_OPTION) {
         return Ok(Arc::new(find_credential_function(name)?));
     }
-    let is_file = |key: &GoogleConfigKey| {
-        matches!(key, GoogleConfigKey::ServiceAccount | GoogleConfigKey::ApplicationCredentials)
-    };
+    // The tokens of every key expire.
+    let is_constant = |_: &GoogleConfigKey| false;
     let is_credential = |key: &GoogleConfigKey| {
         matches!(
             key,
@@ -140,16 +155,16 @@ pub(crate) fn choose_google_source(
                 | GoogleConfigKey::ServiceAccountKey
         )
     };
-    let merged = merge_settings(options, environment, is_credential, is_file);
+    let mut merged = merge_settings(options, environment, is_credential, is_constant);
     let mut builder = GoogleCloudStorageBuilder::new().with_bucket_name("any");
-    for (key, value) in merged.settings {
+    for (key, value) in std::mem::take(&mut merged.settings) {
         builder = builder.with_config(key, value);
     }
     let built = builder
         .with_http_connector(DeadlineConnector::new(timeout, false))
         .with_retry(retry_config(timeout))
         .build()
-        .map_err(|error| CredentialError::new(merged.origin.clone(), error))?;
+        .map_err(|error| merged.refuse(error))?;
     let provider = Arc::clone(built.credentials());
     Ok(Arc::new(ProviderSource { provider, origin: merged.origin, is_fixed: merged.is_fixed }))
 }
@@ -167,7 +182,9 @@ pub(crate) fn choose_azure_source(
     if let Some(name) = options.get(FUNCTION_OPTION) {
         return Ok(Arc::new(find_credential_function(name)?));
     }
-    let is_file = |key: &AzureConfigKey| matches!(key, AzureConfigKey::FederatedTokenFile);
+    let is_constant = |key: &AzureConfigKey| {
+        matches!(key, AzureConfigKey::AccessKey | AzureConfigKey::SasKey | AzureConfigKey::Token)
+    };
     let is_credential = |key: &AzureConfigKey| {
         matches!(
             key,
@@ -178,9 +195,9 @@ pub(crate) fn choose_azure_source(
                 | AzureConfigKey::FederatedTokenFile
         )
     };
-    let merged = merge_settings(options, environment, is_credential, is_file);
+    let mut merged = merge_settings(options, environment, is_credential, is_constant);
     let mut builder = MicrosoftAzureBuilder::new().with_url(root);
-    for (key, value) in merged.settings {
+    for (key, value) in std::mem::take(&mut merged.settings) {
         if matches!(key, AzureConfigKey::SasKey) {
             let checked = parse_signature(&value);
             checked.map_err(|reason| CredentialError::new(merged.origin.clone(), reason))?;
@@ -196,7 +213,7 @@ pub(crate) fn choose_azure_source(
         .with_http_connector(DeadlineConnector::new(timeout, false))
         .with_retry(retry_config(timeout))
         .build()
-        .map_err(|error| CredentialError::new(merged.origin.clone(), error))?;
+        .map_err(|error| merged.refuse(error))?;
     let provider = Arc::clone(built.credentials());
     Ok(Arc::new(ProviderSource { provider, origin: merged.origin, is_fixed: merged.is_fixed }))
 }

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
 use object_store::{CredentialProvider, ObjectStore};
@@ -39,6 +39,9 @@ pub use source_environment::set_environment_guard;
 const MAX_RENEWAL_LEAD: Duration = Duration::from_secs(300);
 /// Shortest pause between two renewals before the expiry.
 const MIN_RENEWAL_PAUSE: Duration = Duration::from_millis(50);
+/// Shortest pause between two renewals after answers that do not say that the credential has expired:
+/// most of them mean that a permission is missing.
+const MIN_REFUSAL_PAUSE: Duration = Duration::from_secs(1);
 /// Longest pause after a renewal that has failed while the earlier credential is still in use.
 const MAX_FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
@@ -94,13 +97,15 @@ pub(crate) type SourceChooser<C> = Box<
 pub(crate) struct NumberedCredential<C> {
     pub(crate) credential: Arc<C>,
     pub(crate) number: u64,
+    /// Whether the source never has another credential.
+    pub(crate) is_fixed: bool,
     pub(crate) origin: String,
 }
 
 impl<C> Clone for NumberedCredential<C> {
     fn clone(&self) -> Self {
         let credential = Arc::clone(&self.credential);
-        Self { credential, number: self.number, origin: self.origin.clone() }
+        Self { credential, origin: self.origin.clone(), ..*self }
     }
 }
 
@@ -110,6 +115,8 @@ struct CredentialState<C> {
     current: Option<NumberedCredential<C>>,
     /// Time at which the source is asked for the next credential.
     renew_at: Option<SystemTime>,
+    /// Time of the last renewal after a refusal.
+    refused_at: Option<Instant>,
     environment: SourceEnvironment,
 }
 
@@ -139,8 +146,14 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
     ) -> Result<Self, CredentialError> {
         let environment = SourceEnvironment::read(prefixes);
         let source = chooser(&environment)?;
-        let state =
-            CredentialState { source, provider: None, current: None, renew_at: None, environment };
+        let state = CredentialState {
+            source,
+            provider: None,
+            current: None,
+            renew_at: None,
+            refused_at: None,
+            environment,
+        };
         let (chooser, state) = (Arc::new(chooser), Mutex::new(state));
         Ok(Self { chooser, prefixes, state, is_stale: AtomicBool::new(false) })
     }
@@ -175,16 +188,22 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
     }
 
     /// Returns another credential after the service has refused the one with this number; `None`
-    /// if there is no other one. Requests that were refused together share a renewal.
+    /// if there is no other one. Requests that were refused together share a renewal. Answers that do
+    /// not say that the credential has expired cause few renewals.
     ///
     /// # Errors
     /// A source without a credential.
     pub(crate) async fn replace_refused(
         &self,
         number: u64,
+        says_expired: bool,
     ) -> Result<Option<NumberedCredential<C>>, CredentialError> {
         let mut state = self.state.lock().await;
-        if state.current.as_ref().is_none_or(|current| current.number == number) {
+        let was_just_renewed = state.refused_at.is_some_and(|t| t.elapsed() < MIN_REFUSAL_PAUSE);
+        if state.current.as_ref().is_none_or(|current| current.number == number)
+            && (says_expired || !was_just_renewed)
+        {
+            state.refused_at = Some(Instant::now());
             self.choose_again(&mut state).await?;
             fetch_next(&mut state).await?;
         }
@@ -239,7 +258,8 @@ fn accept<C: PartialEq>(state: &mut CredentialState<C>, credential: Arc<C>) {
         Some(current) => current.number + 1,
         None => 0,
     };
-    state.current = Some(NumberedCredential { credential, number, origin });
+    let is_fixed = state.source.is_fixed();
+    state.current = Some(NumberedCredential { credential, number, is_fixed, origin });
 }
 
 /// Returns the time to renew a credential: after four fifths of the rest of its life, or 5 minutes

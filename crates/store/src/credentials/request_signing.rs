@@ -13,6 +13,7 @@ use object_store::client::HttpRequest;
 use object_store::gcp::GcpCredential;
 
 use super::{CredentialError, NumberedCredential, RenewingCredentials};
+use crate::http_deadlines::CredentialRefusal;
 
 /// Header of sessions of S3 Express, which have keys of their own.
 const EXPRESS_TOKEN_HEADER: &str = "x-amz-s3session-token";
@@ -28,6 +29,8 @@ const SIGNATURE_PARAMETERS: &[&str] = &[
 #[derive(Clone, Debug)]
 pub(crate) struct RequestSignature {
     pub(crate) number: u64,
+    /// Whether the source never has another credential.
+    pub(crate) is_fixed: bool,
     /// Place of the credential, for messages.
     pub(crate) origin: String,
 }
@@ -52,7 +55,8 @@ pub(crate) trait CredentialSigner: std::fmt::Debug + Send + Sync {
     async fn sign_after_refusal(
         &self,
         request: &mut HttpRequest,
-        refused: u64,
+        refused: &RequestSignature,
+        refusal: &CredentialRefusal,
     ) -> Result<Option<RequestSignature>, CredentialError>;
 }
 
@@ -82,7 +86,8 @@ impl<C: SigningCredential> RequestSigner<C> {
         found: NumberedCredential<C>,
     ) -> Option<RequestSignature> {
         let had_one = found.credential.replace_signature(request, &self.account);
-        had_one.then_some(RequestSignature { number: found.number, origin: found.origin })
+        let NumberedCredential { number, is_fixed, origin, .. } = found;
+        had_one.then_some(RequestSignature { number, is_fixed, origin })
     }
 }
 
@@ -101,9 +106,10 @@ impl<C: SigningCredential> CredentialSigner for RequestSigner<C> {
     async fn sign_after_refusal(
         &self,
         request: &mut HttpRequest,
-        refused: u64,
+        refused: &RequestSignature,
+        refusal: &CredentialRefusal,
     ) -> Result<Option<RequestSignature>, CredentialError> {
-        let found = self.credentials.replace_refused(refused).await?;
+        let found = self.credentials.replace_refused(refused.number, refusal.says_expired).await?;
         Ok(found.and_then(|found| self.apply(request, found)))
     }
 }
