@@ -20,6 +20,14 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Store>()?;
     module.add_class::<StoreLayout>()?;
     module.add_function(wrap_pyfunction!(configure_options, module)?)?;
+    module.add_function(wrap_pyfunction!(configured_options, module)?)?;
+    module.add_function(wrap_pyfunction!(register_credentials, module)?)?;
+    // Python changes the variables of the environment while it holds the lock of the interpreter.
+    store::set_environment_guard(|read| {
+        if Python::try_attach(|_| read()).is_none() {
+            read();
+        }
+    });
     module.add_function(wrap_pyfunction!(object_store_options, module)?)?;
     module.add_function(wrap_pyfunction!(full_path, module)?)?;
     module.add_function(wrap_pyfunction!(localized_path, module)?)
@@ -311,6 +319,27 @@ impl StoreLayout {
 #[pyfunction]
 fn configure_options(prefix: &str, options: BTreeMap<String, String>) {
     store::configure_options(prefix, store::BackendOptions(options));
+}
+
+/// Returns the options of a URL as they were set.
+#[pyfunction]
+fn configured_options(url: &str) -> BTreeMap<String, String> {
+    store::configured_options(url).0
+}
+
+/// Gives a function that returns credentials a name, which is the value of the storage option
+/// `credentials`.
+#[pyfunction]
+fn register_credentials(name: &str, function: Py<PyAny>) {
+    store::register_credential_function(name, move || {
+        let called = Python::try_attach(|py| {
+            function.call0(py).and_then(|values| values.extract(py)).map_err(|error| {
+                // The value of an exception may be a secret.
+                format!("it raised {}", error.get_type(py))
+            })
+        });
+        called.unwrap_or_else(|| Err("the interpreter has ended".to_owned()))
+    });
 }
 
 /// Returns the options of a URL, by the names that other readers over `object_store` know.

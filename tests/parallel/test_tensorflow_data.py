@@ -174,3 +174,17 @@ def refuses():
 
 def test_uneven_workers_and_unknown_sides_are_refused(tensorflow_pair):
     tensorflow_pair.run(refuses)
+
+
+def test_the_file_of_a_later_service_stays(tmp_path):
+    from farandole.tensorflow.data.compute_service import TfDataServiceConfig
+
+    first, later = (TfDataServiceConfig(1, 1, "compute", [("h", 9)], key) for key in (b"1", b"2"))
+    path = tmp_path / "service.json"
+    first.remove_written_file(str(path))
+    first.write(str(path))
+    later.write(str(path))
+    first.remove_written_file(str(path))
+    assert TfDataServiceConfig.read(str(path)) == later
+    later.remove_written_file(str(path))
+    assert not path.exists()

@@ -232,11 +232,11 @@ def test_a_process_whose_store_is_gone_ends_all_the_same(tmp_path, way):
         assert way == "refused" or server.asked, "it was tried"
 
 
-def on_a_full_disk(tmp_path, program):
-    """Runs a program on a disk of four megabytes that nobody else sees."""
+def on_a_full_disk(tmp_path, program, limit="size=4m"):
+    """Runs a program on a small disk that nobody else sees."""
     place = tmp_path / "disk"
     place.mkdir()
-    script = 'mount -t tmpfs -o size=4m none "$1" && shift && exec "$@"'
+    script = f'mount -t tmpfs -o {limit} none "$1" && shift && exec "$@"'
     command = [
         "unshare",
         "--mount",
@@ -261,6 +261,76 @@ def may_mount():
         shutil.which("unshare")
         and subprocess.run(tried, capture_output=True, check=False).returncode == 0
     )
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
+def test_gc_makes_room_on_a_full_disk(tmp_path):
+    program = """
+import errno, itertools, json, os, sys
+from pathlib import Path
+from farandole.spark.common import LocalStore
+place = Path(sys.argv[1])
+data = place / "intermediate_train_data.0"
+data.mkdir()
+(data / "part-0.parquet").write_bytes(bytes(1 << 20))
+manifest = {"fingerprint": "data x", "files": [{"path": "part-0.parquet"}]}
+(data / "_manifest.json").write_text(json.dumps(manifest))
+(place / "mine.txt").write_text("mine")
+try:
+    (place / "filler").write_bytes(os.urandom(16 << 20))
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+with open(place / "filler", "ab", buffering=0) as filler:
+    for size in (4096, 1):
+        try:
+            while True:
+                filler.write(bytes(size))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+store = LocalStore(str(place))
+print(sorted(store.gc(older_than=-0.0)))
+print(sorted(path.name for path in place.iterdir()), (place / "mine.txt").read_text())
+"""
+    done = on_a_full_disk(tmp_path, program)
+    assert done.returncode == 0, done.stderr
+    gone, left = done.stdout.splitlines()
+    assert gone == "['intermediate_train_data.0']"
+    assert left == "['filler', 'mine.txt'] mine"
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
+def test_gc_on_a_disk_without_room_for_a_name_loses_nothing(tmp_path):
+    program = """
+import errno, json, os, sys
+from pathlib import Path
+from farandole.spark.common import LocalStore
+place = Path(sys.argv[1])
+data = place / "intermediate_train_data.0"
+data.mkdir()
+(data / "part-0.parquet").write_bytes(bytes(100))
+manifest = {"fingerprint": "data x", "files": [{"path": "part-0.parquet"}]}
+(data / "_manifest.json").write_text(json.dumps(manifest))
+count = 0
+try:
+    while True:
+        (place / f"file-{count}").touch()
+        count += 1
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+before = sorted(path.name for path in data.iterdir())
+store = LocalStore(str(place))
+try:
+    store.gc(older_than=-0.0)
+except OSError as error:
+    print("_lease-" in str(error), str(data) in str(error))
+assert sorted(path.name for path in data.iterdir()) == before
+for number in range(4):
+    (place / f"file-{number}").unlink()
+print(sorted(store.gc(older_than=-0.0)))
+"""
+    done = on_a_full_disk(tmp_path, program, "nr_inodes=60")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True", "['intermediate_train_data.0']"]
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")

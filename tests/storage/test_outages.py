@@ -166,7 +166,7 @@ def test_every_operation_goes_on_after_half_a_minute(service, trouble):
     endure(service, trouble, 30.0, 180, 0)
 
 
-@pytest.mark.parametrize("trouble", ["busy", "refused", "silent", "reset"])
+@pytest.mark.parametrize("trouble", ["busy", "refused", "silent", "stalled", "reset"])
 def test_a_lasting_outage_ends_in_an_error_that_names_file_and_setting(service, trouble):
     open_store, proxy = service
     store = open_store(1)
@@ -222,6 +222,38 @@ def test_a_slow_link_has_a_deadline_by_progress(service):
     store.write("x", LARGE)
     assert store.read("x") == LARGE
     assert time.monotonic() - started > 10
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["stalled", "silent"])
+def test_a_connection_that_takes_no_more_of_an_upload_is_given_up(service, answers):
+    # A sixth of the timeout without progress, whatever the size, and another attempt.
+    open_store, proxy = service
+    store = open_store(6)
+    trouble = "silent" if answers else "stalled"
+    for size in (1 * MIB, 12 * MIB, len(LARGE)):
+        proxy.begin(trouble, 60, limit=3)
+        started = time.monotonic()
+        store.write("x", LARGE[:size])
+        assert time.monotonic() - started < 10
+        assert proxy.hits > 0
+
+
+@pytest.mark.parametrize(
+    ("timeout", "rate"),
+    [(6, MIB), pytest.param(180, 64 << 10, marks=pytest.mark.slow)],
+    ids=["scaled", "64-KiB-per-second"],
+)
+def test_an_upload_over_a_slow_link_is_not_given_up(service, timeout, rate):
+    # The whole part takes longer than a connection may be silent.
+    open_store, proxy = service
+    store = open_store(timeout)
+    proxy.rate = rate
+    started, requests = time.monotonic(), proxy.requests
+    store.write("x", LARGE[:PART])
+    assert time.monotonic() - started > timeout / 6
+    assert proxy.requests == requests + 1, "one attempt is enough"
+    proxy.rate = None
+    assert store.read("x") == LARGE[:PART]
 
 
 @pytest.mark.slow

@@ -11,17 +11,16 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
-TROUBLES = ("busy", "refused", "reset", "silent", "trickle", "lost")
-"""`lost`: the service carries the request out, and its answer does not arrive."""
+TROUBLES = ("busy", "refused", "reset", "silent", "stalled", "trickle", "lost")
+"""`stalled`: the service takes a half of what the request sends, and then nothing. `lost`: the
+service carries the request out, and its answer does not arrive."""
 _REFUSALS = {
     "busy": (
         503,
-        "Slow Down",
         b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>",
     ),
     "expired": (
         403,
-        "Forbidden",
         b"<Error><Code>ExpiredToken</Code><Message>The token has expired</Message></Error>",
     ),
 }
@@ -41,7 +40,7 @@ class TroubleProxy:
         self.hits = 0
         self.requests = 0
         self.rate = None
-        self._trouble, self._until, self._skip = None, 0.0, 0
+        self._trouble, self._until, self._skip, self._limit = None, 0.0, 0, None
         self._sent = {}
         self._lock = threading.Lock()
         self._ended = False
@@ -51,9 +50,12 @@ class TroubleProxy:
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
-    def begin(self, trouble, seconds, *, skip=0):
-        """Begins a trouble after `skip` further requests have passed."""
+    def begin(self, trouble, seconds, *, skip=0, limit=None):
+        """Begins a trouble after `skip` further requests have passed. At most `limit` requests meet
+        it.
+        """
         with self._lock:
+            self._limit = limit
             self.hits = 0
             self._trouble, self._skip, self._seconds = trouble, skip, seconds
             self._until = None
@@ -68,7 +70,7 @@ class TroubleProxy:
 
     def lasts(self):
         """Returns whether the trouble has begun and not ended."""
-        return self._until is not None and time.monotonic() < self._until
+        return self._until is not None and time.monotonic() < self._until and not self._ended
 
     def current_trouble(self):
         """Returns the trouble that a new request meets."""
@@ -83,8 +85,13 @@ class TroubleProxy:
             if not self.lasts():
                 self._trouble = None
                 return None
+            if self._limit is not None and self.hits >= self._limit:
+                return None
             self.hits += 1
             return self._trouble
+
+    def find_refusal(self, request, body):
+        """Returns status and text with which a request is answered, or `None` to pass it on."""
 
     def throttle(self, direction, count):
         """Waits until `count` more bytes may pass."""
@@ -148,8 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def _read_body(self):
-        left = int(self.headers.get("content-length", 0))
+    def _read_body(self, part=1.0):
+        left = int(part * int(self.headers.get("content-length", 0)))
         if self.headers.get("expect", "").lower() == "100-continue":
             self.send_response_only(100)
             self.end_headers()
@@ -170,16 +177,12 @@ class _Handler(BaseHTTPRequestHandler):
             # The reset must reach the client, although a part of its request was not read.
             reset(self.connection)
             return
-        body = self._read_body()
-        if trouble in _REFUSALS:
-            status, reason, text = _REFUSALS[trouble]
-            self.send_response(status, reason)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(text)
+        body = self._read_body(0.5 if trouble == "stalled" else 1.0)
+        refusal = _REFUSALS.get(trouble) or self.server.find_refusal(self, body)
+        if refusal is not None:
+            self._refuse(*refusal)
             return
-        if trouble == "silent":
+        if trouble in ("silent", "stalled"):
             self.close_connection = True
             while self.server.lasts() and not self._has_left():
                 time.sleep(0.02)
@@ -208,6 +211,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer("\r\n".join([*head, "", ""]).encode() + content, trouble)
         finally:
             upstream.close()
+
+    def _refuse(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def _answer(self, text, trouble):
         start = 0

@@ -42,7 +42,12 @@ impl WorkerTimeline {
         if environment.get(&name)?.as_deref() != Some(GATHER_VALUE) {
             return None;
         }
-        match tempfile::Builder::new().prefix("farandole-timeline-").tempdir() {
+        match tempfile::Builder::new()
+            .prefix("farandole-timeline-")
+            // Other users of the host must not read it, whatever the umask.
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700))
+            .tempdir()
+        {
             Ok(folder) => {
                 let path = folder.path().join("{rank}.json");
                 environment.insert(name, Some(path.to_string_lossy().into_owned()));

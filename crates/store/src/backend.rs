@@ -13,6 +13,7 @@ use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 
 use crate::backend_wait::BackendWaiter;
+use crate::credentials::OpenedBackend;
 use crate::error::Result;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
@@ -28,7 +29,7 @@ static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
 type BackendKey = (u32, String, BackendOptions, Duration);
 
 /// The remote backends of this process.
-static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<BackendKey, Arc<dyn ObjectStore>>>> =
+static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<BackendKey, OpenedBackend>>> =
     LazyLock::new(Mutex::default);
 
 /// The backend that a store reads from and writes to.
@@ -71,7 +72,9 @@ impl StoreBackend {
                 // Wrong options must fail here, not at the first read in another process. HDFS
                 // contacts its name node when it is opened, so only readers and writers open it.
                 if *service != StorageService::Hdfs {
-                    backend.object_store()?;
+                    if let Some(credentials) = backend.open_remote()?.credentials {
+                        credentials.notice_environment();
+                    }
                 }
                 backend
             }
@@ -85,15 +88,26 @@ impl StoreBackend {
     pub(crate) fn object_store(&self) -> Result<Arc<dyn ObjectStore>> {
         match self {
             Self::InProcess(backend) => Ok(Arc::clone(backend)),
+            Self::Remote { .. } => Ok(self.open_remote()?.backend),
+        }
+    }
+
+    /// Returns the backend of a store over the network, which is opened once.
+    fn open_remote(&self) -> Result<OpenedBackend> {
+        match self {
+            Self::InProcess(backend) => {
+                Ok(OpenedBackend { backend: Arc::clone(backend), credentials: None })
+            }
             Self::Remote { service, root, options, timeout } => {
                 let recipe = (std::process::id(), root.clone(), options.clone(), *timeout);
-                let mut opened = REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(backend) = opened.get(&recipe) {
-                    return Ok(Arc::clone(backend));
+                let backends = || REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(backend) = backends().get(&recipe) {
+                    return Ok(backend.clone());
                 }
+                // The lock is free here: opening reads the environment, which may wait for a thread
+                // that waits for this lock. The first of two equal backends stays.
                 let backend = remote::open_backend(*service, root, options, *timeout)?;
-                opened.insert(recipe, Arc::clone(&backend));
-                Ok(backend)
+                Ok(backends().entry(recipe).or_insert(backend).clone())
             }
         }
     }

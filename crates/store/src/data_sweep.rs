@@ -251,7 +251,7 @@ fn delete_unused(
             .map(|number| store.open_child(&format!("{TRAIN_DATA_PREFIX}{number}")))
             .transpose()?;
         let lease = match &train {
-            Some(train) => match lease::acquire_lease(train, now, None, None)? {
+            Some(train) => match lease::acquire_for_deletion(train, now)? {
                 Some(lease) => Some((train, lease)),
                 None => continue,
             },
@@ -266,9 +266,12 @@ fn delete_unused(
             train.delete(lease)?;
             continue;
         }
-        if let Some((train, _)) = &lease {
+        if let Some((train, lease)) = &lease {
             // If this process is killed, the next sweep continues.
-            prepared_files::mark_deletion(train)?;
+            prepared_files::mark_deletion(train).inspect_err(|_| {
+                // The first error is reported. A lease that stays is valid until this process ends.
+                drop(train.delete(lease));
+            })?;
         }
         for one in &set {
             if lease.is_none() || !one.path.starts_with(TRAIN_DATA_PREFIX) {

@@ -53,12 +53,17 @@ pub enum Error {
         path: String,
     },
     /// The backend denied permission.
-    #[error("not allowed to {action}: {path}")]
+    #[error(
+        "not allowed to {action}: {path}{}",
+        credential.as_ref().map(|text| format!(" ({text})")).unwrap_or_default()
+    )]
     Refused {
         /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
+        /// Place of the refused credential, and why it was refused; never its value.
+        credential: Option<String>,
         /// The backend's error.
         source: Box<object_store::Error>,
     },
@@ -152,9 +157,24 @@ impl Error {
         }
     }
 
-    /// Adds the timeout, if the operation was repeated until its end.
+    /// Returns whether the file system has no room: the disk is full, or the user's quota.
+    pub(crate) fn is_no_space(&self) -> bool {
+        let Self::Backend { source, .. } = self else { return false };
+        let full = [std::io::ErrorKind::StorageFull, std::io::ErrorKind::QuotaExceeded];
+        io_kind(source).is_some_and(|kind| full.contains(&kind))
+    }
+
+    /// Adds the refused credential, or the timeout if the operation was repeated until its end.
     pub(crate) fn with_timeout(self, operation: Option<&StoreOperation>) -> Self {
-        match (self, operation.and_then(StoreOperation::exhausted_timeout)) {
+        let refused = operation.and_then(StoreOperation::refused_credential);
+        let this = match (self, refused) {
+            (
+                Self::Refused { action, path, source, .. } | Self::Backend { action, path, source },
+                credential @ Some(_),
+            ) => return Self::Refused { action, path, credential, source },
+            (other, _) => other,
+        };
+        match (this, operation.and_then(StoreOperation::exhausted_timeout)) {
             (Self::Backend { action, path, source }, Some(timeout)) => {
                 Self::Unavailable { action, path, timeout, source }
             }
@@ -184,7 +204,7 @@ impl Error {
             | (
                 _,
                 Some(std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem),
-            ) => Self::Refused { action, path, source: Box::new(source) },
+            ) => Self::Refused { action, path, credential: None, source: Box::new(source) },
             _ => Self::Backend { action, path, source: Box::new(source) },
         }
     }

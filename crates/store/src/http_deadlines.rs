@@ -5,6 +5,8 @@
 //! silent connection is given up. The backend repeats every failed attempt until its own timeout.
 
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -14,16 +16,17 @@ use http_body::{Body, Frame, SizeHint};
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse,
-    HttpResponseBody, HttpService, ReqwestConnector,
+    HttpResponseBody, HttpService,
 };
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use crate::store_operation::note_failed_attempt;
+use crate::credentials::CredentialSigner;
+use crate::http_client::{PiecewiseClient, UploadProgress};
+use crate::store_operation::{note_failed_attempt, note_refused_credential};
 
 /// Longest wait for the next bytes.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
-/// Slowest accepted transfer of one connection, in bytes a second. A part of 8 MiB may take two
-/// minutes.
+/// Slowest accepted download over one connection, in bytes a second.
 pub(crate) const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
 
 /// Returns the longest wait for the next bytes: several attempts fit into the timeout.
@@ -31,39 +34,76 @@ pub(crate) fn longest_silence(timeout: Duration) -> Duration {
     MAX_SILENCE.min(timeout / 6)
 }
 
+/// Pause before a request is sent again for which no fresh credential was found.
+const EXPIRED_CREDENTIAL_PAUSE: Duration = Duration::from_millis(500);
+/// Codes of services for a credential that was good and has expired.
+const EXPIRY_CODES: &[&str] = &["ExpiredToken", "TokenRefreshRequired", "InvalidToken"];
+/// Largest answer in which such a code is sought.
+const MAX_REFUSAL_BYTES: usize = 64 << 10;
+
 /// Makes clients with deadlines.
 #[derive(Debug)]
 pub(crate) struct DeadlineConnector {
     /// Longest time for repetitions of a request.
-    pub(crate) timeout: Duration,
+    timeout: Duration,
     /// Whether the user has set a deadline for whole requests, which then holds, too.
-    pub(crate) has_own_timeout: bool,
+    has_own_timeout: bool,
+    signer: Option<Arc<dyn CredentialSigner>>,
+}
+
+impl DeadlineConnector {
+    pub(crate) fn new(timeout: Duration, has_own_timeout: bool) -> Self {
+        Self { timeout, has_own_timeout, signer: None }
+    }
+
+    /// Returns the connector of a client that signs its requests again.
+    pub(crate) fn with_signer(self, signer: Arc<dyn CredentialSigner>) -> Self {
+        Self { signer: Some(signer), ..self }
+    }
 }
 
 impl HttpConnector for DeadlineConnector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let options = options.clone();
         let options = if self.has_own_timeout { options } else { options.with_timeout_disabled() };
-        let client = ReqwestConnector::default().connect(&options)?;
-        Ok(HttpClient::new(DeadlineClient { client, timeout: self.timeout }))
+        let client = PiecewiseClient::new(&options)?;
+        let (timeout, signer) = (self.timeout, self.signer.clone());
+        Ok(HttpClient::new(DeadlineClient { client, timeout, signer, accepted: AtomicU64::new(0) }))
     }
 }
 
 #[derive(Debug)]
 struct DeadlineClient {
-    client: HttpClient,
+    client: PiecewiseClient,
     timeout: Duration,
+    signer: Option<Arc<dyn CredentialSigner>>,
+    /// Number of the last credential that the service has accepted, plus one.
+    accepted: AtomicU64,
 }
 
 impl DeadlineClient {
-    /// Returns the longest wait for the status line of an answer.
-    fn answer_limit(&self, request: &HttpRequest) -> Duration {
-        if is_long_work(request) {
-            // A second attempt fits into the timeout.
-            return self.timeout / 2;
+    /// Returns the longest wait for the next piece of an upload, or for the answer.
+    fn silence_limit(&self, request: &HttpRequest) -> Duration {
+        // A second attempt fits into the timeout.
+        if is_long_work(request) { self.timeout / 2 } else { longest_silence(self.timeout) }
+    }
+
+    /// Sends a request, and gives it up if the service takes no piece of its body, or gives no
+    /// answer after the last piece.
+    async fn send_with_deadline(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let limit = self.silence_limit(&request);
+        let progress = UploadProgress::new();
+        let mut answer = std::pin::pin!(self.client.send(request, progress.clone()));
+        loop {
+            let deadline = progress.deadline(limit);
+            tokio::select! {
+                answer = &mut answer => return answer,
+                () = sleep_until(deadline) => {}
+            }
+            if progress.deadline(limit) <= Instant::now() {
+                return Err(SilentService { what: "no progress", limit }.into_http_error());
+            }
         }
-        let bytes = request.body().content_length() as u64;
-        longest_silence(self.timeout) + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
     }
 }
 
@@ -113,18 +153,110 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// An answer by which a service refuses a credential.
+pub(crate) struct CredentialRefusal {
+    /// Whether the service says that the credential has expired, in contrast to missing permission.
+    pub(crate) says_expired: bool,
+}
+
+/// Returns whether an answer refuses the credential, with the same answer again.
+async fn find_refusal(
+    answer: HttpResponse,
+    is_head: bool,
+) -> Result<(HttpResponse, Option<CredentialRefusal>), HttpError> {
+    let status = answer.status().as_u16();
+    if !matches!(status, 400 | 401 | 403) {
+        return Ok((answer, None));
+    }
+    let (parts, body) = answer.into_parts();
+    let body = body.bytes().await?;
+    let text = String::from_utf8_lossy(body.get(..MAX_REFUSAL_BYTES).unwrap_or(body.as_ref()));
+    let code = parts.headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
+    let has_code = EXPIRY_CODES.iter().any(|code| text.contains(code))
+        || code.is_some_and(|code| code == "AuthenticationFailed");
+    // S3 answers 400 to an expired token, and a HEAD has no room for the code.
+    let says_expired = has_code || status == 401 || is_head && status == 400;
+    let refusal = (says_expired || status == 403).then_some(CredentialRefusal { says_expired });
+    Ok((HttpResponse::from_parts(parts, body.into()), refusal))
+}
+
+impl DeadlineClient {
+    /// Sends a request that is signed by the credential in use. If the service refuses the
+    /// credential, the next one is tried once. If an accepted credential has expired and there is no
+    /// other one yet, the request waits for it like for a busy service.
+    async fn call_signed(
+        &self,
+        signer: &dyn CredentialSigner,
+        mut request: HttpRequest,
+    ) -> Result<HttpResponse, HttpError> {
+        let failed = |error| HttpError::new(HttpErrorKind::Unknown, error);
+        let Some(mut signature) = signer.sign(&mut request).await.map_err(failed)? else {
+            return self.call_once(request).await;
+        };
+        let started = Instant::now();
+        let is_head = request.method() == "HEAD";
+        let mut was_replaced = false;
+        loop {
+            let answer = self.call_once(request.clone()).await?;
+            let (answer, refusal) = find_refusal(answer, is_head).await?;
+            let Some(refusal) = refusal else {
+                if answer.status().is_success() {
+                    self.accepted.store(signature.number + 1, Ordering::Relaxed);
+                }
+                return Ok(answer);
+            };
+            let may_wait = refusal.says_expired
+                && !signature.is_fixed
+                && self.accepted.load(Ordering::Relaxed) > 0
+                && started.elapsed() < self.timeout;
+            let mut reason = String::new();
+            if !was_replaced || may_wait {
+                match signer.sign_after_refusal(&mut request, &signature, &refusal).await {
+                    Ok(Some(next)) => {
+                        signature = next;
+                        if was_replaced {
+                            sleep(EXPIRED_CREDENTIAL_PAUSE).await;
+                        }
+                        was_replaced = true;
+                        continue;
+                    }
+                    Ok(None) => {}
+                    Err(error) => reason = format!("; {error}"),
+                }
+                if may_wait {
+                    let origin = &signature.origin;
+                    note_failed_attempt(&format!(
+                        "the credentials from {origin} have expired{reason}"
+                    ));
+                    sleep(EXPIRED_CREDENTIAL_PAUSE).await;
+                    continue;
+                }
+            }
+            let what = if refusal.says_expired { "has expired or is wrong" } else { "was refused" };
+            let origin = signature.origin;
+            note_refused_credential(format!("the credential from {origin} {what}{reason}"));
+            return Ok(answer);
+        }
+    }
+}
+
 #[async_trait]
 impl HttpService for DeadlineClient {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        let limit = self.answer_limit(&request);
+        match &self.signer {
+            Some(signer) => self.call_signed(signer.as_ref(), request).await,
+            None => self.call_once(request).await,
+        }
+    }
+}
+
+impl DeadlineClient {
+    async fn call_once(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let is_file_content = is_file_read(&request);
         let has_range = request.headers().contains_key("range");
-        let answer = match tokio::time::timeout(limit, self.client.execute(request)).await {
-            // The backend repeats errors of this kind for every request. Callers that create files
-            // know that an earlier attempt may have succeeded.
-            Ok(answer) => answer.map_err(|error| HttpError::new(HttpErrorKind::Request, error)),
-            Err(_) => Err(SilentService { what: "no answer", limit }.into_http_error()),
-        };
+        // The backend repeats these errors for every request. Callers that create files know that an
+        // earlier attempt may have succeeded.
+        let answer = self.send_with_deadline(request).await;
         let response = answer.inspect_err(|error| note_failed_attempt(&error_chain(error)))?;
         let status = response.status();
         // The backend takes the answer for the rest of an interrupted file, without a look.

@@ -26,6 +26,7 @@
 //! - `ST-7`: recursive operations on local directories do not follow symbolic links.
 //! - `ST-8`: only ENOENT and ENOTDIR mean that a local file does not exist.
 //! - `ST-9`: prepared data is deleted only if a preparation has named every file of it.
+//! - `ST-10`: every request over HTTP is signed by the credential that is current when it is sent.
 //! - `ST-3`: `localized_path(full_path(path)) == path` for absolute paths; characters are never
 //!   escaped.
 
@@ -33,9 +34,11 @@
 
 mod backend;
 mod backend_wait;
+mod credentials;
 mod data_sweep;
 mod error;
 mod hdfs_retry;
+mod http_client;
 mod http_deadlines;
 mod layout;
 mod lease;
@@ -52,6 +55,7 @@ mod store;
 mod store_operation;
 mod upload;
 
+pub use credentials::{CredentialValues, register_credential_function, set_environment_guard};
 pub use data_sweep::{
     LeftDirectory, StaleData, SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data,
 };
@@ -62,7 +66,7 @@ pub use lease::{
 };
 pub use location::{full_path, localized_path};
 pub use opened_file::OpenedFile;
-pub use options::{BackendOptions, configure_options};
+pub use options::{BackendOptions, configure_options, configured_options};
 pub use prepared_files::find_foreign_file;
 pub use remote::object_store_options;
 pub use store::{DirectoryItem, FileEntry, Store, read_stable};

@@ -247,8 +247,12 @@ fn create_staged_file(path: &Path) -> Result<(PathBuf, File)> {
 
 /// Creates directories so that they survive a power failure.
 fn create_directories(directory: &Path) -> Result<()> {
-    if directory.is_dir() {
-        return Ok(());
+    match std::fs::metadata(directory) {
+        Ok(found) if found.is_dir() => return Ok(()),
+        // The creation below names a file in the way.
+        Ok(_) => {}
+        Err(error) if local_tree::is_absence(&error) => {}
+        Err(error) => return Err(error),
     }
     if let Some(above) = directory.parent() {
         create_directories(above)?;

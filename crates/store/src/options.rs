@@ -30,6 +30,11 @@ pub fn configure_options(prefix: &str, options: BackendOptions) {
     configured.insert(prefix.trim_end_matches('/').to_owned(), options);
 }
 
+/// Returns the options that were set for `url`, by the names that were given.
+pub fn configured_options(url: &str) -> BackendOptions {
+    options_for_url(url)
+}
+
 /// Returns the options of `url`; empty if none were set.
 pub(crate) fn options_for_url(url: &str) -> BackendOptions {
     let configured = CONFIGURED_OPTIONS.lock().unwrap_or_else(PoisonError::into_inner);

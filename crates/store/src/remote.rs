@@ -15,6 +15,10 @@ use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::{BackoffConfig, ObjectStore, RetryConfig};
 
 use crate::backend_wait;
+use crate::credentials::{
+    self, CredentialSigner, FUNCTION_OPTION, OpenedBackend, RenewingCredentials, RequestSigner,
+    SourceEnvironment,
+};
 use crate::error::{Error, Result};
 use crate::hdfs_retry::{RetryingHdfs, translate_error};
 use crate::http_deadlines::DeadlineConnector;
@@ -55,7 +59,7 @@ pub(crate) fn longest_retry_pause(timeout: Duration) -> Duration {
 
 /// Returns the retry settings. Only the time limits them, because services ask for minutes of
 /// patience: S3 while it splits a partition. The pauses grow and are random.
-fn retry_config(timeout: Duration) -> RetryConfig {
+pub(crate) fn retry_config(timeout: Duration) -> RetryConfig {
     let max_backoff = longest_retry_pause(timeout);
     let backoff = BackoffConfig { init_backoff: FIRST_RETRY_PAUSE, max_backoff, base: 2.0 };
     // More pauses than the timeout has room for.
@@ -70,36 +74,104 @@ pub(crate) fn open_backend(
     root: &str,
     options: &BackendOptions,
     timeout: Duration,
-) -> Result<Arc<dyn ObjectStore>> {
+) -> Result<OpenedBackend> {
     let refuse = |source: object_store::Error| {
         Error::from_backend("open", root.to_owned(), redact_options(options, source))
     };
     let has_own_timeout = options.0.contains_key("timeout");
-    let connector = DeadlineConnector { timeout, has_own_timeout };
-    Ok(match service {
+    let connector = DeadlineConnector::new(timeout, has_own_timeout);
+    let named = backend_options(service, options);
+    match service {
         StorageService::S3 => {
             let builder = s3_builder(root, options)?.with_retry(retry_config(timeout));
-            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+            if is_anonymous(builder.get_config_value(&AmazonS3ConfigKey::SkipSignature)) {
+                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+            }
+            let choose = move |environment: &SourceEnvironment| {
+                credentials::choose_aws_source(&named, environment, timeout)
+            };
+            let credentials = RenewingCredentials::new(AWS_VARIABLES, Box::new(choose));
+            let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
+            let signer = sign_with(&credentials, String::new());
+            let builder = builder.with_credentials(Arc::clone(&credentials) as _);
+            let built = builder.with_http_connector(connector.with_signer(signer)).build();
+            let backend = Arc::new(built.map_err(refuse)?);
+            Ok(OpenedBackend { backend, credentials: Some(credentials) })
         }
         StorageService::Gcs => {
             let builder = gcs_builder(root, options)?.with_retry(retry_config(timeout));
-            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+            if is_anonymous(builder.get_config_value(&GoogleConfigKey::SkipSignature)) {
+                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+            }
+            let choose = move |environment: &SourceEnvironment| {
+                credentials::choose_google_source(&named, environment, timeout)
+            };
+            let credentials = RenewingCredentials::new(GOOGLE_VARIABLES, Box::new(choose));
+            let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
+            let signer = sign_with(&credentials, String::new());
+            let builder = builder.with_credentials(Arc::clone(&credentials) as _);
+            let built = builder.with_http_connector(connector.with_signer(signer)).build();
+            let backend = Arc::new(built.map_err(refuse)?);
+            Ok(OpenedBackend { backend, credentials: Some(credentials) })
         }
         StorageService::Azure => {
             let builder = azure_builder(root, options)?.with_retry(retry_config(timeout));
-            Arc::new(builder.with_http_connector(connector).build().map_err(refuse)?)
+            if is_anonymous(builder.get_config_value(&AzureConfigKey::SkipSignature)) {
+                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+            }
+            let account = builder.get_config_value(&AzureConfigKey::AccountName);
+            let url = root.to_owned();
+            let choose = move |environment: &SourceEnvironment| {
+                credentials::choose_azure_source(&url, &named, environment, timeout)
+            };
+            let credentials = RenewingCredentials::new(AZURE_VARIABLES, Box::new(choose));
+            let credentials = Arc::new(credentials.map_err(|error| refuse(error.into()))?);
+            let signer = sign_with(&credentials, account.unwrap_or_default());
+            let builder = builder.with_credentials(Arc::clone(&credentials) as _);
+            let built = builder.with_http_connector(connector.with_signer(signer)).build();
+            let backend = Arc::new(built.map_err(refuse)?);
+            Ok(OpenedBackend { backend, credentials: Some(credentials) })
         }
         StorageService::Hdfs => {
             let builder = HdfsObjectStoreBuilder::new()
                 .with_url(root)
                 .with_config(options.0.iter().map(|(key, value)| (key.clone(), value.clone())))
                 .with_io_runtime(backend_wait::runtime_handle()?);
-            Arc::new(RetryingHdfs::new(
-                builder.build().map_err(|source| refuse(translate_error(source)))?,
-                timeout,
-            ))
+            let built = builder.build().map_err(|source| refuse(translate_error(source)))?;
+            let backend = Arc::new(RetryingHdfs::new(built, timeout));
+            Ok(OpenedBackend { backend, credentials: None })
         }
-    })
+    }
+}
+
+/// Prefixes of the variables by which credentials are found.
+const AWS_VARIABLES: &[&str] = &["AWS_"];
+const GOOGLE_VARIABLES: &[&str] = &["GOOGLE_", "SERVICE_ACCOUNT"];
+const AZURE_VARIABLES: &[&str] = &["AZURE_", "IDENTITY_", "MSI_"];
+/// Options that are not the backend's.
+const OWN_OPTION_NAMES: &[&str] = &[FUNCTION_OPTION, "profile"];
+
+/// Returns whether requests are sent without a signature.
+fn is_anonymous(skips_signature: Option<String>) -> bool {
+    skips_signature.is_some_and(|value| matches!(value.as_str(), "true" | "1" | "yes" | "on"))
+}
+
+/// Returns the backend of a public bucket.
+fn without_credentials<S: ObjectStore>(
+    built: object_store::Result<S>,
+    refuse: impl FnOnce(object_store::Error) -> Error,
+) -> Result<OpenedBackend> {
+    Ok(OpenedBackend { backend: Arc::new(built.map_err(refuse)?), credentials: None })
+}
+
+fn sign_with<C>(
+    credentials: &Arc<RenewingCredentials<C>>,
+    account: String,
+) -> Arc<dyn CredentialSigner>
+where
+    RequestSigner<C>: CredentialSigner + 'static,
+{
+    Arc::new(RequestSigner { credentials: Arc::clone(credentials), account })
 }
 
 /// Removes the values of the user's options from an error: a value may be a secret, given where a
@@ -171,11 +243,13 @@ fn typed_options<K: FromStr>(
         Ok(key) => Ok((key, value)),
         Err(_) => Err(Error::Option { key: name, url: root.to_owned() }),
     };
-    backend_options(service, options).into_iter().map(read).collect()
+    let (theirs, _) =
+        credentials::split_options(&backend_options(service, options), OWN_OPTION_NAMES);
+    theirs.into_iter().map(read).collect()
 }
 
 /// Returns whether an endpoint is plain HTTP. A user who gives `http://` accepts that.
-fn is_plain_http(endpoint: Option<&String>) -> bool {
+pub(crate) fn is_plain_http(endpoint: Option<&String>) -> bool {
     endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"))
 }
 
@@ -184,6 +258,13 @@ fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
     let mut builder = AmazonS3Builder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::S3, root, options)? {
         builder = builder.with_config(key, value);
+    }
+    if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
+        let environment = SourceEnvironment::read(AWS_VARIABLES);
+        let profile = options.0.get("profile").map(String::as_str);
+        if let Some(region) = credentials::profile_region(profile, &environment) {
+            builder = builder.with_region(region);
+        }
     }
     let plain = is_plain_http(builder.get_config_value(&AmazonS3ConfigKey::Endpoint).as_ref());
     Ok(if plain { builder.with_allow_http(true) } else { builder })
@@ -253,7 +334,8 @@ mod tests {
                 &options(&[("token", secret)]),
                 Duration::from_secs(1),
             )
-            .unwrap_err();
+            .err()
+            .unwrap();
             let mut shown = format!("{error} {error:?}");
             let mut source = std::error::Error::source(&error);
             while let Some(error) = source {

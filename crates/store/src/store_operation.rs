@@ -35,6 +35,8 @@ pub(crate) struct StoreOperation {
     started: Instant,
     failed_attempts: AtomicU32,
     waits: AtomicBool,
+    /// Text about a credential that the service has refused.
+    refused_credential: Mutex<Option<String>>,
 }
 
 impl StoreOperation {
@@ -52,6 +54,7 @@ impl StoreOperation {
             started: Instant::now(),
             failed_attempts: AtomicU32::new(0),
             waits: AtomicBool::new(false),
+            refused_credential: Mutex::new(None),
         })
     }
 
@@ -68,6 +71,11 @@ impl StoreOperation {
     /// Returns the timeout if the operation has failed attempts and lasted that long.
     pub(crate) fn exhausted_timeout(&self) -> Option<Duration> {
         (self.was_repeated() && self.started.elapsed() >= self.timeout).then_some(self.timeout)
+    }
+
+    /// Returns the credential that the service has refused, and why.
+    pub(crate) fn refused_credential(&self) -> Option<String> {
+        self.refused_credential.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn note_failure(&self, reason: &str) {
@@ -113,4 +121,15 @@ impl Drop for StoreOperation {
 pub(crate) fn note_failed_attempt(reason: &str) {
     // The error means that the request belongs to no operation, which is fine.
     CURRENT_OPERATION.try_with(|operation| operation.note_failure(reason)).unwrap_or_default();
+}
+
+/// Records that the service has refused a request of the current operation, for its error.
+pub(crate) fn note_refused_credential(text: String) {
+    // The error means that the request belongs to no operation, which is fine.
+    CURRENT_OPERATION
+        .try_with(|operation| {
+            *operation.refused_credential.lock().unwrap_or_else(PoisonError::into_inner) =
+                Some(text);
+        })
+        .unwrap_or_default();
 }

@@ -5,6 +5,7 @@
 `abfss://`, `az://`, `memory://`).
 """
 
+from collections.abc import Callable
 from typing import TypeAlias, final
 
 _Item: TypeAlias = tuple[str, int, float | None, bool]
@@ -127,6 +128,14 @@ class StoreLayout:
 def configure_options(prefix: str, options: dict[str, str]) -> None:
     """Opens stores at or below a URL with these options from now on, in this process. No value
     is ever shown.
+    """
+
+def configured_options(url: str) -> dict[str, str]:
+    """Returns the options of a URL as they were set, including secrets."""
+
+def register_credentials(name: str, function: Callable[[], dict[str, str]]) -> None:
+    """Gives a function that returns credentials a name: the value of the storage option
+    `credentials`. A name keeps its first function.
     """
 
 def object_store_options(url: str) -> dict[str, str]:

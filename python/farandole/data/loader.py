@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
-from farandole._native.store import configure_options, full_path, object_store_options
+from farandole._native.store import full_path
 from farandole.common.logs import start_logging_for_urls
 from farandole.data.arrays import (
     VARIABLE_WIDTH_DTYPES,
@@ -590,14 +590,15 @@ class ParquetLoader(BaseDataLoader):
             if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")
         }
         url = self.dataset.url
-        return {**kept, "_source": (url, self.dataset.fingerprint, object_store_options(url))}
+        from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
+
+        source = (url, self.dataset.fingerprint, StorageOptions.for_url(url))
+        return {**kept, "_source": source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Opens the data set again."""
-        url, fingerprint, options = state.pop("_source")
+        url, fingerprint, _ = state.pop("_source")
         vars(self).update(state)
-        if options:
-            configure_options(url, options)
         self._open_dataset(self._paths or url)
         if self.dataset.fingerprint != fingerprint:
             raise ValueError(f"the files have changed since the loader was pickled: {url}")

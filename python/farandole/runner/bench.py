@@ -224,7 +224,10 @@ def write_rules(path: Path, shape: str, found: str) -> None:
         shape: Hosts and ranks of each, such as `2x4`.
         found: The rules.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        lines = []
     kept = [line for line in lines if line.partition("=")[0].strip() != shape]
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     draft.write_text("\n".join([*kept, f"{shape}={found}", ""]))

@@ -54,9 +54,14 @@ class TimelineCollector:
     def __init__(self, path: Path | None) -> None:
         from farandole._native import ui  # noqa: PLC0415 - `import farandole` stays light
 
-        self._created_file = path is not None and not path.exists()
+        self._created_file = False
         if path is not None:
-            path.touch()  # an error now, and not after hours of training
+            # An error now, and not after hours of training.
+            try:
+                path.touch(exist_ok=False)
+                self._created_file = True
+            except FileExistsError:
+                path.touch()
         self._path = path
         self._new = ui.TimelineMerger
         self._pieces = ui.TimelineMerger()

@@ -27,6 +27,7 @@ import io
 import itertools
 import logging
 import os
+import stat
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,7 +64,7 @@ class DurableFiles:
         try:
             descriptor = os.open(path, os.O_RDONLY)
         except PermissionError:
-            if not path.is_dir():
+            if not is_present_directory(path):
                 raise
             # In a directory of mode 0733, this user may create names and cannot open it. Then all
             # file systems are synced.
@@ -73,7 +74,7 @@ class DurableFiles:
             os.fsync(descriptor)
         except OSError as error:
             # Some network file systems have no such call for directories.
-            if error.errno not in _UNSUPPORTED_SYNC_ERRNOS or not path.is_dir():
+            if error.errno not in _UNSUPPORTED_SYNC_ERRNOS or not is_present_directory(path):
                 raise
         finally:
             os.close(descriptor)
@@ -172,11 +173,43 @@ def is_present(path: Path) -> bool:
     Raises:
         OSError: the path cannot be examined, for example because a mount does not answer.
     """
+    return _mode_if_present(path) is not None
+
+
+def is_present_file(path: Path) -> bool:
+    """Returns whether a path is a file, or a link to one.
+
+    Python 3.14 and later take every error for absence in `Path.is_file`; here only "no such file"
+    is.
+
+    Args:
+        path: on a local file system.
+
+    Raises:
+        OSError: the path cannot be examined.
+    """
+    mode = _mode_if_present(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_present_directory(path: Path) -> bool:
+    """Like `is_present_file`, for a directory.
+
+    Args:
+        path: on a local file system.
+
+    Raises:
+        OSError: the path cannot be examined.
+    """
+    mode = _mode_if_present(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode_if_present(path: Path) -> int | None:
     try:
-        path.stat()
+        return path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return None
 
 
 def read_if_present(store: native.Store, name: str) -> bytes | None:

@@ -6,17 +6,22 @@ processes.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import re
 import threading
 import weakref
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
+
+import cloudpickle
 
 from farandole._native import store as native
 from farandole.common.logs import start_logging_for_urls
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 HADOOP_USER_OPTION: Final = "hadoop.user.name"
 """Option with the name of the user in HDFS."""
@@ -28,6 +33,11 @@ _DEFAULT_HOST_SCHEMES: Final = ("hdfs", "viewfs")
 _CHECK_NAME: Final = "_farandole_option_check"
 """Path below a place that is used only to check options."""
 _CHECK_LOCK: Final = threading.Lock()
+CREDENTIALS_OPTION: Final = "credentials"
+"""Option with a function that returns credentials."""
+_FUNCTION_NUMBERS: Final = itertools.count()
+_CREDENTIAL_FUNCTIONS: Final[dict[str, Callable[[], Any]]] = {}
+"""Functions that return credentials, by the name that is the option's value."""
 
 
 class StorageOptions:
@@ -40,8 +50,11 @@ class StorageOptions:
     Args:
         places: URLs below which the options hold.
         options: as the user gave them; nested ones, as fsspec's `client_kwargs`, are flattened.
+            `credentials` may be a function without parameters that returns credentials. It is
+            called again before they expire, and after the service has refused them.
 
     Raises:
+        TypeError: `credentials` is not a function, or another option is one.
         ValueError: a place has no bucket, so its options would hold for all buckets.
     """
 
@@ -49,7 +62,15 @@ class StorageOptions:
         for place in places:
             _check_place(place)
         self._places = places
-        self._options = _flatten_options(options or {})
+        given = dict(options or {})
+        function = given.get(CREDENTIALS_OPTION)
+        if callable(function):
+            given[CREDENTIALS_OPTION] = f"function {next(_FUNCTION_NUMBERS)}"
+            _register_function(given[CREDENTIALS_OPTION], function)
+        elif function is not None:
+            # Text, for example of a file, must not choose a function of this process.
+            raise TypeError(f"the storage option {CREDENTIALS_OPTION!r} must be a function")
+        self._options = _flatten_options(given)
         if self._options:
             _OPTIONS_OF_STORES[id(self)] = self
 
@@ -87,9 +108,43 @@ class StorageOptions:
             for place in self._places:
                 native.configure_options(place, self._options)
 
+    @classmethod
+    def for_url(cls, url: str) -> StorageOptions:
+        """Returns the options with which this process opens a URL.
+
+        Args:
+            url: of a file or directory.
+        """
+        options: dict[str, Any] = native.configured_options(url)
+        name = options.get(CREDENTIALS_OPTION)
+        if name in _CREDENTIAL_FUNCTIONS:
+            options[CREDENTIALS_OPTION] = _CREDENTIAL_FUNCTIONS[name]
+        return cls((url,), options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state with the function that returns credentials, if there is one."""
+        state = dict(self.__dict__)
+        function = _CREDENTIAL_FUNCTIONS.get(self._options.get(CREDENTIALS_OPTION, ""))
+        if function is not None:
+            try:
+                state["_function"] = cloudpickle.dumps(function)
+            except Exception as error:
+                raise TypeError(
+                    f"the function in the storage option {CREDENTIALS_OPTION!r} cannot be sent to "
+                    f"other processes; create clients and locks inside it: {error}"
+                ) from error
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores and applies."""
+        function = state.pop("_function", None)
         self.__dict__.update(state)
+        if function is not None:
+            # Each task of Spark unpickles the options: the same function is one backend.
+            name = f"function {hashlib.sha256(function).hexdigest()[:24]}"
+            if name not in _CREDENTIAL_FUNCTIONS:
+                _register_function(name, cloudpickle.loads(function))
+            self._options = {**self._options, CREDENTIALS_OPTION: name}
         self.apply()
 
     def __bool__(self) -> bool:
@@ -139,11 +194,38 @@ def _check_place(place: str) -> None:
         raise ValueError(f"a bucket or container is missing: {place!r}")
 
 
+def _register_function(name: str, function: Callable[[], Any]) -> None:
+    _CREDENTIAL_FUNCTIONS[name] = function
+    native.register_credentials(name, lambda: _credential_values(function()))
+
+
+def _credential_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the text of credentials.
+
+    Raises:
+        ValueError: an expiry without a zone.
+    """
+    texts = {}
+    for name, value in values.items():
+        found = value
+        if name in ("expires", "Expiration") and isinstance(value, int | float):
+            found = datetime.fromtimestamp(value, UTC)
+        if isinstance(found, datetime):
+            if found.tzinfo is None:
+                raise ValueError("the expiry needs a time zone")
+            found = found.isoformat()
+        if found is not None:
+            texts[name] = str(found)
+    return texts
+
+
 def _flatten_options(options: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in options.items():
         if isinstance(value, dict):
             flat |= _flatten_options(value)
+        elif callable(value):
+            raise TypeError(f"the storage option {key!r} cannot be a function")
         elif value is not None:
             flat[key] = str(value).lower() if isinstance(value, bool) else str(value)
     return flat

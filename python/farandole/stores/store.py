@@ -483,7 +483,7 @@ class AbstractFilesystemStore(Store):
         def copy_directory(local_dir: str) -> None:
             target = self._open(run)
             for path in sorted(Path(local_dir).rglob("*")):
-                if path.is_file():
+                if durable.is_present_file(path):
                     target.write(path.relative_to(local_dir).as_posix(), path.read_bytes())
 
         return copy_directory
@@ -550,11 +550,11 @@ class FilesystemStore(AbstractFilesystemStore):
         source = Path(native.localized_path(lpath))
         if not durable.is_present(source):
             raise FileNotFoundError(f"nothing to copy at: {lpath}")
-        if source.is_file():
+        if durable.is_present_file(source):
             self.write_bytes(rpath, source.read_bytes())
             return
         for path in sorted(source.rglob("*") if recursive else source.iterdir()):
-            if path.is_file():
+            if durable.is_present_file(path):
                 self.write_bytes(
                     f"{rpath.rstrip('/')}/{path.relative_to(source).as_posix()}", path.read_bytes()
                 )

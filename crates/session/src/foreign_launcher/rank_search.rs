@@ -3,7 +3,8 @@
 
 //! The search for rank 0: rank 0 admits the other ranks, and they find it.
 
-use std::path::PathBuf;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::process;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -201,6 +202,14 @@ pub fn report_leaving() {
     }
 }
 
+/// Returns whether a path is a folder, or cannot be looked up now: such a folder may exist.
+fn may_be_folder(path: &Path) -> bool {
+    match std::fs::metadata(path) {
+        Ok(found) => found.is_dir(),
+        Err(error) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
+    }
+}
+
 /// Returns the folders in which this user's ranks exchange tickets.
 fn ticket_folders() -> TicketFolders {
     let own = rustix::process::geteuid().as_raw();
@@ -208,7 +217,7 @@ fn ticket_folders() -> TicketFolders {
     // The session's folders are not created here.
     let session = environment_variable("XDG_RUNTIME_DIR").map(PathBuf::from);
     let sessions = session.into_iter().chain([PathBuf::from(format!("/run/user/{own}"))]);
-    let mut local: Vec<PathBuf> = sessions.filter(|folder| folder.is_dir()).collect();
+    let mut local: Vec<PathBuf> = sessions.filter(|folder| may_be_folder(folder)).collect();
     local.push(std::env::temp_dir().join(format!("farandole-{own}")));
     local.extend(home.as_ref().map(|home| home.join(HOME_FOLDER)));
     local.dedup();

@@ -116,10 +116,13 @@ fn is_private_folder(folder: &Path) -> bool {
 /// # Errors
 /// It does not exist.
 pub(super) fn check_existing_folder(folder: &Path) -> Result<(), String> {
-    if folder.is_dir() {
-        return Ok(());
-    }
-    Err(format!("FARANDOLE_RENDEZVOUS must be a directory that is there: {}", folder.display()))
+    let reason = match fs::metadata(folder) {
+        Ok(found) if found.is_dir() => return Ok(()),
+        Ok(_) => "it is no directory".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    let name = folder.display();
+    Err(format!("FARANDOLE_RENDEZVOUS must be a directory that is there: {name} ({reason})"))
 }
 
 /// Writes `text` atomically: a reader sees either the earlier content or all of the new one.

@@ -294,12 +294,33 @@ pub fn acquire_lease(
     lasts: Option<Duration>,
     job: Option<&str>,
 ) -> Result<Option<String>> {
+    acquire_with_content(store, now, encode_holder(now, lasts, job)?, job)
+}
+
+/// Acquires the directory in order to delete its content. On a full disk the lease is an empty file,
+/// which needs no block, and is valid for a minute.
+///
+/// # Errors
+/// Like [`acquire_lease`]. A disk may be so full that there is no room for an empty file.
+pub(crate) fn acquire_for_deletion(store: &Store, now: SystemTime) -> Result<Option<String>> {
+    match acquire_lease(store, now, None, None) {
+        Err(error) if error.is_no_space() => acquire_with_content(store, now, Bytes::new(), None),
+        other => other,
+    }
+}
+
+fn acquire_with_content(
+    store: &Store,
+    now: SystemTime,
+    holder: Bytes,
+    job: Option<&str>,
+) -> Result<Option<String>> {
     let found = list_marks(store, &[LEASE_PREFIX], now, None, job)?;
     if found.iter().any(FoundMark::excludes_others) {
         return Ok(None);
     }
     let name = unique_mark_name(LEASE_PREFIX, now);
-    create_mark(store, &name, encode_holder(now, lasts, job)?)?;
+    create_mark(store, &name, holder)?;
     let acquired = settle_lease(store, &name, now, job, &found).inspect_err(|_| {
         // The first error is reported. A lease that stays is valid until this process ends.
         drop(store.delete(&name));

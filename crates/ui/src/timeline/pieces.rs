@@ -50,7 +50,10 @@ impl TimelinePieces {
     /// # Errors
     /// `Timeline` if there is no room for a folder.
     pub fn new() -> Result<Self> {
-        let made = tempfile::Builder::new().prefix("farandole-timeline-").tempdir();
+        let mut builder = tempfile::Builder::new();
+        // Other users of the host must not read it, whatever the umask.
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
+        let made = builder.prefix("farandole-timeline-").tempdir();
         let folder =
             made.map_err(|error| timeline_error(Path::new("timeline"), error.to_string()))?;
         Ok(Self { folder, files: BTreeMap::new(), bytes_left: MAX_TIMELINES_BYTES })

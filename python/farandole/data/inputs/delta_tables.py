@@ -91,6 +91,13 @@ def open_delta_table(
         if directory.local_path is not None
         else (directory.url, native.object_store_options(directory.url))
     )
+    own = sorted({"credentials", "profile"} & set(options or {}))
+    if own:
+        raise ValueError(
+            f"{path} is a Delta table, and deltalake, which reads its log, does not know the "
+            f"storage option {own[0]!r}: give keys as options, or in the environment (AWS_PROFILE "
+            "for a profile)"
+        )
     try:
         table = DeltaTable(at, version=version, storage_options=options)
         if timestamp is not None:

@@ -25,6 +25,7 @@ from farandole.spark.common.show.event_file import encode_scalar_events
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
 from farandole.spark.lightning.step_loss import StepLossScaler
+from farandole.stores import durable
 from farandole.stores.pickle_policy import resolve_decision
 from farandole.torch.sync_batch_norm import leave_out_padding
 
@@ -304,7 +305,7 @@ class LightningRunRecorder:
             return
         run = self.scratch / "run"
         for file in sorted(run.rglob("*")):
-            if file.is_file():
+            if durable.is_present_file(file):
                 is_checkpoint = file.suffix == _CHECKPOINT_SUFFIX
                 write = self.store.write if is_checkpoint else self.store.write_log
                 write(file.relative_to(run).as_posix(), file.read_bytes())

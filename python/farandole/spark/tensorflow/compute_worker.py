@@ -10,8 +10,6 @@ through which trainers find the service. They must be able to read it and to rea
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from farandole.spark import run
 from farandole.tensorflow.data.compute_service import compute_worker_fn, require_consent, serving
 from farandole.tensorflow.data.compute_worker import create_parser
@@ -53,7 +51,7 @@ def main(
         try:
             run(compute_worker_fn, args=(config,), num_proc=num_proc)
         finally:
-            Path(output_filename).unlink(missing_ok=True)
+            config.remove_written_file(output_filename)
 
 
 if __name__ == "__main__":

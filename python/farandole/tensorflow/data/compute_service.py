@@ -148,6 +148,20 @@ class TfDataServiceConfig:
             Path(name).unlink(missing_ok=True)
             raise
 
+    def remove_written_file(self, filename: str) -> None:
+        """Deletes the file of `write`, unless another service has replaced it meanwhile.
+
+        Args:
+            filename: The file.
+        """
+        path = Path(filename)
+        try:
+            found = json.loads(path.read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        if found == json.loads(json.dumps(self.to_dict())):
+            path.unlink(missing_ok=True)
+
     @staticmethod
     def read(
         filename: str, wait_for_file_creation: bool = False, timeout: float = 600.0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 
 import farandole.tensorflow as hvd
 from farandole.tensorflow.data.compute_service import (
@@ -64,7 +63,7 @@ def main(
         config = hvd.broadcast_object(config, name="farandole.tensorflow.data")
         if hvd.rank() == 0:
             config.write(configfile)
-            stack.callback(Path(configfile).unlink, missing_ok=True)
+            stack.callback(config.remove_written_file, configfile)
         compute_worker_fn(config)
         # The service outlives the others' last question.
         hvd.allgather_object(None, name="farandole.tensorflow.data.end")

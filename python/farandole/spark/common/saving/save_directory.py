@@ -200,7 +200,7 @@ class SaveDirectory:
     def _synchronize_directory(self) -> None:
         """Syncs written data on a file system of this host, before any step that needs it."""
         directory = self._files.local_directory()
-        if directory is not None and directory.is_dir():
+        if directory is not None and durable.is_present_directory(directory):
             durable.sync_tree(directory)
 
     def read_metadata(self, kind: str | None = None) -> dict[str, Any]:

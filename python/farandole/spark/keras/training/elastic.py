@@ -18,6 +18,7 @@ import keras
 from farandole.keras import elastic
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
+from farandole.stores import durable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,7 +141,9 @@ class CommitCallback(keras.callbacks.Callback):
         """Commits."""
         del logs
         kept = self._publisher.kept
-        best = kept.path.read_bytes() if kept is not None and kept.path.exists() else None
+        best = (
+            kept.path.read_bytes() if kept is not None and durable.is_present(kept.path) else None
+        )
         note = copy.deepcopy(self._publisher.checkpoint_history_note())
         model: Any = self.model
         stopped = bool(model.stop_training)

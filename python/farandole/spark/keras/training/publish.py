@@ -24,6 +24,7 @@ from farandole.spark import task
 from farandole.spark.common.show.event_file import encode_scalar_events
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.keras.saving import payload
+from farandole.stores import durable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -281,7 +282,7 @@ class RunPublisher(keras.callbacks.Callback):
         """Returns the model that `fit` returns: the one that the user's callback kept, else the
         last.
         """
-        if self.kept is not None and self.kept.path.exists():
+        if self.kept is not None and durable.is_present(self.kept.path):
             return self.kept.path.read_bytes()
         return self.current_checkpoint()
 
@@ -301,13 +302,13 @@ class RunPublisher(keras.callbacks.Callback):
             )
             return
         for path in sorted(self._tensorboard_directory.rglob("*")):
-            if path.is_file() and self._has_checkpoint_file_changed(path):
+            if durable.is_present_file(path) and self._has_checkpoint_file_changed(path):
                 name = path.relative_to(self._tensorboard_directory).as_posix()
                 if not store.write_log(f"{store.logs_subdir}/{name}", path.read_bytes()):
                     del self._written_versions[str(path)]  # the next epoch writes it
 
     def _has_checkpoint_file_changed(self, path: Path) -> bool:
-        if not path.exists():
+        if not durable.is_present(path):
             return False
         found = path.stat()
         mark = (found.st_mtime_ns, found.st_size)
