@@ -20,6 +20,7 @@ from farandole.data import prepare_data
 from farandole.ray import RayBackend
 from farandole.spark.common import LocalBackend, SparkBackend
 from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
 
 ROWS = 24
 
@@ -82,6 +83,20 @@ def test_a_loss_that_is_no_mean_is_refused_with_several_processes_or_passes(
     with pytest.raises(ValueError, match=rf"loss {loss.__name__} of column 'y' is no mean") as told:
         fit(path=data)
     assert all(one in str(told.value) for one in ("loss_reduction", "per_batch", "label_count"))
+
+
+@pytest.mark.parametrize("loss", [root_of_mean_squares, dice])
+def test_parts_show_that_a_loss_is_no_mean_whatever_the_rows_are(loss):
+    def part_loss(output, label):
+        return PartLoss(float(loss(output, label)) * len(output), len(output))
+
+    for seed in range(500):
+        draw = torch.Generator().manual_seed(seed)
+        values = torch.randn(2, sum(PROBE_PART_ROWS), generator=draw)
+        output, label = values[0], values[1].abs()
+        parts = zip(output.split(PROBE_PART_ROWS), label.split(PROBE_PART_ROWS), strict=True)
+        with pytest.raises(ValueError, match="is no mean"):
+            check_parts(part_loss(output, label), [part_loss(*one) for one in parts], "loss")
 
 
 def test_labels_that_only_the_last_rows_have_are_tried(tmp_path):

@@ -219,7 +219,7 @@ def prefetch_batches(batches: Any, count: int) -> Any:
 
 
 def prepare_steps(
-    model: Any, *, shares: bool, is_sum: bool, validation_shares: bool = False
+    model: Any, *, shares: bool, is_sum: bool, validation_shares: bool = False, passes: int = 1
 ) -> list[Any]:
     """Lets a model scale gradients by the share of each batch, and weigh losses of the history by
     rows.
@@ -232,17 +232,18 @@ def prepare_steps(
         shares: whether batches bring shares.
         is_sum: whether losses are sums over rows. The history has them divided by the rows.
         validation_shares: whether batches for validation bring shares.
+        passes: batches for training whose gradients Keras averages.
 
     Returns:
-        One element: the share of the batch in progress.
+        The share of the batch in progress, and the batches with which its gradients are averaged.
     """
     rows: list[Any] = [None]
-    share: list[Any] = [1.0]
+    share: list[Any] = [1.0, passes]
 
-    def wrap_step(plain_step: Any, *, takes_shares: bool) -> Any:
+    def wrap_step(plain_step: Any, *, takes_shares: bool, passes: int = 1) -> Any:
         def step(*arguments: Any) -> Any:
             *state, batch = arguments  # on JAX the model's state comes first
-            share[0] = 1.0
+            share[:] = [1.0, passes]
             if takes_shares:
                 x, y, extra = batch
                 share[0] = extra["share"][0]
@@ -255,7 +256,7 @@ def prepare_steps(
         return step
 
     # Past __setattr__, which tracks what belongs to a model.
-    model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares)
+    model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares, passes=passes)
     model.__dict__["test_step"] = wrap_step(model.test_step, takes_shares=validation_shares)
     if shares:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
