@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole.spark.common.data.source import drawn_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def read_probe_batches(
         names: columns that are read.
     """
     data, rows = job.data, sum(_PART_ROWS)
-    columns = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    columns = sample_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
+    )
     ends = np.cumsum(_PART_ROWS).tolist()
 
     def create_batch(first: int, last: int) -> ProbeBatch:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import drawn_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.mapping import model_outputs
@@ -85,7 +85,9 @@ def read_probe_rows(
         names: columns that are read.
     """
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    arrays = sample_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
+    )
     columns = to_tensors(arrays)
     outputs = model_outputs(job.inputs, job.labels, model, columns, _MODEL_ROWS)
     order = torch.arange(rows) % _MODEL_ROWS

@@ -15,7 +15,7 @@ import torch
 
 from farandole._native import prepare as native
 from farandole.data.columns import PreparedColumn, row_shape
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
 from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs, input_tensor
@@ -48,7 +48,7 @@ def transformed_columns(
     Raises:
         ValueError: the transformation leaves out a column that is needed.
     """
-    arrays = first_rows(
+    arrays = sample_rows(
         prepared.train_url, names, _SAMPLE_ROWS, transformation, missing, prepared.ragged
     )
     tensors = to_tensors(arrays)
