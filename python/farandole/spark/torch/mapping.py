@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,6 +151,45 @@ def map_labels(
         dtype = label_dtype(loss, column)
         found.append((column, dtype, shape, dtype == "int64" and takes_class_indices(loss)))
     return found
+
+
+def find_index_lists(
+    labels: Sequence[TorchLabel],
+    losses: Sequence[Any],
+    inputs: Sequence[TorchInput],
+    model: torch.nn.Module,
+    rows: dict[str, torch.Tensor],
+) -> tuple[TorchLabel, ...]:
+    """Returns the labels, among them lists of integers as the indices of classes that they are.
+
+    A loss that takes class indices also takes probabilities of classes. A list is one of
+    probabilities if it has as many elements as the output.
+
+    Args:
+        labels: one per output.
+        losses: one per label.
+        inputs: arguments of the model.
+        model: the user's.
+        rows: some rows.
+
+    Raises:
+        ValueError: the model does not take the rows.
+    """
+    candidates = [
+        takes_class_indices(loss)
+        and not one.indexes
+        and one.column.dtype.startswith(("int", "uint"))
+        for one, loss in zip(labels, losses, strict=True)
+    ]
+    if not any(candidates):
+        return tuple(labels)
+    outputs = model_outputs(inputs, labels, model, rows)
+    return tuple(
+        replace(one, dtype="int64", indexes=True)
+        if is_candidate and output[0].numel() != one.column.element_count
+        else one
+        for one, output, is_candidate in zip(labels, outputs, candidates, strict=True)
+    )
 
 
 def column_ranges(url: str) -> dict[str, tuple[float, float]]:
