@@ -158,6 +158,8 @@ class TorchEstimator(
         )
         job, objects, losses, tensors = self._create_job(prepared, fingerprint)
         outputs = mapping.try_model(job, objects, losses, tensors)
+        if self.getDataModule() is None:
+            mapping.check_batch_norms(job, objects.model, tensors, backend.num_processes())
         check_loss_forms(
             job,
             losses,
