@@ -114,8 +114,8 @@ class _CpuBatchNorms:
                 if isinstance(layer, torch.nn.SyncBatchNorm):
                     raise ValueError(
                         f"the layer {name!r} is torch's SyncBatchNorm, which works on GPUs only. "
-                        "On CPUs, use farandole.torch.SyncBatchNorm.convert_sync_batchnorm(module) in "
-                        "place of it and of sync_batchnorm=True"
+                        "On CPUs, use farandole.torch.SyncBatchNorm.convert_sync_batchnorm(module) "
+                        "in place of it and of sync_batchnorm=True"
                     )
         super().configure_ddp()  # type: ignore[misc]
 
