@@ -101,6 +101,13 @@ def check_loss_form(
         )
     for loss in losses:
         _check_known_loss(loss, weighted=job.weight is not None)
+        if _is_keras(loss) and not _is_mean_of_rows(loss):
+            # By chance, parts of some rows may give what all rows give.
+            raise ValueError(
+                f"the loss {getattr(loss, 'name', type(loss).__name__)} of Keras compares or adds "
+                "up the rows of a batch, so several processes or passes would train something else "
+                f"than one process. {LOSS_OPTIONS}"
+            )
     _try_parts(job, model, transformation, names)
     return job
 
