@@ -403,6 +403,49 @@ def run_refused(gangs: Any) -> dict[str, str]:
     return errors
 
 
+def run_half(gangs: Any) -> float:
+    """Returns the difference of the weights of a fit in float16 from Keras's own on one process."""
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        draw = np.random.default_rng(0)
+        x = draw.normal(size=(29, 3)).astype("float32")
+        y = draw.uniform(-0.5, 0.5, (29, 1)).astype("float32")
+
+        def compiled(scale: float) -> Any:
+            random.seed(0)
+            given = keras.Input((3,), name="x")
+            hidden = keras.layers.Dense(8, activation="tanh")(given)
+            model = keras.Model(given, keras.layers.Dense(1)(hidden))
+            model.compile(keras.optimizers.SGD(0.05 * scale), "mse")
+            return model
+
+        plain = compiled(1.0)
+        plain.fit(x, y, batch_size=GLOBAL_BATCH_ROWS, epochs=EPOCHS, shuffle=False, verbose=0)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.parquet"
+            pq.write_table(pa.table({"x": list(x), "y": y[:, 0]}), path)
+            fitted = KerasEstimator(
+                model=compiled(1 / 2),
+                feature_cols=["x"],
+                label_cols=["y"],
+                batch_size=GLOBAL_BATCH_ROWS // 2,
+                epochs=EPOCHS,
+                shuffle=False,
+                verbose=0,
+                backend=gangs(2),
+                store=f"{folder}/store",
+            ).fit_on_parquet(path=str(path))
+        weights = zip(plain.get_weights(), fitted.getModel().get_weights(), strict=True)
+        return max(float(np.abs(one - other).max()) for one, other in weights)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
 def untried_losses() -> list[str]:
     """Returns the losses of Keras that have no cell."""
     import keras
@@ -430,10 +473,11 @@ def main() -> None:
 
     cells = make_cells(sys.argv[1] == "short")
     report = [(str(cell), run_cell(cell, gang)) for cell in cells]
-    refused = run_refused(gang)
+    refused, half = run_refused(gang), run_half(gang)
     for one in found.values():
         one.close()
-    print(json.dumps({"cells": report, "refused": refused, "untried": untried_losses()}))
+    found_all = {"cells": report, "refused": refused, "half": half, "untried": untried_losses()}
+    print(json.dumps(found_all))
 
 
 if __name__ == "__main__":
