@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -73,6 +74,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "added sum": {"losses": ["MeanSquaredError"]},
     "added mean": {"losses": ["MeanSquaredError"]},
     "sum and mean": {"losses": ["MeanSquaredError", "SparseCategoricalCrossentropy"]},
+    "kernel_regularizer": {"losses": ["MeanSquaredError"]},
+    "kernel_regularizer beside a sum": {"losses": ["MeanSquaredError"], "reduction": "sum"},
+    "activity_regularizer": {"losses": ["MeanSquaredError"]},
+    "activity_regularizer beside a sum": {"losses": ["MeanSquaredError"], "reduction": "sum"},
+    "added mean beside a sum": {"losses": ["MeanSquaredError"], "reduction": "sum"},
+    "kernel_regularizer beside a sum of one's own": {
+        "losses": ["MeanSquaredError"],
+        "reduction": "sum",
+        "own_loss": True,
+    },
 }
 """Losses that divide by more than rows, or are sums beside means."""
 
@@ -80,6 +91,8 @@ FORMS: dict[str, dict[str, Any]] = {
 def make_loss(name: str, cell: dict[str, Any]) -> Any:
     import keras
 
+    if cell["own_loss"]:
+        return lambda label, output: keras.ops.sum(keras.ops.mean((label - output) ** 2, axis=-1))
     options: dict[str, Any] = {"reduction": cell["reduction"]}
     if "ignore_class" in cell["form"]:
         options["ignore_class"] = 1
@@ -124,42 +137,87 @@ def make_data(rows: int, kinds: list[str]) -> dict[str, Any]:
 def make_model(ends: list[str], cell: dict[str, Any]) -> Any:
     import keras
 
-    keras.utils.set_random_seed(0)
+    random.seed(0)  # seeds of initializers; `set_random_seed` would import each installed backend
     given = keras.Input((4,), name="x")
     if cell["form"] == "mask":
         table = keras.layers.Embedding(5, 3, mask_zero=True)(given)
         return keras.Model(given, keras.layers.Dense(1, name="y0")(table))
     outputs = []
+    form = cell["form"].split(" beside")[0]
+    options = {form: keras.regularizers.L2(0.05)} if form.endswith("regularizer") else {}
     for index, end in enumerate(ends):
         if end == "sequence":
             wide = keras.layers.Dense(5 * CLASSES)(given)
             outputs.append(keras.layers.Reshape((5, CLASSES), name=f"y{index}")(wide))
         else:
-            outputs.append(keras.layers.Dense(CLASSES, activation=end, name=f"y{index}")(given))
-    if cell["form"].startswith("added"):
-        outputs[0] = make_added_loss(cell["form"].removeprefix("added "))(outputs[0])
+            layer = keras.layers.Dense(CLASSES, activation=end, name=f"y{index}", **options)
+            outputs.append(layer(given))
+    if form.startswith("added"):
+        outputs[0] = make_added_loss(form.removeprefix("added "))(outputs[0])
     kind = own_step_model() if cell["own_step"] else keras.Model
     return kind(given, outputs if len(outputs) > 1 else outputs[0])
 
 
-def own_step_model() -> Any:
-    """Returns a class of models with a `train_step` that never calls `scale_loss`."""
+def own_step_model(change_loss: Callable[[Any], Any] = lambda loss: loss) -> Any:
+    """Returns a class of models with a `train_step` that never calls `scale_loss`.
+
+    Args:
+        change_loss: makes the loss of the step from the loss that the model was compiled with.
+    """
     import keras
-    import torch
 
-    class OwnStep(keras.Model):
-        def train_step(self, data):
-            x, y = data[:2]
-            self.zero_grad()
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
-            loss.backward()
-            variables = self.trainable_variables
-            grads = [one.value.grad for one in variables]
-            with torch.no_grad():
-                self.optimizer.apply(grads, variables)
-            return {"loss": loss}
+    def torch_step(self, data):
+        import torch
 
-    return OwnStep
+        x, y = data[:2]
+        self.zero_grad()
+        loss = change_loss(self.compute_loss(x=x, y=y, y_pred=self(x, training=True)))
+        loss.backward()
+        variables = self.trainable_variables
+        grads = [one.value.grad for one in variables]
+        with torch.no_grad():
+            self.optimizer.apply(grads, variables)
+        return {"loss": loss}
+
+    def tensorflow_step(self, data):
+        import tensorflow as tf
+
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = change_loss(self.compute_loss(x=x, y=y, y_pred=self(x, training=True)))
+        variables = self.trainable_variables
+        pairs = zip(tape.gradient(loss, variables), variables, strict=True)
+        self.optimizer.apply_gradients(pairs)
+        return {"loss": loss}
+
+    def jax_step(self, state, data):
+        import jax
+
+        x, y = data[:2]
+        trained, others, slots, metrics = state
+
+        def loss_of(trained, others):
+            output, others = self.stateless_call(trained, others, x, training=True)
+            return change_loss(self.compute_loss(x=x, y=y, y_pred=output)), others
+
+        (loss, others), grads = jax.value_and_grad(loss_of, has_aux=True)(trained, others)
+        trained, slots = self.optimizer.stateless_apply(slots, grads, trained)
+        return {"loss": loss}, (trained, others, slots, metrics)
+
+    steps = {"torch": torch_step, "tensorflow": tensorflow_step, "jax": jax_step}
+    return type("OwnStep", (keras.Model,), {"train_step": steps[keras.backend.backend()]})
+
+
+def own_update_model() -> Any:
+    """Returns a class of models with a `train_step` that needs no optimizer."""
+    import keras
+
+    def train_step(self, *state_and_data):
+        del self
+        *state, _data = state_and_data
+        return ({}, *state) if state else {}
+
+    return type("OwnUpdate", (keras.Model,), {"train_step": train_step})
 
 
 def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
@@ -181,6 +239,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
     plain = make_model(list(ends), cell)
     plain.compile(optimizer=make_optimizer(cell), loss=losses)
     labels = [data[f"y{index}"] for index in range(len(kinds))]
+    says_sum = cell["own_loss"] or (cell["own_step"] and cell["reduction"] == "sum")
     # Two rows leave the last of three processes without any.
     held = 2 if cell["rows"] % 2 and cell["size"] == 3 and cell["rows"] < 29 else cell["rows"]
     held_labels = [label[:held] for label in labels]
@@ -217,7 +276,8 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
                 label_cols=[f"y{index}" for index in range(len(kinds))],
                 label_shapes=[[-1, 4, 1]] if is_masked else None,
                 sample_weight_col="w" if cell["weighted"] else None,
-                batch_size=GLOBAL_BATCH_ROWS // size,
+                batch_size=GLOBAL_BATCH_ROWS // (size * cell["passes"]),
+                backward_passes_per_step=cell["passes"],
                 val_batch_size=cell["rows"],
                 epochs=epochs,
                 run_id="cell",
@@ -225,6 +285,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
                 verbose=0,
                 backend=gangs(size),
                 store=f"{folder}/store",
+                **({"loss_reduction": "sum"} if says_sum else {}),
             ).fit_on_parquet(path=str(path), val_path=f"{folder}/held.parquet")
 
         if cell["before"] is not None:
@@ -244,7 +305,7 @@ def run_cell(cell: dict[str, Any], gangs: Any) -> dict[str, float]:
 
 def make_cells(short: bool) -> list[dict[str, Any]]:
     base = {"reduction": "sum_over_batch_size", "weighted": False, "own_step": False, "rows": 29}
-    base |= {"form": "plain", "optimizer": "sgd", "before": None}
+    base |= {"form": "plain", "optimizer": "sgd", "before": None, "own_loss": False, "passes": 1}
     sizes = (2,) if short else (1, 2, 3)
     names = list(MEANS)[:: 9 if short else 1]
     cells = [base | {"losses": [name], "size": size} for name in names for size in sizes]
@@ -266,9 +327,21 @@ def make_cells(short: bool) -> list[dict[str, Any]]:
         for before, size in (((1, 2),) if short else ((1, 3), (3, 1), (2, 3), (2, 2)))
     ]
     cells += [base | {"losses": ["Huber"], "size": size, "weighted": True} for size in (*sizes, 3)]
-    if os.environ["KERAS_BACKEND"] == "torch":
-        own = {"losses": ["MeanSquaredError"], "own_step": True}
-        cells += [base | own | {"size": size, "rows": rows} for size in sizes for rows in (25, 29)]
+    own = {"losses": ["MeanSquaredError"], "own_step": True}
+    own_reductions = (None,) if short else (None, "sum")
+    cells += [
+        base | own | {"size": size, "rows": rows} | ({"reduction": word} if word else {})
+        for size in sizes
+        for rows in (25, 29)
+        for word in own_reductions
+    ]
+    passes = {"losses": ["MeanSquaredError"], "passes": 2, "rows": 24}
+    cells += [
+        base | passes | {"size": size, "form": form, "reduction": reduction}
+        for size in ((2,) if short else (1, 2, 3))
+        for reduction in ("sum_over_batch_size", "sum")
+        for form in ("plain", "kernel_regularizer", "added sum")
+    ]
     return cells
 
 
@@ -290,7 +363,18 @@ def run_refused(gangs: Any) -> dict[str, str]:
         layer = keras.layers.Dense(CLASSES)(given)
         return keras.Model(given, make_added_loss("std")(layer))
 
-    cases = {"root": (plain(), root, "number"), "added root": (added_root(), "mse", "number")}
+    def own(kind: Any) -> Any:
+        given = keras.Input((4,), name="x")
+        return kind(given, keras.layers.Dense(CLASSES)(given))
+
+    sums = keras.losses.MeanSquaredError(reduction="sum")
+    cases = {
+        "root": (plain(), root, "number"),
+        "added root": (added_root(), "mse", "number"),
+        "train_step: no mean": (own(own_step_model(keras.ops.sqrt)), "mse", "number"),
+        "train_step: sum over rows": (own(own_step_model()), sums, "number"),
+        "train_step: optimizer.apply": (own(own_update_model()), "mse", "number"),
+    }
     for name, kind in REFUSED.items():
         cases[name] = (plain(), getattr(keras.losses, name)(), kind)
     errors: dict[str, str] = {}
@@ -319,6 +403,49 @@ def run_refused(gangs: Any) -> dict[str, str]:
     return errors
 
 
+def run_half(gangs: Any) -> float:
+    """Returns the difference of the weights of a fit in float16 from Keras's own on one process."""
+    import keras
+
+    from farandole.spark.keras import KerasEstimator
+
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        draw = np.random.default_rng(0)
+        x = draw.normal(size=(29, 3)).astype("float32")
+        y = draw.uniform(-0.5, 0.5, (29, 1)).astype("float32")
+
+        def compiled(scale: float) -> Any:
+            random.seed(0)
+            given = keras.Input((3,), name="x")
+            hidden = keras.layers.Dense(8, activation="tanh")(given)
+            model = keras.Model(given, keras.layers.Dense(1)(hidden))
+            model.compile(keras.optimizers.SGD(0.05 * scale), "mse")
+            return model
+
+        plain = compiled(1.0)
+        plain.fit(x, y, batch_size=GLOBAL_BATCH_ROWS, epochs=EPOCHS, shuffle=False, verbose=0)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "rows.parquet"
+            pq.write_table(pa.table({"x": list(x), "y": y[:, 0]}), path)
+            fitted = KerasEstimator(
+                model=compiled(1 / 2),
+                feature_cols=["x"],
+                label_cols=["y"],
+                batch_size=GLOBAL_BATCH_ROWS // 2,
+                epochs=EPOCHS,
+                shuffle=False,
+                verbose=0,
+                backend=gangs(2),
+                store=f"{folder}/store",
+            ).fit_on_parquet(path=str(path))
+        weights = zip(plain.get_weights(), fitted.getModel().get_weights(), strict=True)
+        return max(float(np.abs(one - other).max()) for one, other in weights)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
 def untried_losses() -> list[str]:
     """Returns the losses of Keras that have no cell."""
     import keras
@@ -333,6 +460,10 @@ def untried_losses() -> list[str]:
 
 def main() -> None:
     logging.disable(logging.WARNING)
+    if os.environ["KERAS_BACKEND"] == "torch":
+        from farandole.spark.torch.training import compiler
+
+        compiler.defer_compiler()  # Keras imports it, and no cell compiles a model
     from tests.parity.gang import StandingGang
 
     found: dict[int, StandingGang] = {}
@@ -342,10 +473,11 @@ def main() -> None:
 
     cells = make_cells(sys.argv[1] == "short")
     report = [(str(cell), run_cell(cell, gang)) for cell in cells]
-    refused = run_refused(gang)
+    refused, half = run_refused(gang), run_half(gang)
     for one in found.values():
         one.close()
-    print(json.dumps({"cells": report, "refused": refused, "untried": untried_losses()}))
+    found_all = {"cells": report, "refused": refused, "half": half, "untried": untried_losses()}
+    print(json.dumps(found_all))
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def _add_up(
         if hasattr(made, "label_count"):
             count = float(made.label_count(label))
         elif (
-            case.label.startswith("class")
+            (case.label.startswith("class") or case.label == "tags")
             and not is_sum
             and "margin" not in type(made).__name__.lower()
         ):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import farandole.torch as hvd
+from farandole.spark.lightning import LightningEstimator
 from farandole.spark.torch import TorchEstimator
 
 BATCH_ROWS = 6
@@ -96,6 +97,52 @@ def test_the_validated_model_is_the_one_that_is_returned(gangs, tmp_path):
         output = net(torch.tensor(rows["x"].to_pylist()))[:, 0]
     wanted = float(nn.functional.mse_loss(output, torch.tensor(rows["y"].to_pylist())))
     assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_norms_of_torch_that_would_not_be_synchronized_are_refused(gangs, tmp_path):
+    train = write(tmp_path, 12)
+    with pytest.raises(ValueError, match=r"layer '1' is torch's SyncBatchNorm.*farandole\.torch\."):
+        fit(network(nn.SyncBatchNorm(4)), gangs(2), tmp_path, train)
+    fit(network(nn.SyncBatchNorm(4)), gangs(1), tmp_path, train)
+
+
+def test_batches_of_one_row_are_refused_where_a_norm_needs_more(gangs, tmp_path):
+    train = write(tmp_path, 13)
+    with pytest.raises(ValueError, match=r"layer '1' needs two rows.*batch_size is 1"):
+        fit(network(nn.BatchNorm1d(4)), gangs(1), tmp_path, train, batch_size=1)
+    with pytest.raises(ValueError, match=r"layer '1' needs two rows.*last step.*13 rows"):
+        fit(network(hvd.SyncBatchNorm(4)), gangs(2), tmp_path, train)
+    images = nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.BatchNorm1d(1), nn.Flatten(), nn.Linear(3, 1)
+    )
+    fit(images, gangs(1), tmp_path, train, batch_size=1)  # of one row, there are three values
+
+
+def fit_with_lightning(model, gang, folder, train):
+    return LightningEstimator(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        loss=nn.MSELoss(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=BATCH_ROWS // gang.num_processes(),
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        backend=gang,
+        store=str(folder / f"store-{gang.num_processes()}"),
+    ).fit_on_parquet(path=train)
+
+
+def test_synchronized_batch_norms_train_with_lightning_on_cpus(gangs, tmp_path):
+    train = write(tmp_path, 15)
+    one = fit_with_lightning(network(nn.BatchNorm1d(4)), gangs(1), tmp_path, train).getModel()
+    many = fit_with_lightning(network(hvd.SyncBatchNorm(4)), gangs(3), tmp_path, train).getModel()
+    for name, value in one.state_dict().items():
+        found = many.state_dict()[name].double()
+        assert torch.allclose(found, value.double(), rtol=1e-5, atol=1e-6), name
+    with pytest.raises(RuntimeError, match=r"torch's SyncBatchNorm, which works on GPUs only"):
+        fit_with_lightning(network(nn.SyncBatchNorm(4)), gangs(2), tmp_path, train)
 
 
 class Table(nn.Module):

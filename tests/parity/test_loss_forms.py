@@ -20,6 +20,7 @@ from farandole.data import prepare_data
 from farandole.ray import RayBackend
 from farandole.spark.common import LocalBackend, SparkBackend
 from farandole.spark.torch import TorchEstimator
+from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
 
 ROWS = 24
 
@@ -34,7 +35,9 @@ def data(tmp_path_factory):
 
 
 def estimator(loss, processes, folder, **options):
+    torch.manual_seed(0)
     network = nn.Linear(2, 1)
+    known = {"backend": StandingGang(processes)}
     return TorchEstimator(
         model=network,
         optimizer=torch.optim.SGD(network.parameters(), lr=0.01),
@@ -43,9 +46,8 @@ def estimator(loss, processes, folder, **options):
         label_cols=["y"],
         batch_size=4,
         verbose=0,
-        backend=StandingGang(processes),
         store=str(folder),
-        **options,
+        **known | options,
     )
 
 
@@ -84,6 +86,20 @@ def test_a_loss_that_is_no_mean_is_refused_with_several_processes_or_passes(
     assert all(one in str(told.value) for one in ("loss_reduction", "per_batch", "label_count"))
 
 
+@pytest.mark.parametrize("loss", [root_of_mean_squares, dice])
+def test_parts_show_that_a_loss_is_no_mean_whatever_the_rows_are(loss):
+    def part_loss(output, label):
+        return PartLoss(float(loss(output, label)) * len(output), len(output))
+
+    for seed in range(500):
+        draw = torch.Generator().manual_seed(seed)
+        values = torch.randn(2, sum(PROBE_PART_ROWS), generator=draw)
+        output, label = values[0], values[1].abs()
+        parts = zip(output.split(PROBE_PART_ROWS), label.split(PROBE_PART_ROWS), strict=True)
+        with pytest.raises(ValueError, match="is no mean"):
+            check_parts(part_loss(output, label), [part_loss(*one) for one in parts], "loss")
+
+
 def test_labels_that_only_the_last_rows_have_are_tried(tmp_path):
     rows = 20_000
     x = np.random.default_rng(0).normal(size=(rows, 2)).astype("float32")
@@ -117,11 +133,12 @@ def test_a_loss_that_takes_no_other_number_of_rows_is_refused(data, tmp_path):
         estimator(fixed_batch, 2, tmp_path).fit_on_parquet(path=data)
 
 
-def test_one_process_takes_any_loss_and_so_do_several_with_an_explicit_option(data, tmp_path):
+def test_one_process_takes_any_loss_and_so_do_several_with_an_explicit_option(
+    data, gangs, tmp_path
+):
     for processes, options in ((1, {}), (2, {"loss_reduction": "per_batch"})):
-        fit = estimator(contrastive, processes, tmp_path, **options)
-        fit.fit_on_parquet(path=data)
-        fit.getBackend().close()
+        options |= {"backend": gangs(processes)}
+        estimator(contrastive, processes, tmp_path, **options).fit_on_parquet(path=data)
 
 
 def test_an_option_that_contradicts_a_loss_of_torch_is_refused(data, tmp_path):
@@ -170,7 +187,7 @@ def test_a_loss_whose_divisor_is_unknown_is_refused_by_name(loss, name):
         hvd.loss_sum_and_count(loss, torch.ones(2, 2), torch.ones(2))
 
 
-def test_an_ignored_label_above_all_classes_is_no_class_of_prepared_data(tmp_path):
+def test_an_ignored_label_above_all_classes_is_no_class_of_prepared_data(gangs, tmp_path):
     rows = np.random.default_rng(0).normal(size=(ROWS, 2)).astype("float32")
     label = np.where(np.arange(ROWS) % 3 == 1, 255, np.arange(ROWS) % 2).astype("uint8")
     table = pa.table({"x": list(rows), "y": label})
@@ -182,17 +199,15 @@ def test_an_ignored_label_above_all_classes_is_no_class_of_prepared_data(tmp_pat
         (255, functools.partial(functional.cross_entropy, ignore_index=255)),
         (-100, nn.CrossEntropyLoss()),
     ):
-        backend = StandingGang(1)
         fit = TorchEstimator(
             model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.01), loss=loss,
-            batch_size=4, backend=backend, **known,
+            batch_size=4, backend=gangs(1), **known,
         ).fit_on_parquet  # fmt: skip
         if ignored == 255:
             assert fit(path=prepared.train_url).getHistory()[0]["train"]["loss"] > 0
         else:
             with pytest.raises(ValueError, match="'y' holds class 255"):
                 fit(path=prepared.train_url)
-        backend.close()
 
 
 def test_a_count_of_more_than_one_number_is_refused(data, tmp_path):

@@ -35,6 +35,12 @@ def _column(values: Any) -> Any:
     return pa.array(list(values)) if values.ndim > 1 else values
 
 
+def write_rows(data: dict[str, Any], path: Any, kept: Any = slice(None)) -> None:
+    """Writes the columns of a cell, but for the one that says which rows are held out."""
+    columns = {name: values[kept] for name, values in data.items() if name != "held"}
+    pq.write_table(pa.table({name: _column(values) for name, values in columns.items()}), path)
+
+
 def own_minibatch(model: Any, optimizer: Any, shape: Any, loss_fn: Any, inputs: Any, labels: Any,
                   weights: Any, passes: int, index: int) -> Any:  # fmt: skip
     """Steps after the last batch of a step; the estimator takes the step of a short last one."""
@@ -50,12 +56,11 @@ def own_minibatch(model: Any, optimizer: Any, shape: Any, loss_fn: Any, inputs: 
 def fit_cell(cell: dict[str, Any], gangs: Any, folder: Any) -> dict[str, Any]:
     """Returns the parameters after a fit of a cell, and the losses of its last epoch."""
     cases, data = cases_of(cell), make_data(cell)
-    table = pa.table({name: _column(values) for name, values in data.items() if name != "held"})
     train, val = folder / "train.parquet", folder / "val.parquet"
     held = data["held"] if cell["validation"] else data["held"] & False
-    pq.write_table(table.filter(pa.array(~held)), train)
+    write_rows(data, train, ~held)
     if cell["validation"]:
-        pq.write_table(table.filter(pa.array(held)), val)
+        write_rows(data, val, held)
 
     def fit(epochs: int, spread: tuple[int, int]) -> Any:
         processes, passes = spread

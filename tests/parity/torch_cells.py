@@ -50,6 +50,10 @@ def _log_softmax(output: torch.Tensor) -> torch.Tensor:
     return functional.log_softmax(output, dim=1)
 
 
+def _two_tags(output: torch.Tensor) -> torch.Tensor:
+    return output.reshape(-1, CLASSES, 2)
+
+
 class MaskedError(nn.Module):
     """A mean over the labels that are not negative, which says what it divides by."""
 
@@ -160,6 +164,11 @@ LOSSES = {
         "class",
         width=CLASSES,
     ),
+    "ce of lists": LossCase(CE, "tags", _two_tags, 2 * CLASSES),
+    "ce weight smoothed of lists": LossCase(
+        lambda: CE(weight=_weights(), label_smoothing=0.1), "tags", _two_tags, 2 * CLASSES
+    ),
+    "ce sum of lists": LossCase(lambda: CE(reduction="sum"), "tags", _two_tags, 2 * CLASSES),
     "nll": LossCase(nn.NLLLoss, "class", _log_softmax, CLASSES),
     "nll weight ignored": LossCase(
         lambda: nn.NLLLoss(weight=_weights()), "class_or_ignored", _log_softmax, CLASSES
@@ -169,9 +178,7 @@ LOSSES = {
     "multi-label soft margin": LossCase(nn.MultiLabelSoftMarginLoss, "bits", width=CLASSES),
     "own masked": LossCase(MaskedError, own=True),
     "own masked with reduction": LossCase(MaskedSquares),
-    "own tags": LossCase(
-        TagLoss, "tags", lambda output: output.reshape(-1, CLASSES, 2), 6, own=True
-    ),
+    "own tags": LossCase(TagLoss, "tags", _two_tags, 2 * CLASSES, own=True),
     "own multi-label margin": LossCase(lambda: margin_loss, "targets", width=CLASSES, own=True),
     "own gaussian": LossCase(lambda: gaussian_loss, width=2, own=True),
     "own triplet": LossCase(lambda: triplet_loss, "vector2", width=CLASSES, own=True),

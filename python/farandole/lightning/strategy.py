@@ -100,6 +100,26 @@ class _PlainValueBroadcast:
         return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj
 
 
+class _CpuBatchNorms:
+    """Mixed in before a strategy: refuses batch norms that work on GPUs only."""
+
+    def configure_ddp(self: Any) -> None:
+        """Wraps the module.
+
+        Raises:
+            ValueError: The device is a CPU, and the module has layers of torch's `SyncBatchNorm`.
+        """
+        if self.root_device.type == "cpu":
+            for name, layer in self.model.named_modules():
+                if isinstance(layer, torch.nn.SyncBatchNorm):
+                    raise ValueError(
+                        f"the layer {name!r} is torch's SyncBatchNorm, which works on GPUs only. "
+                        "On CPUs, use farandole.torch.SyncBatchNorm.convert_sync_batchnorm(module) "
+                        "in place of it and of sync_batchnorm=True"
+                    )
+        super().configure_ddp()  # type: ignore[misc]
+
+
 class _ExactMeans:
     """Reduces tensors. Lightning divides the mean of sums over ranks by the mean of counts of
     rows, and a mean of integers would be rounded.
@@ -140,7 +160,7 @@ def strategy_class(package: str) -> type[Any]:
     base: type[DDPStrategy] = import_module(f"{package}.strategies").DDPStrategy
     rank_zero = import_module(f"{package}.utilities.rank_zero").rank_zero_only
 
-    class FarandoleStrategy(_PlainValueBroadcast, _ExactMeans, base):
+    class FarandoleStrategy(_PlainValueBroadcast, _CpuBatchNorms, _ExactMeans, base):
         """Trains one model on all ranks of Farandole's world.
 
         Args:

@@ -70,7 +70,7 @@ def _counted_rows(tensor: torch.Tensor) -> int:
     return tensor.shape[0] // rows[1] * rows[0]
 
 
-class SyncBatchNorm(torch.nn.SyncBatchNorm):
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - DistributedDataParallel refuses torch's SyncBatchNorm on CPUs
     """Like `torch.nn.BatchNorm1d` to `3d`, with statistics over the batches of all ranks.
 
     Works on CPU and GPU, for any input of at least two dimensions, and for batches of different

@@ -18,7 +18,7 @@ from farandole.spark.common.data.reading import (
     missing_value_policy,
     training_data_spec,
 )
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import ModelOutput
@@ -222,7 +222,7 @@ class KerasEstimator(
         if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
             return None
         missing, transformation = missing_value_policy(self, prepared), create_transformation(self)
-        rows = first_rows(
+        rows = sample_rows(
             prepared.train_url,
             self._column_roles().stored_columns,
             _EXAMPLE_ROWS,
@@ -258,7 +258,7 @@ class KerasEstimator(
         transformation = create_transformation(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = first_rows(
+            made = sample_rows(
                 prepared.train_url,
                 raw,
                 2,

@@ -85,8 +85,10 @@ class KerasTrainingJob:
     """The reduction of the model's loss over the rows of a batch, see `loss_forms`."""
     counts_losses: bool = False
     """Whether losses divide by more than rows, so that processes add up their counts."""
+    sums_outputs: bool = False
+    """Whether counted losses of outputs are sums over rows, whatever they say."""
     added_losses: tuple[str, ...] = ()
-    """Reductions of the losses that layers add, if losses are counted."""
+    """Reductions of the losses that layers add and of regularizers, if losses are counted."""
 
     @property
     def step_rows(self) -> int:

@@ -9,20 +9,22 @@ compute by averaging gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
+from keras.src.backend.common.masking import get_keras_mask
 
 from farandole._keras.values import as_array
-from farandole.spark.common.data.source import drawn_rows
-from farandole.spark.keras.arrays import model_inputs, model_labels
+from farandole.spark.keras.arrays import zero_batch
 from farandole.spark.keras.model_compilation import (
     compile_arguments,
     has_custom_train_step,
     ignored_class,
 )
+from farandole.spark.keras.probe_rows import LOSS_OPTIONS, PartValues, read_probe_batches
+from farandole.spark.keras.train_step_probe import check_train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,14 +33,8 @@ if TYPE_CHECKING:
 
 LOSS_REDUCTIONS = ("mean", "sum", "per_batch")
 """Values of the parameter `loss_reduction`."""
-_PROBE_PART_ROWS = (3, 20, 233)
-_RELATIVE_TOLERANCE = 1e-4
 _WHOLE_BATCH_LOSSES = {"Dice", "Tversky", "Circle", "dice", "tversky", "circle"}
 """Keras's losses that compare or add up the rows of a batch."""
-_OPTIONS = (
-    'Set loss_reduction: "mean" averages the losses of batches by their rows, "sum" adds them, '
-    '"per_batch" averages them by batches'
-)
 
 
 def find_loss_reduction(model: Any, wanted: str | None) -> str:
@@ -81,23 +77,38 @@ def check_loss_form(
     Raises:
         ValueError: the loss of all rows does not follow from the losses of parts.
     """
-    alone = processes == 1 and job.passes == 1
-    if wanted is not None or alone or has_custom_train_step(model):
+    if processes == 1 and job.passes == 1:
+        return job
+    if has_custom_train_step(model):
+        check_train_step(
+            job, model, transformation, wanted=wanted, processes=processes, names=names
+        )
         return job
     losses = _output_losses(model)
-    can_count = job.passes == 1 and not _computes_own_loss(model)
-    if can_count and all(_is_mean_of_rows(loss) for loss in losses):
+    own_reductions = {getattr(loss, "reduction", None) for loss in losses}
+    if wanted is not None:
+        if wanted == "sum" and not _computes_own_loss(model):
+            added = _added_reductions(job, model, transformation, names, unknown="sum")
+            return _count_sums(job, added) if "mean" in added else job
+        return job
+    is_known = not _computes_own_loss(model) and all(_is_mean_of_rows(loss) for loss in losses)
+    if is_known and (job.passes == 1 or not _masks_outputs(job, model)):
         return _count_losses(job, model, losses, transformation, names)
-    reductions = {getattr(loss, "reduction", None) for loss in losses}
-    if "sum" in reductions and len(reductions) > 1:
+    if "sum" in own_reductions and len(own_reductions) > 1:
         raise ValueError(
             "some outputs have a loss with reduction='sum', others a mean, so no factor makes the "
-            f"gradients of {processes} processes those of one: use one reduction. {_OPTIONS}"
+            f"gradients of {processes} processes those of one: use one reduction. {LOSS_OPTIONS}"
         )
     for loss in losses:
         _check_known_loss(loss, weighted=job.weight is not None)
-    if not _is_known(model, losses):
-        _try_parts(job, model, transformation, names)
+        if _is_keras(loss) and not _is_mean_of_rows(loss):
+            # By chance, parts of some rows may give what all rows give.
+            raise ValueError(
+                f"the loss {getattr(loss, 'name', type(loss).__name__)} of Keras compares or adds "
+                "up the rows of a batch, so several processes or passes would train something else "
+                f"than one process. {LOSS_OPTIONS}"
+            )
+    _try_parts(job, model, transformation, names)
     return job
 
 
@@ -109,43 +120,66 @@ def _count_losses(
     names: Sequence[str],
 ) -> KerasTrainingJob:
     """Returns the run for outputs with losses of Keras, whose sums and counts are known."""
-    layers = _inner_layers(model)
-    added: tuple[str, ...] = ()
-    if not all(_is_keras(layer) for layer in layers):
-        added = _added_reductions(job, model, transformation, names)
-    has_masks = any(_masks_rows(layer) or not _is_keras(layer) for layer in layers)
+    if job.passes > 1:
+        for loss in losses:
+            _check_known_loss(loss, weighted=job.weight is not None)
+    added = _added_reductions(job, model, transformation, names)
     reductions = {getattr(loss, "reduction", None) for loss in losses}
+    if reductions == {"sum"} and set(added) <= {"sum"}:
+        return job
     special = (
-        has_masks
+        _may_mask_rows(model)
+        or "sum" in reductions
         or "sum" in added
-        or ("sum" in reductions and (len(reductions) > 1 or added))
         or ("mean_with_sample_weight" in reductions and job.weight is not None)
         or any(ignored_class(loss) is not None for loss in losses)
     )
-    if not special or (reductions == {"sum"} and not added):
+    if not special:
         return job
     return replace(job, loss_reduction="mean", counts_losses=True, added_losses=added)
 
 
+def _count_sums(job: KerasTrainingJob, added: tuple[str, ...]) -> KerasTrainingJob:
+    """Returns the run for outputs with losses that the user calls sums, beside means."""
+    return replace(
+        job, loss_reduction="mean", counts_losses=True, sums_outputs=True, added_losses=added
+    )
+
+
 def _added_reductions(
-    job: KerasTrainingJob, model: Any, transformation: Any, names: Sequence[str]
+    job: KerasTrainingJob,
+    model: Any,
+    transformation: Any,
+    names: Sequence[str],
+    *,
+    unknown: str | None = None,
 ) -> tuple[str, ...]:
     """Returns the reductions of the losses that layers add and of regularizers.
+
+    Args:
+        job: the run.
+        model: a compiled copy of the user's.
+        transformation: of rows, by the user; or `None`.
+        names: columns that are read.
+        unknown: reduction of a loss that is neither a mean nor a sum over rows; `None` refuses it.
 
     Raises:
         ValueError: One is neither a mean nor a sum over rows.
     """
+    layers = _inner_layers(model)
+    if all(_is_keras(one) and one.activity_regularizer is None for one in layers):
+        return ("mean",) * len(model.losses)  # of weights, which do not depend on rows
     found = _losses_of_parts(job, model, transformation, names, _added_losses)
     reductions = []
-    for index in range(len(found.whole)):
-        parts = [losses[index] for losses in found.parts]
-        word = found.reduction(found.whole[index], parts)
+    for index, whole in enumerate(found.whole):
+        word = found.reduction(index) or unknown
         if word is None:
             raise ValueError(
                 f"the loss number {index + 1} of those that layers add is neither a mean nor a sum "
-                f"over rows: of {found.rows} rows it is {found.whole[index]:g}, of their parts "
-                f"{', '.join(f'{one:g}' for one in parts)}. Several processes would train "
-                f"something else than one process. {_OPTIONS}"
+                f"over rows: of {found.row_count} rows it is {whole:g}, the mean of their parts is "
+                f"{found.reduce_parts(index, 'mean'):g}, their sum "
+                f"{found.reduce_parts(index, 'sum'):g}. Several processes would train something "
+                f"else than one process. {LOSS_OPTIONS}"
             )
         reductions.append(word)
     return tuple(reductions)
@@ -158,13 +192,13 @@ def _check_known_loss(loss: Any, *, weighted: bool) -> None:
         raise ValueError(
             f"the loss {name} has ignore_class={ignored}, so each process would divide by the "
             "labels of its own rows that are not ignored. Give ignored rows a weight of 0 in "
-            f"sample_weight_col instead, which divides by all rows. {_OPTIONS}"
+            f"sample_weight_col instead, which divides by all rows. {LOSS_OPTIONS}"
         )
     if weighted and getattr(loss, "reduction", None) == "mean_with_sample_weight":
         raise ValueError(
             f"the loss {name} has reduction='mean_with_sample_weight', so each process would "
             "divide by the weights of its own rows. Use reduction='sum_over_batch_size'. "
-            f"{_OPTIONS}"
+            f"{LOSS_OPTIONS}"
         )
 
 
@@ -172,17 +206,6 @@ def _output_losses(model: Any) -> list[Any]:
     """Returns the losses of a compiled model's outputs."""
     given = keras.tree.flatten(compile_arguments(model).get("loss"))
     return [keras.losses.get(one) for one in given if one is not None]
-
-
-def _is_known(model: Any, losses: Sequence[Any]) -> bool:
-    """Returns whether all parts of a model's loss are Keras's own."""
-    layers = _inner_layers(model)
-    return (
-        not _computes_own_loss(model)
-        and all(_is_mean_of_rows(loss) for loss in losses)
-        and all(_is_keras(layer) for layer in layers)
-        and not any(_masks_rows(layer) for layer in layers)
-    )
 
 
 def _computes_own_loss(model: Any) -> bool:
@@ -206,55 +229,40 @@ def _is_keras(value: Any) -> bool:
     return module.startswith("keras.") and (wrapped is None or _is_keras(wrapped))
 
 
-def _masks_rows(layer: Any) -> bool:
-    return bool(getattr(layer, "mask_zero", False)) or isinstance(layer, keras.layers.Masking)
+def _masks_outputs(job: KerasTrainingJob, model: Any) -> bool:
+    x, _ = zero_batch(job.shape, (), 2)
+    output = model(keras.tree.map_structure(keras.ops.convert_to_tensor, x), training=False)
+    return any(get_keras_mask(one) is not None for one in keras.tree.flatten(output))
 
 
-@dataclass(frozen=True)
-class _PartLosses:
-    """Losses of rows and of their parts."""
-
-    rows: int
-    whole: list[float]
-    parts: list[list[float]]
-
-    def mean(self, parts: Sequence[float]) -> float:
-        """Returns the mean of the losses of parts, weighted by rows."""
-        weighed = zip(parts, _PROBE_PART_ROWS, strict=True)
-        return sum(loss * count for loss, count in weighed) / self.rows
-
-    def reduction(self, whole: float, parts: Sequence[float]) -> str | None:
-        """Returns `"mean"` or `"sum"` if a loss is one over rows."""
-        if _are_close(whole, self.mean(parts)):
-            return "mean"
-        return "sum" if _are_close(whole, sum(parts)) else None
-
-
-def _are_close(one: float, other: float) -> bool:
-    return abs(one - other) <= _RELATIVE_TOLERANCE * max(abs(one), abs(other), 1e-12)
+def _may_mask_rows(model: Any) -> bool:
+    return any(
+        not _is_keras(layer)
+        or bool(getattr(layer, "mask_zero", False))
+        or isinstance(layer, keras.layers.Masking)
+        for layer in _inner_layers(model)
+    )
 
 
 def _try_parts(
     job: KerasTrainingJob, model: Any, transformation: Any, names: Sequence[str]
 ) -> None:
     found = _losses_of_parts(job, model, transformation, names, _total_loss)
-    rows, whole = found.rows, found.whole[0]
-    parts = [losses[0] for losses in found.parts]
     word = "sum" if job.loss_reduction == "sum" else "mean"
-    expected = sum(parts) if word == "sum" else found.mean(parts)
-    if _are_close(whole, expected):
+    if found.is_reduced(0, word):
         return
-    if word == "mean" and found.reduction(whole, parts) == "sum":
+    if word == "mean" and found.reduction(0) == "sum":
         raise ValueError(
-            f"the loss of the model is a sum over rows: of {rows} rows it is the sum of what it is "
-            'of parts. Set loss_reduction="sum" so that several processes or passes train what '
-            "one process trains"
+            f"the loss of the model is a sum over rows: of {found.row_count} rows it is the sum of "
+            'what it is of parts. Set loss_reduction="sum" so that several processes or passes '
+            "train what one process trains"
         )
     raise ValueError(
-        f"the loss of the model is no {word} over rows: of {rows} rows it is {whole:g}, but the "
-        f"{word} of its parts is {expected:g}. Several processes or passes would train something "
-        "else than one process: a mask, a loss that a layer adds, or a loss that divides by more "
-        f"than rows is no {word}. {_OPTIONS}"
+        f"the loss of the model is no {word} over rows: of {found.row_count} rows it is "
+        f"{found.whole[0]:g}, but the {word} of its parts is {found.reduce_parts(0, word):g}. "
+        "Several processes or passes would train something else than one process: a mask, a loss "
+        "that a layer adds, or a loss that divides by more than rows is no "
+        f"{word}. {LOSS_OPTIONS}"
     )
 
 
@@ -264,28 +272,12 @@ def _losses_of_parts(
     transformation: Any,
     names: Sequence[str],
     losses_of: Callable[[Any, Any, Any, Any], list[float]],
-) -> _PartLosses:
-    data, rows = job.data, sum(_PROBE_PART_ROWS)
-    columns = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
-
-    def losses_of_rows(first: int, last: int) -> list[float]:
-        part = {name: values[first:last] for name, values in columns.items()}
-        x, y = (
-            keras.tree.map_structure(keras.ops.convert_to_tensor, one)
-            for one in (
-                model_inputs(job.shape, part, last - first),
-                model_labels(job.shape, job.labels, part, last - first),
-            )
-        )
-        found = losses_of(model, x, y, model(x, training=False))
+) -> PartValues:
+    values = []
+    for batch in read_probe_batches(job, transformation, names):
+        values.append(losses_of(model, batch.x, batch.y, model(batch.x, training=False)))
         model.reset_metrics()
-        return found
-
-    parts, first = [], 0
-    for count in _PROBE_PART_ROWS:
-        parts.append(losses_of_rows(first, first + count))
-        first += count
-    return _PartLosses(rows, losses_of_rows(0, rows), parts)
+    return PartValues.from_batches(values, job.policy)
 
 
 def _total_loss(model: Any, x: Any, y: Any, output: Any) -> list[float]:

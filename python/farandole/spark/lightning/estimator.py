@@ -278,6 +278,8 @@ class LightningEstimator(
         made = create_torch_inputs(
             inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
         )
+        if package is None:
+            labels = mapping.find_index_lists(labels, losses, made, self.getModel(), tensors)
         objects = LightningUserObjects(
             module=self.getModel(),
             transformation=transformation,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import drawn_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.torch.columns.tensors import input_tensor
 from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
 from farandole.spark.torch.training.source import to_tensors
@@ -48,7 +48,9 @@ def check_training_step(
     if alone or job.loss_reduction is not None or not module.automatic_optimization:
         return
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    arrays = sample_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
+    )
     columns = to_tensors(arrays)
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]

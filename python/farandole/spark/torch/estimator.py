@@ -158,6 +158,8 @@ class TorchEstimator(
         )
         job, objects, losses, tensors = self._create_job(prepared, fingerprint)
         outputs = mapping.try_model(job, objects, losses, tensors)
+        if self.getDataModule() is None:
+            mapping.check_batch_norms(job, objects.model, tensors, backend.num_processes())
         check_loss_forms(
             job,
             losses,
@@ -261,6 +263,9 @@ class TorchEstimator(
         # These may put other labels in place of those of the data.
         replaced = transformation or objects.data_module or self.getFill()
         ranges = {} if replaced else mapping.known_ranges(prepared)
+        made = create_torch_inputs(
+            inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
+        )
         job = TorchTrainingJob(
             objects=packed,
             store=self._filesystem_store().to_remote(run_id, prepared.index),
@@ -269,12 +274,16 @@ class TorchEstimator(
                 self, prepared, raw, unseeded=0 if self.getDeterministic() else None
             ),
             loop=TrainingLoopOptions.from_estimator(self),
-            inputs=create_torch_inputs(
-                inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
-            ),
-            labels=tuple(
-                TorchLabel(*one, ranges.get(one[0].name))
-                for one in mapping.map_labels(labels, columns, losses, shapes)
+            inputs=made,
+            labels=mapping.find_index_lists(
+                [
+                    TorchLabel(*one, ranges.get(one[0].name))
+                    for one in mapping.map_labels(labels, columns, losses, shapes)
+                ],
+                losses,
+                made,
+                mine.model,
+                tensors,
             ),
             weight=self.getSampleWeightCol(),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(labels)] * len(labels)),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import drawn_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.mapping import model_outputs
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
     from farandole.spark.torch.job import TorchLabel, TorchTrainingJob
 
-PROBE_PART_ROWS = (3, 20, 233)
+PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
-contain labels that only a few rows have.
+contain labels that only a few rows have. The parts are small, because the loss of a part with most
+of the rows is close to the loss of all rows, whatever the loss is.
 """
 _MODEL_ROWS = 16
 """Rows for which the model is called; labels are compared with these outputs in turn."""
@@ -84,7 +85,9 @@ def read_probe_rows(
         names: columns that are read.
     """
     data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = drawn_rows(data.train_url, names, rows, transformation, data.missing, data.ragged)
+    arrays = sample_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
+    )
     columns = to_tensors(arrays)
     outputs = model_outputs(job.inputs, job.labels, model, columns, _MODEL_ROWS)
     order = torch.arange(rows) % _MODEL_ROWS

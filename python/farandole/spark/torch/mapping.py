@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farandole._native import prepare as native
 from farandole.data.columns import PreparedColumn, row_shape
-from farandole.spark.common.data.source import first_rows
+from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
 from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs, input_tensor
@@ -23,9 +24,10 @@ from farandole.spark.torch.training.batches import describe_unknown_class
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.source import to_tensors
 from farandole.torch.loss_sums import ignored_label
+from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.spark.common.data.source import MissingValuePolicy
@@ -48,7 +50,7 @@ def transformed_columns(
     Raises:
         ValueError: the transformation leaves out a column that is needed.
     """
-    arrays = first_rows(
+    arrays = sample_rows(
         prepared.train_url, names, _SAMPLE_ROWS, transformation, missing, prepared.ragged
     )
     tensors = to_tensors(arrays)
@@ -114,6 +116,76 @@ def check_embeddings(model: torch.nn.Module, processes: int) -> None:
             )
 
 
+def check_batch_norms(
+    job: TorchTrainingJob, model: torch.nn.Module, rows: dict[str, torch.Tensor], processes: int
+) -> None:
+    """Refuses batch norms that processes do not synchronize, or that get one row in a step.
+
+    Args:
+        job: the run.
+        model: the user's.
+        rows: some rows.
+        processes: of the job.
+
+    Raises:
+        ValueError: a layer is torch's `SyncBatchNorm`, or would get one value per channel.
+    """
+    norms: dict[torch.nn.Module, str] = {
+        layer: name
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 - the class that all batch norms have in common
+    }
+    for layer, name in norms.items():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and processes > 1:
+            raise ValueError(
+                f"the layer {name!r} is torch's SyncBatchNorm, which synchronizes nothing here: it "
+                "needs torch.distributed. Use "
+                "farandole.torch.SyncBatchNorm.convert_sync_batchnorm(model)"
+            )
+    are_synchronized = [isinstance(layer, SyncBatchNorm) for layer in norms]
+    step_rows = job.data.batch_size * processes
+    is_small = job.data.batch_size == 1 and not all(are_synchronized)
+    ends_small = any(are_synchronized) and job.data.train_rows % step_rows == 1
+    if not is_small and not ends_small:
+        return
+    few = _norms_of_one_value(job, model, rows, norms)
+    for layer in few:
+        if is_small and not isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                f"the batch norm layer {norms[layer]!r} needs two rows in a batch, and batch_size "
+                "is 1: use a larger batch_size, or farandole.torch.SyncBatchNorm with several "
+                "processes"
+            )
+        if ends_small and isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                f"the batch norm layer {norms[layer]!r} needs two rows in a step, and the last "
+                f"step of an epoch has one: there are {job.data.train_rows} rows, and a step of "
+                f"{processes} processes has {step_rows}. Use another batch_size, or leave a row out"
+            )
+
+
+def _norms_of_one_value(
+    job: TorchTrainingJob,
+    model: torch.nn.Module,
+    rows: dict[str, torch.Tensor],
+    norms: Iterable[torch.nn.Module],
+) -> list[torch.nn.Module]:
+    """Returns the batch norms that get one value per channel from one row."""
+    few: list[torch.nn.Module] = []
+
+    def look(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].numel() == given[0].shape[1]:
+            few.append(layer)
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in norms]
+    try:
+        model_outputs(job.inputs, job.labels, model, rows, 1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return few
+
+
 def check_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Refuses a scheduler of another optimizer, which would change nothing.
 
@@ -150,6 +222,45 @@ def map_labels(
         dtype = label_dtype(loss, column)
         found.append((column, dtype, shape, dtype == "int64" and takes_class_indices(loss)))
     return found
+
+
+def find_index_lists(
+    labels: Sequence[TorchLabel],
+    losses: Sequence[Any],
+    inputs: Sequence[TorchInput],
+    model: torch.nn.Module,
+    rows: dict[str, torch.Tensor],
+) -> tuple[TorchLabel, ...]:
+    """Returns the labels, among them lists of integers as the indices of classes that they are.
+
+    A loss that takes class indices also takes probabilities of classes. A list is one of
+    probabilities if it has as many elements as the output.
+
+    Args:
+        labels: one per output.
+        losses: one per label.
+        inputs: arguments of the model.
+        model: the user's.
+        rows: some rows.
+
+    Raises:
+        ValueError: the model does not take the rows.
+    """
+    candidates = [
+        takes_class_indices(loss)
+        and not one.indexes
+        and one.column.dtype.startswith(("int", "uint"))
+        for one, loss in zip(labels, losses, strict=True)
+    ]
+    if not any(candidates):
+        return tuple(labels)
+    outputs = model_outputs(inputs, labels, model, rows)
+    return tuple(
+        replace(one, dtype="int64", indexes=True)
+        if is_candidate and output[0].numel() != one.column.element_count
+        else one
+        for one, output, is_candidate in zip(labels, outputs, candidates, strict=True)
+    )
 
 
 def column_ranges(url: str) -> dict[str, tuple[float, float]]:

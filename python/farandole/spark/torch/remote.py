@@ -46,7 +46,7 @@ from farandole.spark.torch.training.setup import (
     prepare_process,
 )
 from farandole.spark.torch.training.step_counts import count_steps
-from farandole.spark.torch.training.steps import OptimizerStepper
+from farandole.spark.torch.training.steps import OptimizerStepper, gradient_operation
 
 if TYPE_CHECKING:
     from farandole.spark.common.data.source import SourceBatch
@@ -93,6 +93,7 @@ class _TorchTrainer:
             named_parameters=self.model.named_parameters(),
             compression=objects.compression or hvd.Compression.none,
             backward_passes_per_step=job.loop.backward_passes,
+            op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
         self.elastic_run = TorchElasticRun(self.model, self.optimizer)
         self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)

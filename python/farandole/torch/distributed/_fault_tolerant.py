@@ -55,6 +55,7 @@ from farandole.torch._state_transfer import TransferRoles, transfer_tensors
 from farandole.torch._tolerant import FaultTolerance, claim_sole_fault_tolerant_owner
 from farandole.torch.distributed._reconfigure import ReconfigurableGroup
 from farandole.torch.distributed._work import CompletedWork
+from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 _BUFFER_BROADCAST_REASON: Final = (
     "buffers are not broadcast in each step; a new rank gets those of another rank"
@@ -108,7 +109,8 @@ class FaultTolerantDataParallel(DistributedDataParallel):
         for name, reason in _REFUSED_OPTIONS.items():
             if options.pop(name, None):
                 raise ValueError(f"FaultTolerantDataParallel cannot be used with {name}: {reason}")
-        if any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules()):
+        synchronized = torch.nn.SyncBatchNorm, SyncBatchNorm
+        if any(isinstance(layer, synchronized) for layer in module.modules()):
             raise ValueError(
                 "FaultTolerantDataParallel cannot be used with SyncBatchNorm: use BatchNorm layers"
             )

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
-_DRAWN_BATCHES = 16
-"""Batches from which `drawn_rows` draws."""
+_SAMPLED_BATCHES = 16
+"""Batches from which `sample_rows` draws spread rows."""
 
 
 @dataclass(frozen=True)
@@ -361,61 +361,34 @@ class BatchSource:
             yield replace(rows, columns={name: values[chosen] for name, values in whole.items()})
 
 
-def first_rows(
+def sample_rows(
     url: str,
     columns: Sequence[str],
     rows: int,
     transformation: Callable[[Arrays], Arrays] | None,
     missing: MissingValuePolicy | None = None,
     ragged: Mapping[str, Ragged] | None = None,
+    *,
+    spread: bool = False,
 ) -> Arrays:
-    """Returns the first rows of a data set, as a training process would get them.
+    """Returns rows of a data set, as a training process would get them.
 
     Args:
         url: of the data set.
         columns: which.
         rows: how many; a smaller data set repeats itself.
-        transformation: as in `Source`.
-        missing: as in `Source`.
-        ragged: as in `Source`.
+        transformation: as in `BatchSource`.
+        missing: as in `BatchSource`.
+        ragged: as in `BatchSource`.
+        spread: whether rows come from all parts of the data set, not from its beginning. A shuffled
+            batch has a few runs of rows, so they are drawn from several batches.
     """
     casts: dict[str, str | None] = dict.fromkeys(columns)
     source = BatchSource(
         url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
-        missing=missing,
-        ragged=ragged, fixed=True,
+        missing=missing, ragged=ragged, fixed=True, shuffle=spread,
     )  # fmt: skip
-    with closing(source.epoch(0, 1)) as batches:
-        return dict(next(batches).columns)
-
-
-def drawn_rows(
-    url: str,
-    columns: Sequence[str],
-    rows: int,
-    transformation: Callable[[Arrays], Arrays] | None,
-    missing: MissingValuePolicy | None = None,
-    ragged: Mapping[str, Ragged] | None = None,
-) -> Arrays:
-    """Returns rows from all parts of a data set, as a training process would get them.
-
-    A shuffled batch has a few runs of rows, so rows are drawn from several batches.
-
-    Args:
-        url: as in `first_rows`, and so are the others.
-        columns: which.
-        rows: how many; a smaller data set repeats itself.
-        transformation: as in `Source`.
-        missing: as in `Source`.
-        ragged: as in `Source`.
-    """
-    casts: dict[str, str | None] = dict.fromkeys(columns)
-    source = BatchSource(
-        url, casts, batch_size=rows, threads=1, transformation=transformation, least=rows,
-        missing=missing,
-        ragged=ragged, fixed=True, shuffle=True,
-    )  # fmt: skip
-    count = min(_DRAWN_BATCHES, max(1, source.total // rows))
+    count = min(_SAMPLED_BATCHES, max(1, source.total // rows)) if spread else 1
     with closing(source.epoch(0, count)) as batches:
         parts = [
             {name: values[first::count].copy() for name, values in batch.columns.items()}

@@ -219,7 +219,7 @@ def prefetch_batches(batches: Any, count: int) -> Any:
 
 
 def prepare_steps(
-    model: Any, *, shares: bool, is_sum: bool, validation_shares: bool = False
+    model: Any, *, shares: bool, is_sum: bool, validation_shares: bool = False, passes: int = 1
 ) -> list[Any]:
     """Lets a model scale gradients by the share of each batch, and weigh losses of the history by
     rows.
@@ -232,17 +232,22 @@ def prepare_steps(
         shares: whether batches bring shares.
         is_sum: whether losses are sums over rows. The history has them divided by the rows.
         validation_shares: whether batches for validation bring shares.
+        passes: batches for training whose gradients Keras averages.
 
     Returns:
-        One element: the share of the batch in progress.
+        The share of the batch in progress, and the batches with which its gradients are averaged.
     """
     rows: list[Any] = [None]
-    share: list[Any] = [1.0]
+    share: list[Any] = [1.0, passes]
 
-    def wrap_step(plain_step: Any, *, takes_shares: bool) -> Any:
+    loss_scale = _scale_losses_by_part(model.optimizer)
+
+    def wrap_step(plain_step: Any, *, takes_shares: bool, passes: int = 1) -> Any:
         def step(*arguments: Any) -> Any:
             *state, batch = arguments  # on JAX the model's state comes first
-            share[0] = 1.0
+            share[:] = [1.0, passes]
+            if loss_scale is not None:
+                loss_scale.begin_step()
             if takes_shares:
                 x, y, extra = batch
                 share[0] = extra["share"][0]
@@ -255,17 +260,54 @@ def prepare_steps(
         return step
 
     # Past __setattr__, which tracks what belongs to a model.
-    model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares)
+    model.__dict__["train_step"] = wrap_step(model.train_step, takes_shares=shares, passes=passes)
     model.__dict__["test_step"] = wrap_step(model.test_step, takes_shares=validation_shares)
-    if shares:
+    if shares or loss_scale is not None:
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         plain_apply = optimizer.apply
-        optimizer.__dict__["apply"] = lambda grads, *others: plain_apply(
-            [_scale_gradient(one, share[0]) for one in grads], *others
-        )
+
+        def apply(grads: Any, *others: Any, **named: Any) -> Any:
+            factor = share[0] * (1.0 if loss_scale is None else loss_scale.gradient_factor())
+            return plain_apply([_scale_gradient(one, factor) for one in grads], *others, **named)
+
+        optimizer.__dict__["apply"] = apply
     for tracker in loss_trackers(model):
         _weigh_by_rows(tracker, rows, is_sum=is_sum)
     return share
+
+
+class _PartLossScale:
+    """The loss scale of 16-bit floats, for losses that are parts of the loss of all processes.
+
+    One process would scale the loss of all rows. The loss of the rows of a process is as many times
+    as much as its part in that loss as there are processes, and would overflow in steps in which
+    one process does not. So it is divided before it is scaled, and gradients are multiplied.
+
+    Args:
+        optimizer: Keras's `LossScaleOptimizer`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._is_divided = False
+        self._plain_scale_loss = optimizer.scale_loss
+        optimizer.__dict__["scale_loss"] = self._scale_loss
+
+    def begin_step(self) -> None:
+        """Begins a step, whose loss is not scaled yet."""
+        self._is_divided = False
+
+    def gradient_factor(self) -> float:
+        """Returns the factor of gradients; 1 if a `train_step` has not scaled its loss."""
+        return float(basics.size()) if self._is_divided else 1.0
+
+    def _scale_loss(self, loss: Any) -> Any:
+        self._is_divided = True
+        return self._plain_scale_loss(loss / basics.size())
+
+
+def _scale_losses_by_part(optimizer: Any) -> _PartLossScale | None:
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return _PartLossScale(optimizer) if is_scaled else None
 
 
 def loss_trackers(model: Any) -> list[Any]:

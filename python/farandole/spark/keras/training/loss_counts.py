@@ -25,21 +25,27 @@ if TYPE_CHECKING:
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
-def count_losses(model: Any, share: list[Any], added: Sequence[str]) -> None:
+def count_losses(model: Any, share: list[Any], added: Sequence[str], *, sums_outputs: bool) -> None:
     """Lets a model compute the losses of this process as parts of the losses of all processes.
 
     Args:
         model: compiled and built. Only this object changes; its saved form does not.
-        share: one element: the factor of the gradients of the batch in progress. It is 0 if none of
-            the rows count.
+        share: two elements: the factor of the gradients of the batch in progress, which is 0 if
+            none of the rows count, and the batches whose gradients Keras averages.
         added: reductions of the losses that layers add and of regularizers, in the order of
             `model.losses`: `"sum"` or `"mean"`.
+        sums_outputs: whether the losses of outputs are sums, whatever they say.
     """
+    factor = _SumFactor(share)
     reducer = make_reducer(Settings(name="losses"))
     compiled: Any = model._compile_loss  # noqa: SLF001 - no public door
     if compiled is not None:
         compiled._flat_losses = [  # noqa: SLF001 - no public door
-            entry._replace(loss=_CountedLoss(entry.loss, reducer, f"counts.{index}", share))
+            entry._replace(
+                loss=_SummedLoss(entry.loss, factor)
+                if sums_outputs or entry.loss.reduction == "sum"
+                else _CountedLoss(entry.loss, reducer, f"counts.{index}", share)
+            )
             for index, entry in enumerate(compiled._flat_losses)  # noqa: SLF001 - no public door
         ]
     if "sum" not in added:
@@ -54,10 +60,42 @@ def count_losses(model: Any, share: list[Any], added: Sequence[str]) -> None:
     def aggregate_added_loss(loss: Any) -> Any:
         value, reduction = plain_added(loss), added[position[0]]
         position[0] += 1
-        return value * _sum_factor(share[0], value.dtype) if reduction == "sum" else value
+        return factor.scale_sum(value) if reduction == "sum" else value
 
     model.__dict__["compute_loss"] = compute_loss
     model.__dict__["_aggregate_additional_loss"] = aggregate_added_loss
+
+
+class _SumFactor:
+    """The factor of a sum over rows, before gradients get the share of the batch.
+
+    Args:
+        share: as in `count_losses`.
+    """
+
+    def __init__(self, share: list[Any]) -> None:
+        self._share = share
+
+    def scale_sum(self, value: Any) -> Any:
+        """Returns a sum times the factor; 0 for a batch without rows that count."""
+        ops: Any = keras.ops  # its functions are typed as if they returned None
+        share, passes = self._share
+        size = ops.convert_to_tensor(float(basics.size() * passes), dtype="float32")
+        factor = ops.divide_no_nan(size, ops.cast(share, "float32"))
+        return value * ops.cast(factor, value.dtype)
+
+
+class _SummedLoss:
+    """A loss that is a sum over rows."""
+
+    def __init__(self, loss: Any, factor: _SumFactor) -> None:
+        self._loss, self._factor = loss, factor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loss, name)
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return self._factor.scale_sum(self._loss(y_true, y_pred, sample_weight))
 
 
 class _CountedLoss:
@@ -73,8 +111,6 @@ class _CountedLoss:
         ops: Any = keras.ops  # its functions are typed as if they returned None
         value = self._loss(y_true, y_pred, sample_weight)
         share = self._share[0]
-        if self._loss.reduction == "sum":
-            return value * _sum_factor(share, value.dtype)
         count = _count_of_values(self._loss, y_true, y_pred, sample_weight)
         if count is None:
             return value
@@ -84,13 +120,6 @@ class _CountedLoss:
         total = self._reducer.sum_over_ranks(own, self._name)
         factor = ops.divide_no_nan(own * basics.size(), total * share)
         return value * ops.cast(ops.stop_gradient(factor), value.dtype)
-
-
-def _sum_factor(share: Any, dtype: Any) -> Any:
-    """Returns the factor of a sum over rows, which is 0 for a batch without rows that count."""
-    ops: Any = keras.ops  # its functions are typed as if they returned None
-    size = ops.convert_to_tensor(float(basics.size()), dtype="float32")
-    return ops.cast(ops.divide_no_nan(size, ops.cast(share, "float32")), dtype)
 
 
 def _count_of_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:

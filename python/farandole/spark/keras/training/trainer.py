@@ -206,9 +206,10 @@ class KerasTrainer:
             shares=self.train.shares,
             is_sum=job.loss_reduction == "sum",
             validation_shares=self.val is not None and self.val.shares,
+            passes=job.passes,
         )
         if job.counts_losses:
-            count_losses(model, share, job.added_losses)
+            count_losses(model, share, job.added_losses, sums_outputs=job.sums_outputs)
         if self.train.leaves_out or self.moves or (self.val is not None and self.val.leaves_out):
             model.steps_per_execution = 1
         return model

@@ -4,6 +4,7 @@
 
 A label column becomes `int64` if its loss takes class indices and the column has one element per
 row (of any type: a Spark ML indexer returns doubles), or if its loss takes a list of class indices.
+A list of integers becomes `int64` if the model's output shows that it has indices of classes.
 It becomes `float32` if its loss is another torch loss. A partial function counts as its function.
 For the user's own loss it becomes `int64` if the column contains integers, else `float32`.
 """

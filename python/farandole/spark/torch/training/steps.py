@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import farandole.torch as hvd
 from farandole.spark.common.show.meter import StepMeter
 
 if TYPE_CHECKING:
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 
 AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Values of `precision`, with the type for autocast."""
+
+
+def gradient_operation(loop: TrainingLoopOptions) -> int:
+    """Returns the reduction of the gradients of `OptimizerStepper.backward` over processes.
+
+    Args:
+        loop: options of the training loop.
+    """
+    return hvd.Sum if loop.precision == "fp16" else hvd.Average
 
 
 class OptimizerStepper:
@@ -79,8 +89,12 @@ class OptimizerStepper:
         Args:
             loss: one number.
         """
+        if self._scaler is not None:
+            # The part of this process in the loss of one process. As many times as much as there
+            # are processes would overflow in steps in which one process does not.
+            loss = self._scaler.scale(loss / hvd.size())
         with self.meter.trace_phase("backward"):
-            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            loss.backward()
 
     def take_step(self) -> None:
         """Reduces gradients over processes and takes the optimizer's step."""

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Real rows, whole and in unequal parts, on which losses and gradients are tried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from farandole.spark.common.data.source import sample_rows
+from farandole.spark.keras.arrays import model_inputs, model_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from farandole.spark.keras.job import KerasTrainingJob
+
+LOSS_OPTIONS = (
+    'Set loss_reduction: "mean" averages the losses of batches by their rows, "sum" adds them, '
+    '"per_batch" averages them by batches'
+)
+"""A sentence that ends the errors of losses."""
+_PART_ROWS = (3, 20, 9) * 8
+"""Rows of the parts. They are few, because the loss of a part with most of the rows is close to the
+loss of all rows, whatever the loss is.
+"""
+_RELATIVE_TOLERANCE = 1e-4
+_HALF_RELATIVE_TOLERANCE = 2e-2
+"""Tolerance of models that compute with 16-bit floats."""
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """Rows as a model takes them."""
+
+    x: Any
+    y: Any
+    weights: Any
+    """Sample weights, or `None`."""
+
+
+def read_probe_batches(
+    job: KerasTrainingJob, transformation: Any, names: Sequence[str]
+) -> list[ProbeBatch]:
+    """Returns rows from all parts of the data, and then the parts of these rows.
+
+    Args:
+        job: the run.
+        transformation: of rows, by the user; or `None`.
+        names: columns that are read.
+    """
+    data, rows = job.data, sum(_PART_ROWS)
+    columns = sample_rows(
+        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
+    )
+    ends = np.cumsum(_PART_ROWS).tolist()
+
+    def create_batch(first: int, last: int) -> ProbeBatch:
+        part = {name: values[first:last] for name, values in columns.items()}
+        given = (
+            model_inputs(job.shape, part, last - first),
+            model_labels(job.shape, job.labels, part, last - first),
+        )
+        x, y = (keras.tree.map_structure(keras.ops.convert_to_tensor, one) for one in given)
+        weights = None
+        if job.weight is not None:
+            weights = keras.ops.convert_to_tensor(part[job.weight].reshape(-1).astype(np.float32))
+        return ProbeBatch(x, y, weights)
+
+    bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
+    return [create_batch(first, last) for first, last in bounds]
+
+
+@dataclass(frozen=True)
+class PartValues:
+    """Values of the batches of `read_probe_batches`; each value is a number or an array.
+
+    Attributes:
+        whole: values of all rows.
+        parts: the same values of each part.
+        tolerance: largest relative difference of two equal values.
+    """
+
+    whole: Sequence[Any]
+    parts: Sequence[Sequence[Any]]
+    tolerance: float
+
+    row_count = sum(_PART_ROWS)
+    """Number of all rows."""
+
+    @classmethod
+    def from_batches(cls, values: Sequence[Sequence[Any]], policy: str) -> PartValues:
+        """Returns the values of all batches.
+
+        Args:
+            values: of each batch.
+            policy: Keras's dtype policy.
+        """
+        is_half = "float16" in policy
+        tolerance = _HALF_RELATIVE_TOLERANCE if is_half else _RELATIVE_TOLERANCE
+        return cls(values[0], values[1:], tolerance)
+
+    def reduce_parts(self, index: int, word: str) -> Any:
+        """Returns the mean over rows, or the sum, of a value of the parts.
+
+        Args:
+            index: of the value.
+            word: `"mean"` or `"sum"`.
+        """
+        values = [part[index] for part in self.parts]
+        if word == "sum":
+            return sum(values)
+        weighed = zip(values, _PART_ROWS, strict=True)
+        return sum(value * (count / self.row_count) for value, count in weighed)
+
+    def is_reduced(self, index: int, word: str) -> bool:
+        """Returns whether a value of all rows is the mean, or the sum, of the values of parts."""
+        return are_close(self.whole[index], self.reduce_parts(index, word), self.tolerance)
+
+    def reduction(self, index: int) -> str | None:
+        """Returns `"mean"` or `"sum"` if a value is one over rows."""
+        return next((word for word in ("mean", "sum") if self.is_reduced(index, word)), None)
+
+
+def are_close(one: npt.ArrayLike, other: npt.ArrayLike, tolerance: float) -> bool:
+    """Returns whether two numbers, or two arrays by their lengths as vectors, are equal.
+
+    Args:
+        one: a number or an array.
+        other: of the same shape.
+        tolerance: largest relative difference.
+    """
+    one, other = np.ravel(one).astype(np.float64), np.ravel(other).astype(np.float64)
+    length = max(np.linalg.norm(one), np.linalg.norm(other), 1e-12)
+    return bool(np.linalg.norm(one - other) <= tolerance * length)
