@@ -71,10 +71,10 @@ impl StoreBackend {
                 };
                 // Wrong options must fail here, not at the first read in another process. HDFS
                 // contacts its name node when it is opened, so only readers and writers open it.
-                if *service != StorageService::Hdfs {
-                    if let Some(credentials) = backend.open_remote()?.credentials {
-                        credentials.notice_environment();
-                    }
+                if *service != StorageService::Hdfs
+                    && let Some(credentials) = backend.open_remote()?.credentials
+                {
+                    credentials.notice_environment();
                 }
                 backend
             }

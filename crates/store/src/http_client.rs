@@ -23,7 +23,7 @@ use reqwest::{ClientBuilder, NoProxy, Proxy};
 use tokio::time::Instant;
 
 /// Bytes that the connection takes at once.
-const PIECE_BYTES: usize = 64 << 10;
+pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// Begin of an upload, and the time at which the connection took its last piece.
 #[derive(Clone, Debug)]

@@ -21,7 +21,7 @@ use object_store::client::{
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::credentials::CredentialSigner;
-use crate::http_client::{PiecewiseClient, UploadProgress};
+use crate::http_client::{PIECE_BYTES, PiecewiseClient, UploadProgress};
 use crate::store_operation::{note_failed_attempt, note_refused_credential};
 
 /// Longest wait for the next bytes.
@@ -84,8 +84,11 @@ struct DeadlineClient {
 impl DeadlineClient {
     /// Returns the longest wait for the next piece of an upload, or for the answer.
     fn silence_limit(&self, request: &HttpRequest) -> Duration {
-        // A second attempt fits into the timeout.
-        if is_long_work(request) { self.timeout / 2 } else { longest_silence(self.timeout) }
+        // The system buffers megabytes of an upload, and takes no more of it for a while if the
+        // connection is slow. A second attempt fits into the timeout.
+        let is_upload = request.body().content_length() > PIECE_BYTES;
+        let is_long = is_upload || is_long_work(request);
+        if is_long { self.timeout / 2 } else { longest_silence(self.timeout) }
     }
 
     /// Sends a request, and gives it up if the service takes no piece of its body, or gives no
