@@ -274,7 +274,8 @@ fn http2_options(
 
 const DEFAULT_USER_AGENT: &str = concat!(env!("CARGO_PKG_NAME"), "/", env!("CARGO_PKG_VERSION"));
 
-/// Resolves names to addresses in random order, so that requests spread over the hosts of a service.
+/// Resolves names to addresses in random order, so that requests spread over the hosts of a
+/// service.
 #[derive(Debug)]
 struct ShuffledAddresses;
 

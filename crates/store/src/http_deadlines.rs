@@ -185,8 +185,8 @@ async fn find_refusal(
 
 impl DeadlineClient {
     /// Sends a request that is signed by the credential in use. If the service refuses the
-    /// credential, the next one is tried once. If an accepted credential has expired and there is no
-    /// other one yet, the request waits for it like for a busy service.
+    /// credential, the next one is tried once. If an accepted credential has expired and there is
+    /// no other one yet, the request waits for it like for a busy service.
     async fn call_signed(
         &self,
         signer: &dyn CredentialSigner,
@@ -257,8 +257,8 @@ impl DeadlineClient {
     async fn call_once(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let is_file_content = is_file_read(&request);
         let has_range = request.headers().contains_key("range");
-        // The backend repeats these errors for every request. Callers that create files know that an
-        // earlier attempt may have succeeded.
+        // The backend repeats these errors for every request. Callers that create files know that
+        // an earlier attempt may have succeeded.
         let answer = self.send_with_deadline(request).await;
         let response = answer.inspect_err(|error| note_failed_attempt(&error_chain(error)))?;
         let status = response.status();

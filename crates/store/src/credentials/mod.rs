@@ -39,8 +39,8 @@ pub use source_environment::set_environment_guard;
 const MAX_RENEWAL_LEAD: Duration = Duration::from_secs(300);
 /// Shortest pause between two renewals before the expiry.
 const MIN_RENEWAL_PAUSE: Duration = Duration::from_millis(50);
-/// Shortest pause between two renewals after answers that do not say that the credential has expired:
-/// most of them mean that a permission is missing.
+/// Shortest pause between two renewals after answers that do not say that the credential has
+/// expired: most of them mean that a permission is missing.
 const MIN_REFUSAL_PAUSE: Duration = Duration::from_secs(1);
 /// Longest pause after a renewal that has failed while the earlier credential is still in use.
 const MAX_FAILURE_PAUSE: Duration = Duration::from_secs(10);
@@ -188,8 +188,8 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
     }
 
     /// Returns another credential after the service has refused the one with this number; `None`
-    /// if there is no other one. Requests that were refused together share a renewal. Answers that do
-    /// not say that the credential has expired cause few renewals.
+    /// if there is no other one. Requests that were refused together share a renewal. Answers that
+    /// do not say that the credential has expired cause few renewals.
     ///
     /// # Errors
     /// A source without a credential.

@@ -297,8 +297,8 @@ pub fn acquire_lease(
     acquire_with_content(store, now, encode_holder(now, lasts, job)?, job)
 }
 
-/// Acquires the directory in order to delete its content. On a full disk the lease is an empty file,
-/// which needs no block, and is valid for a minute.
+/// Acquires the directory in order to delete its content. On a full disk the lease is an empty
+/// file, which needs no block, and is valid for a minute.
 ///
 /// # Errors
 /// Like [`acquire_lease`]. A disk may be so full that there is no room for an empty file.
