@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -389,10 +390,11 @@ def sample_rows(
         missing=missing, ragged=ragged, fixed=True, shuffle=spread,
     )  # fmt: skip
     count = min(_SAMPLED_BATCHES, max(1, source.total // rows)) if spread else 1
+    # Asked for the batch after its last one, an epoch would transform that batch too.
     with closing(source.epoch(0, count)) as batches:
         parts = [
             {name: values[first::count].copy() for name, values in batch.columns.items()}
-            for first, batch in enumerate(batches)
+            for first, batch in enumerate(islice(batches, count))
         ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
