@@ -10,6 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
+use std::io::Read as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -42,6 +43,8 @@ const MIN_RENEWAL_PAUSE: Duration = Duration::from_millis(50);
 /// Shortest pause between two renewals after answers that do not say that the credential has
 /// expired: most of them mean that a permission is missing.
 const MIN_REFUSAL_PAUSE: Duration = Duration::from_secs(1);
+/// Most bytes of a file with profiles or with a token.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Longest pause after a renewal that has failed while the earlier credential is still in use.
 const MAX_FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
@@ -302,6 +305,20 @@ pub(crate) struct OpenedBackend {
     pub(crate) backend: Arc<dyn ObjectStore>,
     /// Missing for services with an identity of their own, such as HDFS.
     pub(crate) credentials: Option<Arc<dyn EnvironmentCheck>>,
+}
+
+/// Reads a file of profiles or with a token, each time anew.
+///
+/// # Errors
+/// A file that cannot be read, is no text, or is larger than any such file.
+pub(crate) fn read_credential_file(path: &str) -> std::io::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        let reason = format!("it has more than {MAX_FILE_BYTES} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason));
+    }
+    Ok(text)
 }
 
 /// Reads the expiry of a credential.
