@@ -3,7 +3,7 @@
 
 //! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes
 //! generated pages), `cargo xtask proto` (refreshes generated code), `cargo xtask quiz SEED` (draws
-//! names for a reader who does not know the code).
+//! names for a reader who does not know the code), `cargo xtask size` (lines of product code).
 //!
 //! ```text
 //! check ── crate_dependencies, config_docs, proto, source_files, doc_openings, comment_width,
@@ -44,13 +44,14 @@ fn main() -> Result<()> {
         Some("deps") => crate_dependencies::check_dependencies(&root),
         Some("docs") => config_docs::write_pages(&root),
         Some("proto") => proto::write_generated(&root),
+        Some("size") => source_files::print_sizes(&root),
         Some("names") => naming::check_names(&root),
         Some("quiz") => {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)
         }
         other => {
-            bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz, not {other:?}")
+            bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz|size, not {other:?}")
         }
     }
 }
