@@ -6,7 +6,9 @@
 //! and errors name the service without a Java stack trace.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -14,13 +16,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, BoxStream};
-use futures::{StreamExt, TryStreamExt};
+use futures::{FutureExt, StreamExt, TryFutureExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetRange, GetResult, GetResultPayload, ListResult,
     MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
-    PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    PutOptions, PutPayload, PutResult, RenameOptions, Result, UploadPart,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -97,20 +99,22 @@ impl<S: ObjectStore> RetryingHdfs<S> {
     where
         F: Future<Output = Result<T>>,
     {
+        let limit = transfer_timeout(self.answer_timeout, bytes);
+        self.ask_without_limit(|| within(limit, question())).await
+    }
+
+    /// Repeats a request, which limits its time itself.
+    async fn ask_without_limit<T, F>(&self, mut question: impl FnMut() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>>,
+    {
         let (started, mut pause) = (Instant::now(), FIRST_RETRY_PAUSE);
-        let limit = self.answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND);
         loop {
-            let (error, transient) = match timeout(limit, question()).await {
-                Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(error)) => {
-                    let transient = is_transient(&error);
-                    (translate_error(error), transient)
-                }
-                Err(_) => (generic_error(format!("no answer within {limit:?}")), true),
+            let error = match question().await {
+                Ok(answer) => return Ok(answer),
+                Err(error) if is_transient(&error) => translate_error(error),
+                Err(error) => return Err(translate_error(error)),
             };
-            if !transient {
-                return Err(error);
-            }
             note_failed_attempt(&error.to_string());
             if started.elapsed() > self.retry_timeout {
                 return Err(error);
@@ -119,6 +123,19 @@ impl<S: ObjectStore> RetryingHdfs<S> {
             pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
     }
+}
+
+/// Returns the longest time for a request that transfers `bytes`.
+fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
+    answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
+}
+
+/// Waits for an answer, at most for `limit`.
+async fn within<T>(limit: Duration, answer: impl Future<Output = Result<T>>) -> Result<T> {
+    timeout(limit, answer).await.unwrap_or_else(|_| {
+        let text = format!("no answer within {limit:?}");
+        Err(generic_error(HdfsError::IOError(std::io::Error::new(ErrorKind::TimedOut, text))))
+    })
 }
 
 /// Returns the HDFS error in the chain of sources, if there is one.
@@ -135,7 +152,6 @@ fn hdfs_error(error: &Error) -> Option<&HdfsError> {
 
 /// Returns whether the same request may succeed soon.
 fn is_transient(error: &Error) -> bool {
-    use std::io::ErrorKind;
     match hdfs_error(error) {
         Some(HdfsError::RPCError(class, _) | HdfsError::FatalRPCError(class, _)) => {
             TRANSIENT_EXCEPTIONS.iter().any(|name| class.ends_with(name))
@@ -233,7 +249,9 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         location: &Path,
         opts: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone())).await
+        let upload =
+            self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone()));
+        Ok(Box::new(TimedUpload { inner: upload.await?, answer_timeout: self.answer_timeout }))
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
@@ -282,9 +300,20 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (this, prefix) = (self.clone(), prefix.cloned());
         let found = async move {
-            let found = this
-                .ask_with_retries(0, || this.inner.list(prefix.as_ref()).try_collect::<Vec<_>>())
-                .await?;
+            // A large tree needs a request for each directory, so each answer has its own deadline.
+            let list = || {
+                let entries = this.inner.list(prefix.as_ref());
+                let limit = this.answer_timeout;
+                async move {
+                    let mut entries = pin!(entries);
+                    let mut found = Vec::new();
+                    while let Some(entry) = within(limit, entries.try_next()).await? {
+                        found.push(entry);
+                    }
+                    Ok(found)
+                }
+            };
+            let found = this.ask_without_limit(list).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
         };
         stream::once(found).try_flatten().boxed()
@@ -302,6 +331,30 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
         self.inner.rename_opts(from, to, options).await.map_err(translate_error)
+    }
+}
+
+/// An upload whose steps have deadlines, because the client waits for ever for a silent data node.
+/// A step is not repeated, because the client writes the file as one stream.
+#[derive(Debug)]
+struct TimedUpload {
+    inner: Box<dyn MultipartUpload>,
+    answer_timeout: Duration,
+}
+
+#[async_trait]
+impl MultipartUpload for TimedUpload {
+    fn put_part(&mut self, data: PutPayload) -> UploadPart {
+        let limit = transfer_timeout(self.answer_timeout, data.content_length() as u64);
+        within(limit, self.inner.put_part(data)).map_err(translate_error).boxed()
+    }
+
+    async fn complete(&mut self) -> Result<PutResult> {
+        within(self.answer_timeout, self.inner.complete()).await.map_err(translate_error)
+    }
+
+    async fn abort(&mut self) -> Result<()> {
+        within(self.answer_timeout, self.inner.abort()).await.map_err(translate_error)
     }
 }
 
