@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Values of a process that a forked child does not inherit. Another thread of its parent may hold a
-//! lock at the fork, which nobody releases in the child.
+//! Values of a process that a forked child does not inherit. Another thread of its parent may hold
+//! a lock at the fork, which is never released in the child.
 
 use std::mem;
 use std::process;

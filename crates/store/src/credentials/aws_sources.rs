@@ -342,7 +342,7 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
         let mut output = String::new();
         let mut reader = stdout.into_iter().map(|stdout| stdout.take(MAX_OUTPUT_BYTES));
         let read = reader.try_for_each(|mut stdout| stdout.read_to_string(&mut output).map(drop));
-        // Nobody receives after the deadline.
+        // The send fails after the deadline, when its receiver is gone.
         drop(sender.send(read.map(|()| output)));
     });
     let status = loop {
