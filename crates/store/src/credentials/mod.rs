@@ -6,7 +6,7 @@
 //!
 //! The chains of sources are our own code and not `aws-config`: that crate brings a second HTTP
 //! client, about 3 MB in a wheel that is already at its limit, and covers only one of three
-//! services. Machine and pod identities are those of `object_store`.
+//! services. `object_store` implements machine and pod identities.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
@@ -201,7 +201,7 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
         Ok(current)
     }
 
-    /// Gets the next credential, from a source that is chosen anew if `choose` is set.
+    /// Gets the next credential. If `choose` is set, the source is chosen again first.
     async fn renew(
         &self,
         state: &mut CredentialState<C>,
@@ -338,7 +338,7 @@ pub(crate) struct OpenedBackend {
     pub(crate) credentials: Option<Arc<dyn EnvironmentCheck>>,
 }
 
-/// Reads a file of profiles or with a token, each time anew.
+/// Reads a file of profiles or with a token, on each call.
 ///
 /// # Errors
 /// A file that cannot be read, is no text, or is larger than any such file.
