@@ -16,7 +16,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, BoxStream};
-use futures::{FutureExt, StreamExt, TryFutureExt, TryStreamExt};
+use futures::{FutureExt, Stream, StreamExt, TryFutureExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
@@ -123,6 +123,19 @@ impl<S: ObjectStore> RetryingHdfs<S> {
             pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
     }
+}
+
+/// Collects the items of a stream, each of which may take `limit`.
+async fn collect_within<T>(
+    limit: Duration,
+    items: impl Stream<Item = Result<T>>,
+) -> Result<Vec<T>> {
+    let mut items = pin!(items);
+    let mut found = Vec::new();
+    while let Some(item) = within(limit, items.try_next()).await? {
+        found.push(item);
+    }
+    Ok(found)
 }
 
 /// Returns the longest time for a request that transfers `bytes`.
@@ -303,15 +316,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
             // A large tree needs a request for each directory, so each answer has its own deadline.
             let list = || {
                 let entries = this.inner.list(prefix.as_ref());
-                let limit = this.answer_timeout;
-                async move {
-                    let mut entries = pin!(entries);
-                    let mut found = Vec::new();
-                    while let Some(entry) = within(limit, entries.try_next()).await? {
-                        found.push(entry);
-                    }
-                    Ok(found)
-                }
+                collect_within(this.answer_timeout, entries)
             };
             let found = this.ask_without_limit(list).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
@@ -447,6 +452,53 @@ mod tests {
             self.mood()?;
             self.inner.copy_opts(from, to, options).await
         }
+    }
+
+    /// An upload to a data node that fell silent.
+    #[derive(Debug)]
+    struct SilentUpload;
+
+    #[async_trait]
+    impl MultipartUpload for SilentUpload {
+        fn put_part(&mut self, _: PutPayload) -> UploadPart {
+            std::future::pending().boxed()
+        }
+
+        async fn complete(&mut self) -> Result<PutResult> {
+            std::future::pending().await
+        }
+
+        async fn abort(&mut self) -> Result<()> {
+            std::future::pending().await
+        }
+    }
+
+    #[tokio::test]
+    async fn every_step_of_an_upload_has_a_deadline() {
+        let answer_timeout = Duration::from_millis(50);
+        let mut upload = TimedUpload { inner: Box::new(SilentUpload), answer_timeout };
+        let part = upload.put_part(PutPayload::from_static(b"1")).await.unwrap_err();
+        let end = upload.complete().await.unwrap_err();
+        let abort = upload.abort().await.unwrap_err();
+        for error in [part, end, abort] {
+            assert!(error.to_string().contains("no answer within 50ms"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_listing_may_take_longer_than_an_answer() {
+        let timeout = Duration::from_millis(60);
+        let limit = RetryingHdfs::new(Moody::default(), timeout).answer_timeout;
+        let slow = |count| {
+            stream::iter(0..count).then(move |number| async move {
+                sleep(limit / 2).await;
+                Ok::<_, Error>(number)
+            })
+        };
+        let listed = collect_within(limit, slow(10)).await.unwrap();
+        assert_eq!(listed.len(), 10);
+        let stuck = slow(2).chain(stream::pending());
+        assert!(collect_within(limit, stuck).await.is_err(), "it fell silent");
     }
 
     fn standby() -> HdfsError {
