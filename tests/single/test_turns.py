@@ -105,8 +105,8 @@ class World:
             books.adopt_agreement([records[number] for number in order], rank)
         first = self.ranks[0]
         for books in self.ranks:
-            assert (books.place, books.rounds, books.dealt_rounds) == (
-                first.place,
+            assert (books.position, books.rounds, books.dealt_rounds) == (
+                first.position,
                 first.rounds,
                 first.dealt_rounds,
             ), "RD-T2"

@@ -143,9 +143,11 @@ def check_shapes_fit(
         names = [group] if isinstance(group, str) else list(group)
         size = sum(columns[name].element_count for name in names)
         if math.prod(row_shape(shape, size)) != size:
-            told = (
+            column_text = (
                 f"column {names[0]!r}"
                 if len(names) == 1
                 else f"columns {', '.join(map(repr, names))}"
             )
-            raise ValueError(f"{role} {told} with size {size} does not fit shape {list(shape)}")
+            raise ValueError(
+                f"{role} {column_text} with size {size} does not fit shape {list(shape)}"
+            )

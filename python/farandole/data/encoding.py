@@ -100,29 +100,36 @@ class ColumnEncoding:
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""
         categories = {name: list(values) for name, values in self.categories.items()}
-        told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
+        values_by_name = {
+            "categories": categories,
+            "fill": dict(self.fill),
+            "labels": sorted(self.labels),
+        }
         ragged = {name: asdict(one) for name, one in self.ragged.items()}
-        return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
+        return json.dumps({**values_by_name, "learned": dict(self.learned), "ragged": ragged})
 
     @classmethod
-    def from_json(cls, text: str | bytes, place: str = "an encoding") -> Self:
+    def from_json(cls, text: str | bytes, source_name: str = "an encoding") -> Self:
         """Inverts `to_json`.
 
         Args:
             text: Of the file.
-            place: Of the text, for messages.
+            source_name: Of the text, for messages.
 
         Raises:
             DamagedFileError: The text is not what `to_json` returned.
         """
-        told = small_files.parse_json(text, place)
-        with small_files.name_damage(place):
-            ragged = {name: Ragged.from_value(one) for name, one in told.get("ragged", {}).items()}
+        values_by_name = small_files.parse_json(text, source_name)
+        with small_files.name_damage(source_name):
+            ragged = {
+                name: Ragged.from_value(layout)
+                for name, layout in values_by_name.get("ragged", {}).items()
+            }
             return cls(
-                told["categories"],
-                told["fill"],
-                frozenset(told["labels"]),
-                told["learned"],
+                values_by_name["categories"],
+                values_by_name["fill"],
+                frozenset(values_by_name["labels"]),
+                values_by_name["learned"],
                 ragged=ragged,
             )
 
@@ -212,13 +219,13 @@ class ColumnEncoding:
         if name in self.labels:
             if found.null_count:
                 strange = column.filter(compute.is_null(found))
-                what = (
+                fault = (
                     "nulls"
                     if strange.null_count
                     else f"values that are no class, such as {strange[0].as_py()!r},"
                 )
                 raise ValueError(
-                    f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows"
+                    f"label column {name!r} has {fault} in {found.null_count} of {len(found)} rows"
                 )
             return found.cast(pa.int32())
         indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST_CATEGORY_INDEX, pa.int32()))

@@ -63,9 +63,9 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
     """
     # The reader warns if it cannot use the cache.
     start_logging()
-    kept = [field for field in dataset.columns if columns is None or field.name in columns]
+    cached = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
-        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
+        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in cached
     )
     if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
         free = min(shutil.disk_usage(_SHARED_MEMORY_PATH).free, available_memory_bytes())

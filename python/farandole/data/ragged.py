@@ -70,8 +70,8 @@ class Pad:
             dtype: of the values.
             longest: length of the longest row.
         """
-        most = self.max_length or longest
-        return Ragged(dtype, self.value, most, min(self.buckets, most))
+        padded_length = self.max_length or longest
+        return Ragged(dtype, self.value, padded_length, min(self.buckets, padded_length))
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Nested:
 
     def known(self, dtype: str, longest: int) -> Ragged:
         """Like `Pad.known`."""
-        most = self.max_length or longest
-        return Ragged(dtype, 0, most, most, nested=True)
+        padded_length = self.max_length or longest
+        return Ragged(dtype, 0, padded_length, padded_length, nested=True)
 
 
 def _check_whole_numbers(**numbers: Any) -> None:
@@ -301,23 +301,23 @@ class Ragged:
         return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
 
 
-def check_pad_value(one: Any, dtype: str, name: str) -> None:
+def check_pad_value(layout: Any, dtype: str, name: str) -> None:
     """Refuses a value for padding that the values of a column cannot be.
 
     Args:
-        one: a `Pad`, or what does not pad.
+        layout: a `Pad`, or another value, which is not checked.
         dtype: of the values.
         name: of the column.
 
     Raises:
         ValueError: a fraction, or a number out of range, among whole numbers.
     """
-    if not isinstance(one, Pad) or np.dtype(dtype).kind not in "iu":
+    if not isinstance(layout, Pad) or np.dtype(dtype).kind not in "iu":
         return
     limits = np.iinfo(dtype)
-    if not (limits.min <= one.value <= limits.max and one.value == int(one.value)):
+    if not (limits.min <= layout.value <= limits.max and layout.value == int(layout.value)):
         raise ValueError(
-            f"column {name!r} has lists of {dtype}, which cannot be padded with {one.value!r}: "
+            f"column {name!r} has lists of {dtype}, which cannot be padded with {layout.value!r}: "
             f"give Pad a whole number from {limits.min} to {limits.max}"
         )
 

@@ -37,7 +37,8 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     def iterate_batches() -> Iterator[dict[str, Any]]:
         for batch in loader:
             yield {
-                name: to_ragged_tensor(one) if name in lists else one for name, one in batch.items()
+                name: to_ragged_tensor(values) if name in lists else values
+                for name, values in batch.items()
             }
 
     def to_ragged_tensor(rows: Jagged) -> Any:

@@ -83,7 +83,7 @@ class TorchDataset(IterableDataset):
             epoch, start, self._skip = (self._resumed[key] for key in ("epoch", "start", "done"))
             self._started[info.id] = epoch - int(self._base[0]) + 1
             self._resumed = None
-        self._done, self._place = self._skip, (epoch, start, info.num_workers)
+        self._done, self._position = self._skip, (epoch, start, info.num_workers)
         for batch in self._loader._worker_batches(  # noqa: SLF001
             info.id, info.num_workers, epoch, start, self._skip
         ):
@@ -108,7 +108,7 @@ class TorchDataset(IterableDataset):
         """
         if get_worker_info() is None:
             return self._loader.state_dict()
-        epoch, start, workers = self._place
+        epoch, start, workers = self._position
         return {"epoch": epoch, "start": start, "done": self._done, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -73,8 +73,8 @@ def _check_product_range(stored: Any, factor: int, name: str, kind: Any) -> None
 
     values = stored.fill_null(0).to_numpy(zero_copy_only=False)
     limits = np.iinfo(np.int64)
-    most = int(limits.max) // factor
-    odd = np.flatnonzero((values < -most) | (values > most))
+    max_value = int(limits.max) // factor
+    odd = np.flatnonzero((values < -max_value) | (values > max_value))
     if odd.size:
         raise ValueError(
             f"column {name!r}, row {odd[0]}: {values[odd[0]]} of {kind} are more microseconds than "

@@ -152,8 +152,8 @@ class MixedLoader(BaseDataLoader):
     def _produced_position(self) -> dict[str, Any]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: dict[str, Any]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: dict[str, Any]) -> None:
+        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer: the states of all loaders, and the number of
@@ -235,11 +235,11 @@ def _check_added_columns(loaders: Mapping[str, Any]) -> None:
     first = next(iter(added))
     for name, columns in added.items():
         if columns != added[first]:
-            one = min(columns ^ added[first])
-            has, lacks = (name, first) if one in columns else (first, name)
+            odd_column = min(columns ^ added[first])
+            has, lacks = (name, first) if odd_column in columns else (first, name)
             raise ValueError(
                 f"without ratios, batches of a mix must have the same columns: those of {has!r} "
-                f"have {one!r}, those of {lacks!r} do not"
+                f"have {odd_column!r}, those of {lacks!r} do not"
             )
 
 

@@ -131,8 +131,8 @@ class PoolLoader(BaseDataLoader):
     def _produced_position(self) -> tuple[dict[str, Any], int]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: tuple[dict[str, Any], int]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: tuple[dict[str, Any], int]) -> None:
+        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -165,12 +165,12 @@ class PoolLoader(BaseDataLoader):
             raise ValueError(
                 f"not a state of {type(self).__name__}: {state.get('kind')} {state.get('version')}"
             )
-        here = [self.loader.size, self.loader.batch_size, self.batch_size]
-        if state["taken"] and list(state["shape"]) != here:
+        own_shape = [self.loader.size, self.loader.batch_size, self.batch_size]
+        if state["taken"] and list(state["shape"]) != own_shape:
             raise ValueError(
                 "the state was taken within a pool, so ranks, pool and batch_size must be the "
                 "same: "
-                f"{list(state['shape'])} there, {here} here"
+                f"{list(state['shape'])} there, {own_shape} here"
             )
         self.loader.load_state_dict(state["loader"])
         self._skipped_batches = int(state["taken"])
@@ -375,9 +375,9 @@ class LengthLoader(PoolLoader):
 
     def _trim_batch(self, pool: Batch, rows: Array) -> Batch:
         part = {name: values[rows] for name, values in pool.items()}
-        for name, one in self.loader._ragged.items():  # noqa: SLF001 - of one house
+        for name, layout in self.loader._ragged.items():  # noqa: SLF001 - of one house
             longest = int(np.asarray(part[name + LENGTH_SUFFIX]).max(initial=0))
-            part[name] = part[name][:, : one.padded_width(longest)]
+            part[name] = part[name][:, : layout.padded_width(longest)]
         return part
 
 
