@@ -126,7 +126,7 @@ def assert_all_are_known(run):
     there = contents_there(run)
     store = native.Store(run.run_path)
     for name, data in there.items():
-        mismatch = checkpoint_signatures.find_mismatch(store, name, data, run.seal_key)
+        mismatch = checkpoint_signatures.find_mismatch(store, name, data, run.run_key)
         assert mismatch is None, (name, text_of(data), mismatch)
     return there
 

@@ -128,9 +128,9 @@ def _write_locally(
     directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
 ) -> None:
     missing = itertools.takewhile(lambda one: not is_present(one), (directory, *directory.parents))
-    for one in reversed(list(missing)):
-        disk.make_directory(one)
-        disk.sync_path(one.parent)
+    for created in reversed(list(missing)):
+        disk.make_directory(created)
+        disk.sync_path(created.parent)
     # Names of unfinished files end so everywhere in a store.
     fresh, second = (
         directory / f"{name}#{os.getpid()}{next(_temporary_numbers):06}" for _ in range(2)
@@ -268,13 +268,15 @@ def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> b
 
 def _check_intact(store: native.Store, name: str, data: bytes, fault: Fault | None) -> bytes | None:
     """Like `read_intact`, of a file that was read."""
-    why = find_damage(data)
-    if why is not None:
-        _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
+    damage = find_damage(data)
+    if damage is not None:
+        _log.warning(
+            "the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, damage
+        )
         return None
-    why = None if fault is None else fault(name, data)
-    if why is not None:
-        _log.warning("the checkpoint is not used: %s/%s: %s", store.url, name, why)
+    damage = None if fault is None else fault(name, data)
+    if damage is not None:
+        _log.warning("the checkpoint is not used: %s/%s: %s", store.url, name, damage)
         return None
     return data
 

@@ -120,10 +120,10 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         maxdepth: int | None = None,  # noqa: ARG002
     ) -> None:
         """Deletes files, or with `recursive` everything below directories."""
-        for one in [path] if isinstance(path, str) else path:
+        for each_path in [path] if isinstance(path, str) else path:
             if recursive:
-                native.Store(one).delete_all()
-            self.rm_file(one)
+                native.Store(each_path).delete_all()
+            self.rm_file(each_path)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         """Copies a file; within a directory, the store copies it itself."""

@@ -47,7 +47,7 @@ def executor_hosts(context: Any) -> list[str]:
     if context is None:
         return []
     try:
-        status = context._jsc.sc().getExecutorMemoryStatus()  # noqa: SLF001 - the public door shows no hosts
+        status = context._jsc.sc().getExecutorMemoryStatus()  # noqa: SLF001 - the public API shows no hosts
         return [one.rpartition(":")[0] for one in status.keySet().mkString(",").split(",")]
     except Exception:  # noqa: BLE001 - a JVM that does not show it
         return []
@@ -73,10 +73,10 @@ def explain_unreadable_data(url: str) -> Iterator[None]:
             if local
             else ""
         )
-        told = (
+        message = (
             f"{socket.gethostname()} cannot read the training data that the driver sees at "
             f"{url}{advice}: {error}"
         )
         raise (FileNotFoundError if isinstance(error, FileNotFoundError) else OSError)(
-            told
+            message
         ) from error

@@ -65,11 +65,10 @@ def request_run_key(run_id: str) -> bytes:
     if os.environ.get(KEYS_AT_DRIVER_VARIABLE, "").endswith(_UNREACHABLE_SUFFIX):
         raise FarandoleEnvironmentError(
             f"the driver has {checkpoint_signatures.SECRET_VARIABLE}, and the workers of this "
-            f"job cannot ask it for the "
-            f"key of run {run_id!r}, "
-            "because no task of Spark reaches the driver. Commits without a seal are neither "
-            "written nor used: let "
-            "tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), or unset "
+            f"job cannot ask it for the key of run {run_id!r}, "
+            "because no task of Spark reaches the driver. Unsigned commits are neither written "
+            "nor used: let tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), "
+            "or unset "
             f"{checkpoint_signatures.SECRET_VARIABLE} there"
         )
     deadline = time.monotonic() + _KEY_REQUEST_TIMEOUT
@@ -82,7 +81,7 @@ def request_run_key(run_id: str) -> bytes:
     raise FarandoleEnvironmentError(
         f"the driver has {checkpoint_signatures.SECRET_VARIABLE}, and did not give this worker "
         f"the key of run {run_id!r} "
-        f"within {_KEY_REQUEST_TIMEOUT:.0f} s. Commits without a seal are neither written nor used"
+        f"within {_KEY_REQUEST_TIMEOUT:.0f} s. Unsigned commits are neither written nor used"
     )
 
 
