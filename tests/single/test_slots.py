@@ -53,7 +53,7 @@ def test_a_job_gets_all_of_its_slots_or_waits_and_says_so():
     jobs.start("second", 3)
     jobs.has(["first"])
     assert jobs.said == [
-        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 wait before it"
+        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 jobs are ahead in the queue"
     ]
     jobs.end("first")
     jobs.has(["first", "second"])
@@ -89,7 +89,7 @@ def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     late = pytest.raises(
         TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2"
     )
-    with late, jobs.slots.hold_slots(1, jobs.said.append, patience=0.1):
+    with late, jobs.slots.hold_slots(1, jobs.said.append, max_wait_seconds=0.1):
         pass
     jobs.end("first")
     jobs.start("second", 2)
@@ -126,7 +126,7 @@ def test_gangs_that_each_hold_half_do_not_come_to_be():
 
     def job():
         for _ in range(20):
-            with slots.hold_slots(3, lambda _: None, patience=20):
+            with slots.hold_slots(3, lambda _: None, max_wait_seconds=20):
                 held.append(3)
                 most.append(sum(held))
                 held.pop()
