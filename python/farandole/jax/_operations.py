@@ -173,9 +173,9 @@ def allgather(
 
     def allgather_backward(grad: Any) -> tuple[jax.Array]:
         total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
-        place = members.index(basics.rank())
+        own_index = members.index(basics.rank())
         # Under jit all counts are equal, or the operation fails.
-        start = sum(counts[:place])
+        start = sum(counts[:own_index])
         return (total[start : start + value.shape[0]],)
 
     return _make_differentiable(allgather_forward, allgather_backward)(value)
