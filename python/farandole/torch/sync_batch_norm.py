@@ -143,13 +143,13 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - Di
             self._update_running_statistics(count, mean, variance)
         return _NormalizeFunction.apply(input, self.weight, self.bias, statistics, self, rows)
 
-    def name_of(self, what: str) -> str:
+    def name_of(self, purpose: str) -> str:
         """Returns a unique name of this layer, so that layers may run at the same time in
         several threads.
         """
         if self._number < 0 or self._number_of_world != _world:
             self._number, self._number_of_world = next(_layers), _world
-        return f"sync_batch_norm.{self._number}.{what}"
+        return f"sync_batch_norm.{self._number}.{purpose}"
 
     @torch.no_grad()
     def _update_running_statistics(
