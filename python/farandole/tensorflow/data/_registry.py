@@ -377,10 +377,10 @@ class DataServiceRegistryClient:
             raise ConnectionError(
                 f"the process at {self._addresses[0]} does not have the key of the data service"
             )
-        told = json.loads(answer[_HMAC_BYTES:])
-        if "error" in told:
-            raise ValueError(told["error"])
-        return told
+        reply = json.loads(answer[_HMAC_BYTES:])
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return reply
 
     def _open_connection(self) -> socket.socket:
         """Returns a connection to the first address that takes one; that is tried first from
@@ -416,11 +416,11 @@ def _receive_authenticated(line: socket.socket, key: bytes) -> tuple[bytes, byte
     """
     until, random = time.monotonic() + REQUEST_TIMEOUT_SECONDS, secrets.token_bytes(_NONCE_BYTES)
     _send_bytes(line, random, until)
-    said = _receive_message(line, _NONCE_BYTES + _HMAC_BYTES, until)
+    message = _receive_message(line, _NONCE_BYTES + _HMAC_BYTES, until)
     theirs, proof, request = (
-        said[:_NONCE_BYTES],
-        said[_NONCE_BYTES : _NONCE_BYTES + _HMAC_BYTES],
-        said[_NONCE_BYTES + _HMAC_BYTES :],
+        message[:_NONCE_BYTES],
+        message[_NONCE_BYTES : _NONCE_BYTES + _HMAC_BYTES],
+        message[_NONCE_BYTES + _HMAC_BYTES :],
     )
     if not hmac.compare_digest(proof, _compute_hmac(key, b"request", random + theirs, request)):
         raise ValueError("the sender has another key")
@@ -437,10 +437,10 @@ def _send_message(line: socket.socket, message: bytes, until: float) -> None:
     _send_bytes(line, struct.pack("!I", len(message)) + message, until)
 
 
-def _receive_message(line: socket.socket, least: int, until: float) -> bytes:
+def _receive_message(line: socket.socket, min_bytes: int, until: float) -> bytes:
     """Returns a message with its length, of at least so many bytes."""
     (length,) = struct.unpack("!I", _receive_exactly(line, 4, until))
-    if not least <= length <= MAX_MESSAGE_BYTES:
+    if not min_bytes <= length <= MAX_MESSAGE_BYTES:
         raise OSError(f"a message of {length} bytes")
     return _receive_exactly(line, length, until)
 

@@ -276,7 +276,7 @@ _shared_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 """Jobs that this process shares through each service, by the service's key."""
 
 
-def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
+def _job_name(key: bytes, dataset: tf.data.Dataset, *sharing: Any) -> str:
     """Returns the name of a pass that trainers share, which is the same on all of them: one name
     for every dataset and sharing mode.
 
@@ -284,10 +284,10 @@ def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
     caller.
     """
     shared = _shared_jobs.setdefault(key, [])
-    mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
-    if mark not in shared:
-        shared.append(mark)
-    return "job" if mark == shared[0] else ".".join(["job", *map(str, mark)])
+    identity = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, sharing))
+    if identity not in shared:
+        shared.append(identity)
+    return "job" if identity == shared[0] else ".".join(["job", *map(str, identity)])
 
 
 def send_to_data_service(
@@ -359,9 +359,9 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     compute_config.require_consent()
     hvd.init()
     client = compute_config.compute_client()
-    number, place = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
+    number, position = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
     dispatcher = None
-    if compute_config.dispatcher_side == "compute" and place == 0:
+    if compute_config.dispatcher_side == "compute" and position == 0:
         dispatcher = _start_dispatcher(client, number)
     address = client.wait_for_dispatcher_registration(number)
     service = tf.data.experimental.service

@@ -94,11 +94,11 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    told = create_parser().parse_args()
+    options = create_parser().parse_args()
     main(
-        told.dispatchers,
-        told.dispatcher_side,
-        told.configfile,
-        told.timeout,
-        open_to_the_network=told.open_to_the_network,
+        options.dispatchers,
+        options.dispatcher_side,
+        options.configfile,
+        options.timeout,
+        open_to_the_network=options.open_to_the_network,
     )
