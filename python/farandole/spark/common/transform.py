@@ -136,12 +136,13 @@ class UserTransformation:
     def _transform_rows(self, arrays: Arrays, rows: int) -> Arrays:
         made: list[dict[str, Any]] = []
         for row in range(rows):
-            one = self.function({name: values[row] for name, values in arrays.items()})
-            if not isinstance(one, dict):
+            transformed = self.function({name: values[row] for name, values in arrays.items()})
+            if not isinstance(transformed, dict):
                 raise TypeError(
-                    f"transformation_fn must return a row, a dict by column: {type(one).__name__}"
+                    f"transformation_fn must return a row, a dict by column: "
+                    f"{type(transformed).__name__}"
                 )
-            made.append(one)
+            made.append(transformed)
         try:
             return {name: np.stack([np.asarray(one[name]) for one in made]) for name in made[0]}
         except (ValueError, KeyError) as error:

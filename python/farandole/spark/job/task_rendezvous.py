@@ -66,9 +66,9 @@ class RendezvousHost:
     events to the store.
     """
 
-    def __init__(self, registrar: Registrar, meeting: TaskRendezvous) -> None:
+    def __init__(self, registrar: Registrar, rendezvous: TaskRendezvous) -> None:
         self._registrar = registrar
-        self._rendezvous = meeting
+        self._rendezvous = rendezvous
         self._ended_tasks: set[int] = set()
         self._record_until = float("inf")
         self._thread = threading.Thread(
@@ -104,13 +104,13 @@ class RendezvousHost:
             self._ended_tasks.add(event.task)
         if event.kind == "aborted":
             self._record_until = min(self._record_until, time.monotonic() + _GRACE_AFTER_ABORT)
-        told: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
+        fields: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
         # Results are not written: Spark's rows contain them.
         if event.kind == "metric":
-            told["data"] = base64.b64encode(event.data or b"").decode()
+            fields["data"] = base64.b64encode(event.data or b"").decode()
         if event.kind == "assigned":
-            told["seats"] = self._registrar.rank_assignment()
-        return json.dumps(told)
+            fields["seats"] = self._registrar.rank_assignment()
+        return json.dumps(fields)
 
     def _write_lines(self, number: int, lines: list[str]) -> float:
         if lines and self._rendezvous.spill is not None:
@@ -142,22 +142,22 @@ class StoredEventReader:
         for name in names:
             if name not in self._read_names:
                 try:
-                    told = self._spill.read_file(name).decode()
+                    text = self._spill.read_file(name).decode()
                 except OSError:
                     return  # the store is briefly unreachable
                 self._read_names.add(name)
-                for line in told.splitlines():
+                for line in text.splitlines():
                     yield _parse_event(json.loads(line))
 
 
 def agree_on_registrar(
-    work: WorkerSpec, meeting: TaskRendezvous, task: int, context: Any
+    work: WorkerSpec, rendezvous: TaskRendezvous, task: int, context: Any
 ) -> tuple[WorkerSpec, RendezvousHost | None]:
     """Decides with the other tasks which registrar the gang uses.
 
     Args:
         work: Work of the task.
-        meeting: Rendezvous of the gang.
+        rendezvous: Rendezvous of the gang.
         task: Number of this task.
         context: Spark's barrier context.
 
@@ -167,25 +167,25 @@ def agree_on_registrar(
     """
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    own = Registrar(meeting.size, start_timeout=work.start_timeout) if task == 0 else None
-    told = [
+    own = Registrar(rendezvous.size, start_timeout=work.start_timeout) if task == 0 else None
+    answers = [
         json.loads(message)
         for message in context.allGather(
             json.dumps(
                 {
-                    "reaches": _can_dial_any(meeting.addresses),
+                    "reaches": _can_dial_any(rendezvous.addresses),
                     "ticket": own.ticket if own is not None else None,
                 }
             )
         )
     ]
-    if all(one["reaches"] for one in told):
+    if all(one["reaches"] for one in answers):
         if own is not None:
             own.close()
         return work, None
-    ticket = next(one["ticket"] for one in told if one["ticket"] is not None)
-    there = replace(work, ticket=ticket, keys=None if work.keys else False)
-    return there, RendezvousHost(own, meeting) if own is not None else None
+    ticket = next(one["ticket"] for one in answers if one["ticket"] is not None)
+    work_at_host = replace(work, ticket=ticket, keys=None if work.keys else False)
+    return work_at_host, RendezvousHost(own, rendezvous) if own is not None else None
 
 
 def _can_dial_any(addresses: Sequence[str]) -> bool:
@@ -203,7 +203,7 @@ def _can_dial_any(addresses: Sequence[str]) -> bool:
         return any(pool.map(can_dial, addresses))
 
 
-def _parse_event(told: dict[str, Any]) -> Any:
-    data = told.pop("data", None)
-    told.setdefault("seats", None)
-    return SimpleNamespace(data=base64.b64decode(data) if data is not None else None, **told)
+def _parse_event(fields: dict[str, Any]) -> Any:
+    data = fields.pop("data", None)
+    fields.setdefault("seats", None)
+    return SimpleNamespace(data=base64.b64decode(data) if data is not None else None, **fields)

@@ -70,12 +70,12 @@ def create_keras_inputs(
         order = sorted(names)  # as Keras has them
         stated = [stated[order.index(name)] for name in names]
     made = []
-    for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
+    for index, (group, size, model_input) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(
             KerasInput(
                 tuple(group),
-                _supported_dtype(str(one.dtype)),
-                (-1, *_fit_row_shape(group, size, one.shape[1:], index)),
+                _supported_dtype(str(model_input.dtype)),
+                (-1, *_fit_row_shape(group, size, model_input.shape[1:], index)),
             )
         )
     return tuple(made), names
@@ -107,8 +107,8 @@ def refuse_nested_columns(ragged: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the column.
     """
-    for name, one in ragged.items():
-        if is_nested(one):
+    for name, layout in ragged.items():
+        if is_nested(layout):
             raise ValueError(
                 f"Keras takes no nested tensors: use Pad instead of Nested for column {name!r}"
             )
@@ -130,7 +130,7 @@ def _fit_row_shape(
 
 
 def _columns_dtype(dtypes: Sequence[str]) -> str:
-    return "int64" if all(one in _INTEGER_DTYPES for one in dtypes) else "float32"
+    return "int64" if all(dtype in _INTEGER_DTYPES for dtype in dtypes) else "float32"
 
 
 def _supported_dtype(dtype: str) -> str:
@@ -148,11 +148,12 @@ def reader_casts(
         weight: column of rows' weights.
     """
     casts: dict[str, str | None] = {}
-    for one in shape.inputs:
+    for keras_input in shape.inputs:
         casts |= dict.fromkeys(
-            one.columns, one.dtype if one.dtype in ("float32", "float64", "int64") else None
+            keras_input.columns,
+            keras_input.dtype if keras_input.dtype in ("float32", "float64", "int64") else None,
         )
-    casts |= {one.column.name: one.dtype for one in labels}
+    casts |= {spec.column.name: spec.dtype for spec in labels}
     return casts | ({} if weight is None else {weight: "float32"})
 
 
@@ -176,14 +177,16 @@ def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
         rows: in each.
     """
     made: list[Array] = []
-    for one in shape.inputs:
-        if len(one.columns) == 1:
-            values = columns[one.columns[0]]
+    for keras_input in shape.inputs:
+        if len(keras_input.columns) == 1:
+            values = columns[keras_input.columns[0]]
         else:
             values = np.concatenate(
-                [columns[name].reshape(rows, -1) for name in one.columns], axis=1
+                [columns[name].reshape(rows, -1) for name in keras_input.columns], axis=1
             )
-        made.append(values.astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]))
+        made.append(
+            values.astype(keras_input.dtype, copy=False).reshape(rows, *keras_input.shape[1:])
+        )
     return made
 
 
@@ -211,8 +214,8 @@ def model_labels(
         rows: in each.
     """
     made = [
-        columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:])
-        for one in labels
+        columns[spec.column.name].astype(spec.dtype, copy=False).reshape(rows, *spec.shape[1:])
+        for spec in labels
     ]
     return model_argument(made, shape.output_keys)
 
@@ -225,8 +228,8 @@ def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) 
         labels: of the run.
         rows: how many.
     """
-    x = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in shape.inputs]
-    y = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in labels]
+    x = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in shape.inputs]
+    y = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in labels]
     return model_argument(x, shape.input_keys), model_argument(y, shape.output_keys) if y else None
 
 
@@ -290,7 +293,7 @@ def describe_misfit(shape: KerasModelShape, error: Exception) -> str:
         shape: shape of the model.
         error: exception of the model.
     """
-    shapes = ", ".join(f"{one.name} {_format_shape(one.shape)}" for one in shape.inputs)
+    shapes = ", ".join(f"{spec.name} {_format_shape(spec.shape)}" for spec in shape.inputs)
     return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
 
 
@@ -305,12 +308,12 @@ def describe_mapping(
         outputs: shape of one row of each output.
     """
     goes = ", ".join(
-        f"{one.name} -> {one.dtype} {_format_shape(one.shape)}" for one in shape.inputs
+        f"{spec.name} -> {spec.dtype} {_format_shape(spec.shape)}" for spec in shape.inputs
     )
     comes = ", ".join(
-        f"{_format_shape((-1, *output))} with {one.column.name} {one.dtype} "
-        f"{_format_shape(one.shape)}"
-        for one, output in zip(labels, outputs, strict=True)
+        f"{_format_shape((-1, *output))} with {spec.column.name} {spec.dtype} "
+        f"{_format_shape(spec.shape)}"
+        for spec, output in zip(labels, outputs, strict=True)
     )
     return f"the model gets {goes}; it returns {comes}"
 

@@ -213,21 +213,21 @@ def _try_losses(
     model: Any, shape: KerasModelShape, labels: Sequence[KerasLabel], value: Any, weighted: bool
 ) -> None:
     x, y = (
-        keras.tree.map_structure(keras.ops.convert_to_tensor, one)
-        for one in zero_batch(shape, labels, 2)
+        keras.tree.map_structure(keras.ops.convert_to_tensor, part)
+        for part in zero_batch(shape, labels, 2)
     )
     weights = keras.ops.ones((2,)) if weighted else None
     try:
         loss = model.compute_loss(x=x, y=y, y_pred=value, sample_weight=weights)
         model.compute_metrics(x, y, value, weights)
     except Exception as error:
-        told = ", ".join(
-            f"{one.column.name} {one.dtype} (2, {', '.join(map(str, one.shape[1:]))})"
-            for one in labels
+        labels_text = ", ".join(
+            f"{spec.column.name} {spec.dtype} (2, {', '.join(map(str, spec.shape[1:]))})"
+            for spec in labels
         )
         raise ValueError(
-            f"the loss or a metric does not take the model's output and the labels ({told}): "
-            f"{error}"
+            f"the loss or a metric does not take the model's output and the labels "
+            f"({labels_text}): {error}"
         ) from error
     model.reset_metrics()
     if tuple(loss.shape):

@@ -127,14 +127,14 @@ class PartValues:
         return next((word for word in ("mean", "sum") if self.is_reduced(index, word)), None)
 
 
-def are_close(one: npt.ArrayLike, other: npt.ArrayLike, tolerance: float) -> bool:
+def are_close(first: npt.ArrayLike, second: npt.ArrayLike, tolerance: float) -> bool:
     """Returns whether two numbers, or two arrays by their lengths as vectors, are equal.
 
     Args:
-        one: a number or an array.
-        other: of the same shape.
+        first: a number or an array.
+        second: of the same shape.
         tolerance: largest relative difference.
     """
-    one, other = np.ravel(one).astype(np.float64), np.ravel(other).astype(np.float64)
-    length = max(np.linalg.norm(one), np.linalg.norm(other), 1e-12)
-    return bool(np.linalg.norm(one - other) <= tolerance * length)
+    first, second = np.ravel(first).astype(np.float64), np.ravel(second).astype(np.float64)
+    length = max(np.linalg.norm(first), np.linalg.norm(second), 1e-12)
+    return bool(np.linalg.norm(first - second) <= tolerance * length)

@@ -64,7 +64,7 @@ def check_train_step(
     batches = read_probe_batches(job, transformation, names)
     try:
         with _infer_in_layers(model):
-            gradients = [_step_gradients(model, one) for one in [batches[0], *batches]]
+            gradients = [_step_gradients(model, batch) for batch in [batches[0], *batches]]
     except Exception as error:  # noqa: BLE001 - whatever a step outside of fit raises
         _warn_untried(name, f"{type(error).__name__}: {error}")
         return
@@ -75,8 +75,8 @@ def check_train_step(
             "model of its own. Call self.optimizer.apply(gradients, variables), or on JAX "
             "self.optimizer.stateless_apply(...)"
         )
-    found = PartValues.from_batches([[one] for one in gradients], job.policy)
-    if len({one.size for one in gradients}) > 1 or not are_close(
+    found = PartValues.from_batches([[gradient] for gradient in gradients], job.policy)
+    if len({gradient.size for gradient in gradients}) > 1 or not are_close(
         again, found.whole[0], found.tolerance
     ):
         _warn_untried(name, "two calls with the same rows give different gradients")
@@ -124,9 +124,9 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 
     def record_gradients(grads: Any, *_variables: Any, **_options: Any) -> None:
         found.extend(
-            as_array(keras.ops.convert_to_tensor(one)).astype(np.float64).reshape(-1)
-            for one in grads
-            if one is not None
+            as_array(keras.ops.convert_to_tensor(gradient)).astype(np.float64).reshape(-1)
+            for gradient in grads
+            if gradient is not None
         )
 
     data = (batch.x, batch.y) if batch.weights is None else (batch.x, batch.y, batch.weights)
@@ -140,7 +140,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
                 optimizer.variables,
                 model.metrics_variables,
             )
-            model.train_step(tuple([one.value for one in part] for part in state), data)
+            model.train_step(tuple([variable.value for variable in part] for part in state), data)
         else:
             model.train_step(data)
     finally:

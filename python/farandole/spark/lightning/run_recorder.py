@@ -173,12 +173,12 @@ class LightningRunRecorder:
             return
         self.reported = now
         speed = self.rows * self.size / max(now - self.started, 1e-9)
-        place = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
+        epoch_fields = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
         steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
         task.report(
             {
                 "kind": "step",
-                **place,
+                **epoch_fields,
                 **steps,
                 "rows_per_second": speed,
                 "loss": self.total / max(self.rows, 1),
@@ -195,19 +195,19 @@ class LightningRunRecorder:
             if value.numel() == 1
         }
         module = trainer.lightning_module
-        told = allgather_plain(
+        records = allgather_plain(
             (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
         )
-        rows = sum(one[1] for one in told)
+        rows = sum(record[1] for record in records)
         before, loss_before = self._earlier_totals
         self._earlier_totals = (0, 0.0)
         parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
         for name in logged:
             is_val = name.startswith("val_")
-            weights = [one[2] if is_val else one[1] for one in told]
+            weights = [record[2] if is_val else record[1] for record in records]
             total = sum(
-                one[0].get(name, 0.0) * weight
-                for one, weight in zip(told, weights, strict=True)
+                record[0].get(name, 0.0) * weight
+                for record, weight in zip(records, weights, strict=True)
                 if weight
             )
             parts["validation" if is_val else "train"][
@@ -215,10 +215,10 @@ class LightningRunRecorder:
             ] = total / max(sum(weights), 1)
         rows += before
         parts["train"].setdefault(
-            "loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1)
+            "loss", (loss_before + sum(record[3] for record in records)) / max(rows, 1)
         )
         if not before:
-            for part, loss in _known_losses([one[4] for one in told]).items():
+            for part, loss in _known_losses([record[4] for record in records]).items():
                 parts[part]["loss"] = loss
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
@@ -380,15 +380,15 @@ class _RecorderCallback:
         checkpoint["farandole_history"] = self.watch.history
 
 
-def _known_losses(told: list[dict[str, Any]]) -> dict[str, float]:
+def _known_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the losses of a plain module over the rows of all ranks, by part of the history.
 
     Args:
-        told: sums and counts by stage, one per rank.
+        sums_by_stage: sums and counts by stage, one per rank.
     """
     found: dict[str, float] = {}
     for stage, part in (("train", "train"), ("val", "validation")):
-        ranks = [one[stage] for one in told if stage in one]
+        ranks = [one[stage] for one in sums_by_stage if stage in one]
         sums = [sum(each) for each in zip(*(one[0] for one in ranks), strict=True)]
         counts = [sum(each) for each in zip(*(one[1] for one in ranks), strict=True)]
         if any(counts):

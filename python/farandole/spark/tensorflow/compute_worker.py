@@ -55,11 +55,11 @@ def main(
 
 
 if __name__ == "__main__":
-    told = create_parser().parse_args()
+    options = create_parser().parse_args()
     main(
-        told.configfile,
-        told.dispatchers,
-        told.dispatcher_side,
-        told.timeout,
-        open_to_the_network=told.open_to_the_network,
+        options.configfile,
+        options.dispatchers,
+        options.dispatcher_side,
+        options.timeout,
+        open_to_the_network=options.open_to_the_network,
     )

@@ -95,12 +95,12 @@ def read_probe_rows(
 
 
 def check_loss_parts(
-    one: TorchLabel, loss: Any, output: torch.Tensor, values: torch.Tensor, name: str
+    torch_label: TorchLabel, loss: Any, output: torch.Tensor, values: torch.Tensor, name: str
 ) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
-        one: the label.
+        torch_label: the label.
         loss: its loss.
         output: output of the model.
         values: the label column, as many rows.
@@ -109,15 +109,15 @@ def check_loss_parts(
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    label_loss = LabelLoss(loss, one)
-    label = values.to(getattr(torch, one.dtype))
+    label_loss = LabelLoss(loss, torch_label)
+    label = values.to(getattr(torch, torch_label.dtype))
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, ends[-1]), *zip([0, *ends[:-1]], ends, strict=True)]
     found: list[PartLoss] = []
     for first, last in bounds:
         rows = last - first
         count = label_loss.count(label[first:last], rows)
-        shaped = shape_label(label[first:last], output[first:last], one.shape)
+        shaped = shape_label(label[first:last], output[first:last], torch_label.shape)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # a loss with random parts has the same in each call
@@ -187,11 +187,13 @@ def check_loss_forms(
     if not any(tried) or (processes == 1 and job.loop.backward_passes == 1):
         return
     rows = read_probe_rows(job, model, transformation, names)
-    for one, loss, output, is_tried in zip(job.labels, losses, rows.outputs, tried, strict=True):
+    for torch_label, loss, output, is_tried in zip(
+        job.labels, losses, rows.outputs, tried, strict=True
+    ):
         if is_tried:
-            column = one.column.name
+            column = torch_label.column.name
             name = f"the loss {loss_sums.loss_name(loss)} of column {column!r}"
-            check_loss_parts(one, loss, output, rows.columns[column], name)
+            check_loss_parts(torch_label, loss, output, rows.columns[column], name)
 
 
 def _is_close(whole: float, parts: Sequence[float]) -> bool:

@@ -35,5 +35,5 @@ def delete_old_data(
         tell(f"old prepared data cannot be deleted: {error}")
         return
     if gone:
-        why = "old" if max_size is None else "old or too much"
-        tell(f"deleted prepared data that was {why} and not in use: {', '.join(gone)}")
+        condition = "old" if max_size is None else "old or too much"
+        tell(f"deleted prepared data that was {condition} and not in use: {', '.join(gone)}")

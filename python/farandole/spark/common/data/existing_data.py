@@ -124,15 +124,15 @@ def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
         for paths in (where.train, where.val):
             if isinstance(paths, str) and is_prepared(paths):
                 try:
-                    mark = NativeStore(paths).mark_in_use()
+                    file_name = NativeStore(paths).mark_in_use()
                 except PermissionError:  # the data is read-only
                     continue
-                if mark is None:
+                if file_name is None:
                     raise OSError(
                         f"another process deletes the prepared data at {paths}, or prepares other "
                         "data there"
                     )
-                held.callback(LeaseFile(paths, mark).delete_if_held)
+                held.callback(LeaseFile(paths, file_name).delete_if_held)
         yield
 
 

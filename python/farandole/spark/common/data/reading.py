@@ -178,4 +178,4 @@ def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]
         "checkpoint": None if run is None else f"{run}/{name}",
         "logs": store.logs_path,
     }
-    return {what: path for what, path in named.items() if path is not None}
+    return {name: path for name, path in named.items() if path is not None}

@@ -171,9 +171,9 @@ class BatchSource:
                 f"a transformation_fn takes no nested columns: {', '.join(self._nested)}"
             )
         texts = [
-            one.name
-            for one in self._reader.columns
-            if one.dtype in VARIABLE_WIDTH_DTYPES and one.name not in self._ragged
+            column.name
+            for column in self._reader.columns
+            if column.dtype in VARIABLE_WIDTH_DTYPES and column.name not in self._ragged
         ]
         if texts and transformation is None:
             raise ValueError(
@@ -220,21 +220,21 @@ class BatchSource:
         """Returns the steps of an epoch of so many in which this process has no row: ends of
         passes, if any.
         """
-        whole, left = self._size * self._batch_size, self.total - self._start_position.row
-        first = self._start_position.steps + max(1, -(-left // whole)) - 1
-        found = [first] if (left - 1) % whole < self._rank and first < steps else []
+        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
+        first = self._start_position.steps + max(1, -(-remaining_rows // whole)) - 1
+        found = [first] if (remaining_rows - 1) % whole < self._rank and first < steps else []
         if (self.total - 1) % whole < self._rank:
             found += range(first + self.steps, steps, self.steps)
         return found
 
-    def set_epoch_start(self, place: EpochPosition) -> None:
+    def set_epoch_start(self, position: EpochPosition) -> None:
         """Sets the position at which epochs begin or continue, until the next call.
 
         Args:
-            place: the beginning, or a result of `position_after_steps` from any number of
+            position: the beginning, or a result of `position_after_steps` from any number of
                 processes.
         """
-        self._start_position = place
+        self._start_position = position
 
     def steps_until_end(self) -> int:
         """Returns the steps of an epoch of one pass, including the steps before the position where
@@ -304,12 +304,12 @@ class BatchSource:
         """Returns the rows of all processes in the steps from the place where the epoch
         continues up to `steps`.
         """
-        whole, left = self._size * self._batch_size, self.total - self._start_position.row
-        done, first = steps - self._start_position.steps, -(-left // whole)
+        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
+        done, first = steps - self._start_position.steps, -(-remaining_rows // whole)
         if done <= first:
-            return min(done * whole, left)
+            return min(done * whole, remaining_rows)
         passes, rest = divmod(done - first, self.steps)
-        return left + passes * self.total + min(rest * whole, self.total)
+        return remaining_rows + passes * self.total + min(rest * whole, self.total)
 
     def _pass_batches(self, number: int, row: int) -> Generator[SourceBatch]:
         if len(self._cached_batches) == self.steps:

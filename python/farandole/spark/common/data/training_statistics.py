@@ -84,9 +84,9 @@ def _attach_statistics(
     roles: ColumnRoles,
     compute: Callable[[], Statistics] | None,
 ) -> Prepared:
-    kept = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
-    if kept is None or not set(
-        source_columns([*roles.features, *roles.labels], kept.columns)
-    ) <= set(kept.columns):
-        kept = None if compute is None else compute()
-    return prepared if kept is None else replace(prepared, statistics=kept)
+    found = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
+    if found is None or not set(
+        source_columns([*roles.features, *roles.labels], found.columns)
+    ) <= set(found.columns):
+        found = None if compute is None else compute()
+    return prepared if found is None else replace(prepared, statistics=found)

@@ -159,23 +159,24 @@ class ProgressLines(ProgressDisplay):
         self._last_line_time = now if self._last_line_time is None else self._last_line_time
         if now - self._last_line_time >= _LINE_INTERVAL_SECONDS:
             self._last_line_time = now
-            place = (
+            prefix = (
                 f"epoch {report['epoch'] + 1}/{report['epochs']}  batch "
                 f"{report['step']}/{report['steps']}"
             )
-            self._print_line(f"{place}  loss {report['loss']:.4f}", report)
+            self._print_line(f"{prefix}  loss {report['loss']:.4f}", report)
 
     def show_epoch(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_epoch`."""
         self._remaining_time.note_epoch(report)
         self._last_line_time = time.monotonic()
-        place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
-        self._print_line(f"{place}  {format_scores(report['entry'])}", report)
+        prefix = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
+        self._print_line(f"{prefix}  {format_scores(report['entry'])}", report)
 
     def _print_line(self, text: str, report: dict[str, Any]) -> None:
-        left = str(self._remaining_time)
+        remaining = str(self._remaining_time)
         self.show_message(
-            f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else "")
+            f"{text}  {report['rows_per_second']:,.0f} rows/s"
+            + (f"  {remaining}" if remaining else "")
         )
 
 

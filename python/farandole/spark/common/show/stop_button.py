@@ -183,7 +183,7 @@ def button_html(link: str, *, in_order: bool) -> str:
         link: Of the server.
         in_order: Whether the fit can end in order.
     """
-    words = {
+    values_by_placeholder = {
         "LINK": link,
         "IN_ORDER": in_order,
         "STOPPING": _STOPPING_TEXT,
@@ -192,7 +192,7 @@ def button_html(link: str, *, in_order: bool) -> str:
         "UNREACHED": f"this browser cannot reach the kernel's host: {_INTERRUPT_HINT}",
     }
     script = _BUTTON_SCRIPT
-    for name, value in words.items():
+    for name, value in values_by_placeholder.items():
         script = script.replace(name, json.dumps(value))
     return (
         '<div class="farandole-stop">'

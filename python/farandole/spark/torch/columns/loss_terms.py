@@ -108,7 +108,7 @@ class LabelLoss:
             else None
         )
         self._own_count = getattr(loss, "label_count", None) if is_mean and known is None else None
-        self._words = f"label_count of the loss {loss_sums.loss_name(loss)}"
+        self._count_label = f"label_count of the loss {loss_sums.loss_name(loss)}"
         self.counts_labels = (
             self.reduction == "per_batch" or self._sum is not None or self._own_count is not None
         )
@@ -131,8 +131,8 @@ class LabelLoss:
             found = self._own_count(label)
             if isinstance(found, torch.Tensor) and found.numel() != 1:
                 raise ValueError(
-                    f"{self._words} must return one number, what the loss divides by, and not a "
-                    f"tensor of shape {tuple(found.shape)}"
+                    f"{self._count_label} must return one number, what the loss divides by, and "
+                    f"not a tensor of shape {tuple(found.shape)}"
                 )
             return float(found)
         return float(rows)
