@@ -138,18 +138,18 @@ def _begin_session(
     comm: Sequence[int] | MpiCommunicator | None, process_sets: list[list[int]], dynamic: bool
 ) -> bool:
     """Begins the session; false when one runs."""
-    members, told = None, _world_ticket
+    members, world_ticket = None, _world_ticket
     if isinstance(comm, MpiCommunicator):
         if engine.is_initialized():
             return False
-        told = _agree_on_world_ticket(comm)
+        world_ticket = _agree_on_world_ticket(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
     if notices.is_elastic() and not engine.is_initialized():
         for load_ahead in _elastic_preloads:
             load_ahead()
     with notices.handle_notice_signals():  # a spare waits here for as long as the job lasts
-        if not engine.init(members, process_sets, dynamic, told):
+        if not engine.init(members, process_sets, dynamic, world_ticket):
             return False
     holder = engine.rank_holder_variable()
     if holder is not None:

@@ -96,9 +96,9 @@ def memory_limit_bytes(proc: Path = _PROC) -> int:
 def _host_memory_bytes(proc: Path, name: str) -> int:
     for line in _read_text(proc / "meminfo").splitlines():
         key, _, value = line.partition(":")
-        words = value.split()
-        if key == name and words and words[0].isdigit():
-            return int(words[0]) * 1024
+        fields = value.split()
+        if key == name and fields and fields[0].isdigit():
+            return int(fields[0]) * 1024
     return _UNLIMITED_BYTES
 
 

@@ -121,7 +121,7 @@ def _other_places() -> list[Path]:
     places = [folder / f"farandole-{os.getuid()}" for folder in folders]
     with contextlib.suppress(RuntimeError):  # a user without a home
         places.append(Path.home() / ".farandole")
-    return [place for place in places if place.is_absolute()]
+    return [path for path in places if path.is_absolute()]
 
 
 def _create_locked_directory() -> tuple[Path, int] | None:

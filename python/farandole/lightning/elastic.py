@@ -224,8 +224,10 @@ class _CommitCallback:
         del trainer, module
         if self._sampler_states is not None:
             # Lightning has just had them begin the epoch that they were in the middle of.
-            for sampler, place in zip(self._state.samplers(), self._sampler_states, strict=True):
-                sampler.load_state_dict(place)
+            for sampler, sampler_state in zip(
+                self._state.samplers(), self._sampler_states, strict=True
+            ):
+                sampler.load_state_dict(sampler_state)
             self._sampler_states = None
         self._state.commit()
 

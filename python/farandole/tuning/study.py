@@ -67,8 +67,8 @@ def optimize(
     if slots < size:
         raise ValueError(f"a trial has {size} processes, so slots must be at least that: {slots}")
     done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    left = n_trials - len(study.get_trials(deepcopy=False, states=done))
-    if left <= 0:
+    trials_left = n_trials - len(study.get_trials(deepcopy=False, states=done))
+    if trials_left <= 0:
         return
     room = SlotQueue(lambda: slots)
 
@@ -79,8 +79,8 @@ def optimize(
 
     study.optimize(
         run_trial,
-        n_trials=left,
-        n_jobs=min(left, slots // size),
+        n_trials=trials_left,
+        n_jobs=min(trials_left, slots // size),
         timeout=timeout,
         catch=tuple(catch),
         callbacks=list(callbacks),

@@ -120,12 +120,12 @@ def show(*stores: Any, port: int = 0, run: str | None = None) -> Viewer:
     return _OPEN_VIEWERS[key].at(run)
 
 
-def announce(viewer: Viewer, what: str) -> None:
+def announce(viewer: Viewer, introduction: str) -> None:
     """Shows the address of the page: a link in a notebook, elsewhere a line on stderr.
 
     Args:
         viewer: The viewer.
-        what: The words before the address, such as `the run is at`.
+        introduction: The words before the address, such as `the run is at`.
     """
     if in_notebook():
         # It exists in notebooks.
@@ -133,7 +133,7 @@ def announce(viewer: Viewer, what: str) -> None:
 
         display(viewer)
         return
-    sys.stderr.write(f"farandole: {what} {viewer.link}\n")
+    sys.stderr.write(f"farandole: {introduction} {viewer.link}\n")
     sys.stderr.flush()
 
 
