@@ -40,10 +40,10 @@ class ExecutorLossReasons:
         self._rank_stage: str | None = None
         self._reasons: dict[str, str] = {}
         if shim is not None:
-            shim.fetch_messages()  # what was said of jobs before
+            shim.fetch_messages()  # discards messages of earlier jobs
 
     def poll_messages(self) -> None:
-        """Asks for news, four times a second at most."""
+        """Polls Spark's messages, at most four times a second."""
         now = time.monotonic()
         if self._plugin is not None and now >= self._next_poll:
             self._next_poll = now + _MESSAGE_POLL_INTERVAL
