@@ -42,7 +42,7 @@ def load_model(
     """Loads a model and makes its optimizer distributed, with the state it was saved with.
 
     Args:
-        filepath: What `model.save` wrote.
+        filepath: File that `model.save` wrote.
         custom_optimizers: Classes of optimizers that are not Keras's.
         custom_objects: Other classes and functions by name.
         compression: Compresses the gradients for transport.

@@ -50,7 +50,7 @@ def set_world_ticket(ticket: str, rank: int) -> None:
     For starters that hand tickets on by ways of their own, as Ray does.
 
     Args:
-        ticket: What `engine.host` of rank 0 has returned.
+        ticket: Result of `engine.host` on rank 0.
         rank: This process's rank there.
     """
     global _world_ticket  # noqa: PLW0603 - one rank a process

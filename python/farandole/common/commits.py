@@ -33,7 +33,7 @@ class StoredCommits:
     """Writes commits and reads the last one back.
 
     Args:
-        store: Where to, or its URL.
+        store: Store for the commits, or its URL.
         run_id: Names the directory there. A job that starts again has the same one.
         every: Commits from one that is written to the next.
 
@@ -184,7 +184,7 @@ def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """Inverts `pack`; runs no code.
 
     Args:
-        data: What `pack` returned. Arrays of types that NumPy does not know come back as their
+        data: Result of `pack`. Arrays of types that NumPy does not know come back as their
             bytes.
 
     Raises:
@@ -220,7 +220,7 @@ def check_plain_values(
     Args:
         values: By name.
         is_plain: Whether a value can go to a store.
-        allowed: Such values, in words.
+        allowed: Description of the allowed values, for messages.
 
     Raises:
         TypeError: Naming the attribute.

@@ -85,7 +85,7 @@ class State:
         store. The last commit is written when the function has returned.
 
         Args:
-            store: Where to, or its URL, such as `"s3://bucket/jobs"`.
+            store: Store for the commits, or its URL, such as `"s3://bucket/jobs"`.
             run_id: Names the directory of this job in `<store>/runs`. Use the same name when the
                 job is started again.
             every: Interval in commits between writes. While a commit is being written, others are

@@ -52,7 +52,7 @@ def usable_cores(proc: Path = _PROC) -> int:
     than the CPU time of each cgroup above it, rounded up.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     cores = len(os.sched_getaffinity(0))
     for files, folder in _cgroup_folders(proc, _CPU_V2, _CPU_V1):
@@ -72,7 +72,7 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
     free.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     free = _host_memory_bytes(proc, "MemAvailable")
     for files, folder, limit in _memory_limits(proc):
@@ -87,7 +87,7 @@ def memory_limit_bytes(proc: Path = _PROC) -> int:
     more than the limit of each cgroup above it. It does not change with the load of the host.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     limits = (limit for _, _, limit in _memory_limits(proc))
     return min(_host_memory_bytes(proc, "MemTotal"), *limits, _UNLIMITED_BYTES)
@@ -125,7 +125,7 @@ def _cgroup_folders(
     of its files.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
         second: Files in version 2.
         first: Files in version 1.
     """

@@ -67,7 +67,7 @@ def remove_abandoned_directories(folder: Path) -> None:
     """Removes the directories that no process holds.
 
     Args:
-        folder: Where they are.
+        folder: Directory of the files.
     """
     for path in folder.glob(f"{_DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class ExactMean:
         """Counts the values of a batch.
 
         Args:
-            column: Of numbers.
+            column: Column of numbers.
         """
         import numpy as np  # noqa: PLC0415 - as above
 
@@ -97,7 +97,7 @@ class QuantileSketch:
         """Counts the values of a batch.
 
         Args:
-            column: Of numbers.
+            column: Column of numbers.
         """
         import numpy as np  # noqa: PLC0415 - as above
 
@@ -148,7 +148,7 @@ class QuantileSketch:
         is a row.
 
         Args:
-            share: Of the rows.
+            share: Share of the rows.
 
         Returns:
             The number; `None` where all rows have the same one.
@@ -166,7 +166,7 @@ class QuantileSketch:
         exceed.
 
         Args:
-            share: Of the rows.
+            share: Share of the rows.
         """
         target, seen = share * sum(self.cells.values()), 0
         for key in sorted(self.cells):
@@ -211,7 +211,7 @@ class MaxListLength:
         """Looks at the lists of a batch.
 
         Args:
-            column: Of lists.
+            column: Column of lists.
         """
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
@@ -233,7 +233,7 @@ class ValueCounts:
         """Counts the values of a batch.
 
         Args:
-            column: Of texts, integers, booleans, floats or decimals.
+            column: Column of texts, integers, booleans, floats or decimals.
 
         Raises:
             ValueError: More distinct values than categories can have.

@@ -104,8 +104,8 @@ def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """Returns the shape of one row, from a shape as users write it.
 
     Args:
-        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open
-            by -1.
+        shape: shape of one row, or of a batch with -1 for its rows first; one more size may be left
+            open by -1.
         size: elements in one row.
 
     Returns:
@@ -125,7 +125,7 @@ def check_shapes_fit(
     """Refuses shapes that do not fit their columns.
 
     Args:
-        columns: what prepared data holds.
+        columns: columns of the prepared data.
         groups: the columns that get the shapes, one or several side by side for each.
         shapes: one shape per group.
         role: name of the columns in error messages.

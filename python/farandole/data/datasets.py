@@ -154,7 +154,7 @@ def linked_dataset_url(store: AbstractFilesystemStore, dataset: Dataset) -> str:
     """Returns a URL by which every process opens these very files, without a look at each.
 
     Args:
-        store: Where the small file behind the URL goes, if one is needed.
+        store: Store that receives the small file behind the URL, if one is needed.
         dataset: The opened data set.
     """
     if dataset.is_prepared:

@@ -90,8 +90,8 @@ class ColumnEncoding:
         Args:
             categories: By column.
             fill: A value for all columns, or values by column.
-            learned: Which of them were learned, and as what.
-            ragged: How lists of different lengths are padded, by column.
+            learned: Word of each learned value, by column.
+            ragged: Padding of lists of different lengths, by column.
         """
         filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
         lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
@@ -113,8 +113,8 @@ class ColumnEncoding:
         """Inverts `to_json`.
 
         Args:
-            text: Of the file.
-            source_name: Of the text, for messages.
+            text: Text of the file.
+            source_name: Name of the text, for messages.
 
         Raises:
             DamagedFileError: The text is not what `to_json` returned.
@@ -172,7 +172,7 @@ class ColumnEncoding:
         """Returns one column as it is written; numbers are not filled yet.
 
         Args:
-            name: Of the column.
+            name: Name of the column.
             present: Columns that there are.
             get: Gives one of them.
 
@@ -240,7 +240,7 @@ def normalize_categories(column: Any, name: str) -> Any:
 
     Args:
         column: As it came.
-        name: Of the column.
+        name: Name of the column.
 
     Raises:
         ValueError: It is of another type.

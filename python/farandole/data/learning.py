@@ -68,7 +68,7 @@ class EncodingSpec:
         """Returns the encoding spec that encodes other rows in the same way.
 
         Args:
-            encoding: Of rows that were encoded.
+            encoding: Encoding of rows that were encoded.
         """
         return cls(
             encoding.categories,
@@ -93,7 +93,7 @@ class EncodingSpec:
             categories: Names, or a mapping as `categories` above.
             fill: A value for all columns, or values by column.
             labels: Label columns.
-            split: How validation rows are chosen, if not by rows alone.
+            split: Rule that chooses validation rows, if not each row alone decides.
             ragged: A `Pad` or `Nested` by column.
 
         Raises:
@@ -162,7 +162,7 @@ class EncodingSpec:
         """Returns the part of the encoding spec that an encoding does not fulfil.
 
         Args:
-            encoding: Of rows that were encoded already.
+            encoding: Encoding of rows that were encoded already.
 
         Raises:
             ValueError: They have other categories.
@@ -212,11 +212,11 @@ class EncodingSpec:
         """Returns the values to learn from each column.
 
         Args:
-            schema: Of the rows.
-            roles: Of the columns.
+            schema: Schema of the rows.
+            roles: Roles of the columns.
 
         Raises:
-            ValueError: What cannot be learned of a column; the message names it.
+            ValueError: A value that cannot be learned from a column; the message names the column.
         """
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
@@ -271,7 +271,7 @@ class EncodingSpec:
         """Returns the same, with the columns of rows whose content decides the split.
 
         Args:
-            names: Of the columns.
+            names: Names of the columns.
         """
         return (
             self
@@ -300,7 +300,7 @@ class EncodingSpec:
 
         Args:
             plan: As `plan` made it.
-            learner: That has counted all rows.
+            learner: A learner that has counted all rows.
 
         Raises:
             ValueError: A column without a value, or labels without two classes.
@@ -412,7 +412,7 @@ def learn_encoding(
         threads: Files read at the same time.
 
     Raises:
-        ValueError: What cannot be learned; the message names the column.
+        ValueError: A value cannot be learned; the message names the column.
     """
     spec = spec.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
     plan = spec.plan_learning(source.schema, roles)
@@ -446,7 +446,7 @@ def write_encoding(
     """Stores the encoding of categories and missing values with prepared data.
 
     Args:
-        directory: Of the data.
+        directory: Directory of the data.
         encoding: If rows are encoded.
         validates: Whether there is validation data.
     """
@@ -537,7 +537,7 @@ def needs_encoding(spec: EncodingSpec, names: Iterable[str], present: Iterable[s
 
     Args:
         spec: The request.
-        names: Of the columns that are wanted.
+        names: Names of the columns that are wanted.
         present: Columns that the rows have.
     """
     known = set(present)

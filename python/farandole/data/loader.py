@@ -94,10 +94,10 @@ class ParquetLoader(BaseDataLoader):
                 named: as NumPy arrays of objects, and by a `transformation_fn`.
             shuffle: Whether rows come in random order, or in the order of the files. Without it,
                 every rank reads all files.
-            seed: Of the shuffle; the same on every rank.
+            seed: Seed of the shuffle; the same on every rank.
             rank: This rank; default: the rank in the running job (or in `torch.distributed`), or 0.
             size: Number of ranks that share the data; default: the size of the running job, or 1.
-            tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter
+            tail: Treatment of the rows that do not fill a batch on every rank. `keep`: a shorter
                 last batch, which may be empty on some ranks. `pad`: a last batch filled up with
                 rows of weight 0; batches then have `"_weights"`. `drop_last`: they are left out.
                 `join`: a shorter last batch, and no batch on ranks without rows: those have one
@@ -120,7 +120,7 @@ class ParquetLoader(BaseDataLoader):
                 the decoded data set.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record
                 batch, a table, or a dict of arrays.
-            transform_workers: How many batches are transformed at a time.
+            transform_workers: Number of batches that are transformed at a time.
             transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or
                 `dummy`: the thread that iterates.
             storage_options: Credentials and endpoints, as for a store; default: the options of a

@@ -240,7 +240,7 @@ class Audio:
     follow them.
 
     Args:
-        samples: Of each row: longer sounds are cut.
+        samples: Number of samples of each row; longer sounds are cut.
         rate: Samples in a second. Sounds of other rates are resampled.
         channels: 1: the mean of all channels. More: sounds must have as many.
     """

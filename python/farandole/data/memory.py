@@ -58,8 +58,8 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
     stay in memory as long as there is room. Returns `None` if that is in memory, too.
 
     Args:
-        dataset: What will be kept.
-        columns: Which of its columns; `None`: all.
+        dataset: Data set that is cached.
+        columns: Columns of the data set; `None` for all.
     """
     # The reader warns if it cannot use the cache.
     start_logging()

@@ -150,15 +150,15 @@ def prepare_data(
 
     Args:
         source: The rows.
-        store: Where to: a `Store`, or its path or URL.
+        store: Store that receives the data: a `Store`, or its path or URL.
         feature_cols: Columns for the model; default: all columns that have no other role.
         label_cols: Columns to compare with.
         sample_weight_col: Column with each row's weight.
         validation: Share of rows held out, chosen by a hash of their content and the seed: the same
             rows however the files are cut. Or a column: true, positive, or `"validation"` rows are
             held out, negative, null and `"test"` rows are left out altogether.
-        seed: Of that choice.
-        fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values
+        seed: Seed of the choice.
+        fill: Replacement of nulls and NaN: one value for all columns it makes sense for, or values
             by column (`"*"` for all others). Without it they are errors that name the column.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows, without the
             rows that a validation column holds out. A feature `<column>__missing` is 1 where the
@@ -171,16 +171,16 @@ def prepare_data(
             two rows at least one.
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
-        ragged: What becomes of columns of lists of different lengths: `{"tokens":
+        ragged: Treatment of columns of lists of different lengths: `{"tokens":
             Pad(max_length=512)}` pads them, and `Nested()` makes nested tensors of them.
         allow_nan: Accepts NaN and infinities like other values.
-        compression: Of the files.
+        compression: Compression of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
-        format: Of files whose names do not tell.
+        format: Format of the files, if their names do not show it.
         types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed
             from the first 4 MiB of each file. In all formats, types of columns whose values are in
             the names of directories.
-        options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
+        options: Options of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
             `null_values`, `decimal_point` and others that pyarrow has.
         sql: A query, in which the source is the table `source`; or `source` maps table names of the
             query to paths, tables and frames. The query spills to disk if it needs more than
@@ -304,7 +304,7 @@ def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str,
 
     Args:
         parts: The written files of all partitions.
-        spec: How.
+        spec: Specification of the preparation.
 
     Returns:
         What replaces `validation` in the spec; `None` where nothing is to change, or all rows are
@@ -469,8 +469,8 @@ def prepared_columns(
 
     Args:
         stored: Name, element and shape of each.
-        encoding: Of the rows, if they are encoded: lists of different lengths have their largest
-            one.
+        encoding: Encoding of the rows, if they are encoded: lists of different lengths have their
+            largest one.
     """
     lists = {} if encoding is None else encoding.ragged
     columns = {name: PreparedColumn(name, element, tuple(shape)) for name, element, shape in stored}

@@ -135,7 +135,7 @@ def note_finished_partition(
     Args:
         train_url: The directory of training data.
         partition: Its number.
-        part: What `PartitionWriter.finish` returned.
+        part: Result of `PartitionWriter.finish`.
         last: Whether no other partition of the same file follows.
         source: The source of the partition.
     """

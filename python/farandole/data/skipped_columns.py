@@ -79,7 +79,7 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
 
     Args:
         dataset: The opened data set.
-        name: Of the column.
+        name: Name of the column.
     """
     try:
         Reader(dataset, columns=[name], batch_size=1)

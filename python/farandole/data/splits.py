@@ -61,11 +61,11 @@ def resolve_split(
     """Returns the split that three arguments ask for; `None` where rows alone decide.
 
     Args:
-        share: Of the rows, or a column.
+        share: Share of the rows, or a column.
         stratify: Column of classes.
         group: Column of groups.
         time: Column of times.
-        seed: Of the choice.
+        seed: Seed of the choice.
 
     Raises:
         ValueError: More than one of them, or no share.
@@ -93,8 +93,8 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hash
 
     Args:
         batch: The rows.
-        columns: That count.
-        seed: Of the hash.
+        columns: Columns that the hash includes.
+        seed: Seed of the hash.
     """
     import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
 

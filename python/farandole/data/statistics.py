@@ -126,7 +126,7 @@ class Statistics:
         """Builds the statistics from plain values.
 
         Args:
-            values: Of `to_values`.
+            values: Result of `to_values`.
         """
         return cls({name: ColumnStatistics(**earlier) for name, earlier in values.items()})
 
@@ -139,7 +139,7 @@ class Statistics:
         """Builds the statistics from JSON text.
 
         Args:
-            text: Of `to_json`.
+            text: Result of `to_json`.
         """
         return cls.of_values(json.loads(text))
 
@@ -151,7 +151,7 @@ def statistics_of(
 
     Args:
         source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
-        columns: Which columns; default: all.
+        columns: Columns to read; default: all.
         threads: Files read at the same time.
         reading: `format`, `types` and `options`, as for `prepare_data`.
 
@@ -167,7 +167,7 @@ def read_statistics(url: str) -> Statistics | None:
     """Returns the statistics that are kept with prepared data.
 
     Args:
-        url: Of the training data.
+        url: URL of the training data.
     """
     values = small_files.read_json(
         NativeStore(url), _STATISTICS_FILE, small_files.MAX_TABLE_FILE_BYTES
@@ -185,9 +185,9 @@ def load_or_compute_statistics(
     none.
 
     Args:
-        url: Of the training data.
-        source: That was prepared: an opened one, or a Spark DataFrame.
-        columns: Of the source.
+        url: URL of the training data.
+        source: Source of the data: an opened source, or a Spark DataFrame.
+        columns: Columns of the source.
         threads: Files read at the same time.
     """
     stored = read_statistics(url)

@@ -17,7 +17,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     """Whole batches, as dicts of tensors; of ragged tensors for nested columns.
 
     Args:
-        loader: What to read; batches of torch tensors are refused.
+        loader: Loader to read; batches of torch tensors are refused.
 
     Raises:
         ImportError: TensorFlow is not installed.

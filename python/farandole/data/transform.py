@@ -71,7 +71,7 @@ class BatchTransform:
 
         Args:
             function: From a record batch to a record batch, a table or a dict of arrays.
-            workers: How many batches are transformed at a time.
+            workers: Number of batches that are transformed at a time.
             pool: `thread`, `process` or `dummy`.
 
         Raises:
@@ -260,7 +260,7 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
     length)`.
 
     Args:
-        name: Of the column, for messages.
+        name: Name of the column, for messages.
         column: An Arrow array or chunked array.
         who: Made the column, for messages.
 

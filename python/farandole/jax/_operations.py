@@ -230,7 +230,7 @@ def alltoall(
 
     Args:
         tensor: An array of at least one dimension; its rows are dealt out to the members in order.
-        splits: How many rows each member gets; all the same when `None`, which must come out even.
+        splits: Number of rows for each member; all the same when `None`, which must come out even.
             Not under jit, which has to know the result's shape.
         name: As for `allreduce`.
         process_set: As for `allreduce`.

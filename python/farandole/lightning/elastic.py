@@ -160,8 +160,8 @@ class LightningState(TorchState):
         """Takes note of a batch that was trained on, before a commit.
 
         Args:
-            trainer: That trains.
-            batches: How many of the epoch this trainer has done.
+            trainer: The trainer that runs.
+            batches: Number of batches of the epoch that this trainer has done.
         """
         for sampler in self.samplers():
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
@@ -173,8 +173,8 @@ class LightningState(TorchState):
         That epoch is not over before its validation is.
 
         Args:
-            trainer: That trains.
-            batches: How many of the epoch this trainer has done.
+            trainer: The trainer that runs.
+            batches: Number of batches of the epoch that this trainer has done.
         """
         due = batches % (self.every * trainer.accumulate_grad_batches) == 0
         return due and batches < trainer.num_training_batches
@@ -183,7 +183,7 @@ class LightningState(TorchState):
         """Takes note of the end of an epoch.
 
         Args:
-            trainer: That trains.
+            trainer: The trainer that runs.
         """
         for sampler in self.samplers():
             sampler.set_epoch(trainer.current_epoch + 1)

@@ -94,7 +94,7 @@ class _PlainValueBroadcast:
         """Returns one rank's object on every rank.
 
         Args:
-            obj: What to send; ignored on other ranks.
+            obj: Value to send; ignored on other ranks.
             src: The rank that sends.
         """
         return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj

@@ -64,7 +64,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     Args:
         optimizer: MXNet's.
         gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
-        num_groups: How many units the gradients of one call are reduced in; 0 for one each.
+        num_groups: Number of units in which the gradients of one call are reduced; 0 for one each.
         process_set: The ranks that take part; others update by their own.
     """
 
@@ -141,7 +141,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         compression: Compresses the gradients for transport.
         gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
         prefix: Distinguishes trainers, if there are several.
-        num_groups: How many units gradients are reduced in, parted by dtype; 0 for one each.
+        num_groups: Number of units in which gradients are reduced, parted by dtype; 0 for one each.
         process_set: The ranks that take part; others keep their gradients.
     """
 

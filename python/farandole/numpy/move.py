@@ -344,7 +344,7 @@ def alltoall_async(
     Args:
         tensor: An array of at least one dimension, or an array-like; its rows
             are distributed to the members in order. Must not be changed until `synchronize`.
-        splits: How many rows each member gets, all rows together; all the same when `None` or
+        splits: Number of rows for each member, all rows together; all the same when `None` or
             empty, which must come out even.
         name: Names the operation across ranks; unnamed operations match in the order they are
             issued.

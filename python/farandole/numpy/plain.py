@@ -39,7 +39,7 @@ def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the root's value on every rank.
 
     Args:
-        value: What to send; ignored on other ranks. See `pack`.
+        value: Value to send; ignored on other ranks. See `pack`.
         root_rank: The rank that sends.
         name: Names the operation across ranks; unnamed ones match in the order they are issued.
 
@@ -110,7 +110,7 @@ def unpack_plain(
     """Inverts `pack`. Runs no code, whatever the bytes are.
 
     Args:
-        data: What `pack` returned.
+        data: Result of `pack`.
         other: The inverse of `pack`'s `other`.
 
     Raises:

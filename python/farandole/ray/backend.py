@@ -60,7 +60,7 @@ class RayBackend(Backend):
             job, the resources of `min_num_proc` workers.
         start_timeout: Seconds within which all workers must then start; default as in
             `farandole.spark.run`.
-        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stdout: Receiver of their stdout, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
             host of each rank.

@@ -108,7 +108,7 @@ class LocalBackend(Backend):
         env: Variables to set in the workers; `None` as a value removes one.
         start_timeout: Seconds within which all workers must start; default as in
             `farandole.spark.run`.
-        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stdout: Receiver of their stdout, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
             host of each rank.
@@ -117,7 +117,7 @@ class LocalBackend(Backend):
         warm: Whether workers start warm, from a fork server of this process that has imported
             torch; by default they do where this process has imported it, unless
             `FARANDOLE_WARM_WORKERS` says `off`.
-        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and
+        output_folder: Directory that also receives each rank's output, to `rank.<N>/stdout` and
             `rank.<N>/stderr`.
         min_num_proc: Smallest number of processes; default: `num_proc`.
         max_num_proc: Largest number of processes; default: `num_proc`.

@@ -31,7 +31,7 @@ class EventHandler(ABC):
 
     Args:
         registrar: The job's meeting point.
-        output: Where lines go.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) for every record of a worker.
         watcher: Receives the events of the job.
     """

@@ -218,7 +218,7 @@ def run_gang(
         registrar: The job's meeting point; closed when this returns or raises.
         agents: The tasks that run the agents.
         size: Number of tasks.
-        output: Where lines go.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         start_timeout: Seconds all tasks may take to register.
         activity: The reason for the wait until then, as in "Spark tasks to start".

@@ -108,7 +108,7 @@ def results_by_rank(endings: Iterable[TaskOutcome], size: int) -> list[Any]:
     """Returns the results by rank, or the first failure.
 
     Args:
-        endings: How every task ended.
+        endings: Outcome of every task.
         size: Number of ranks.
 
     Returns:

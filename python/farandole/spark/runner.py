@@ -106,7 +106,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             something else gets a warning.
         resource_profile: Resources of each task, for Spark's stage-level scheduling; pyspark 4.0
             and newer.
-        store: Where results of more than 16 MiB travel, and a function with its arguments that is
+        store: Store for results of more than 16 MiB, and for a function with its arguments that is
             as large: a store or its URL, which every executor and this process must reach. Without
             it they travel in Spark's rows, which `spark.driver.maxResultSize` bounds, and its
             closure.
@@ -338,8 +338,8 @@ class _SparkJob:
     """The base of jobs of fixed size and elastic jobs.
 
     Attributes:
-        cluster: Where it runs.
-        output: Where lines go.
+        cluster: Cluster that runs the job.
+        output: Receiver of the output lines.
         packed: The pickled function.
         spill: The directory by which large objects travel.
         env: Variables of the workers.

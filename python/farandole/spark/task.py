@@ -66,7 +66,7 @@ def choose_gpu(
         count: GPUs that this process sees.
         local_rank: Number of this rank on its host.
         local_size: Ranks on its host.
-        addresses: What Spark assigned to the task.
+        addresses: Addresses of the GPUs that Spark assigned to the task.
         visible: `CUDA_VISIBLE_DEVICES`, if it is set.
         by_local_rank: Whether Spark's addresses are not to be used.
 

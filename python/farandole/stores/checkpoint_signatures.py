@@ -94,9 +94,9 @@ def record_checkpoint_write(
 
     Args:
         run: the run's directory.
-        name: of the checkpoint.
+        name: name of the checkpoint.
         data: its content.
-        key: of the run; `None` without a secret.
+        key: key of the run; `None` without a secret.
 
     Raises:
         OSError: The marker cannot be written. Then the caller must not write the checkpoint.
@@ -128,9 +128,9 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
 
     Args:
         run: the run's directory.
-        name: of the checkpoint; the one before is known by the name of the last.
+        name: name of the checkpoint; it also names the previous checkpoint.
         data: its content.
-        key: of the run; `None` without a secret.
+        key: key of the run; `None` without a secret.
 
     Raises:
         ValueError: A newer version of Farandole wrote the marker.

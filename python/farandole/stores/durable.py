@@ -107,7 +107,7 @@ def write_durably(
 
     Args:
         store: directory of the run.
-        name: of the file, directly in it.
+        name: name of the file, directly in it.
         data: the whole content.
         keeps: whether the file that has the name now is kept as `<name>.previous`.
         disk: does the work on local file systems.
@@ -232,7 +232,7 @@ def content_names(name: str) -> tuple[str, str]:
     """Returns the names of the files with the last and the previous content of a checkpoint.
 
     Args:
-        name: of the checkpoint.
+        name: name of the checkpoint.
     """
     return name, name + PREVIOUS_SUFFIX
 
@@ -241,7 +241,7 @@ def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
     """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
 
     Args:
-        directory: that is there.
+        directory: an existing directory.
         disk: does the work.
     """
     for folder, _, names in os.walk(directory, topdown=False):
@@ -339,7 +339,7 @@ def find_damage(data: bytes) -> str | None:
     """Returns the defect of a checkpoint; `None` if it is complete.
 
     Args:
-        data: of the file.
+        data: data of the file.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:

@@ -27,7 +27,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
     Args:
         storage: the store's options; they travel with a pickle of this, as they do with the
             store's.
-        **options: of fsspec.
+        **options: options of fsspec.
 
     Raises:
         ImportError: fsspec is not installed.

@@ -24,8 +24,8 @@ def local_path_warning(url: str, hosts: list[str]) -> str | None:
     """Returns the warning about a store on a local path when processes run on several hosts.
 
     Args:
-        url: of the store.
-        hosts: where processes run.
+        url: URL of the store.
+        hosts: hosts of the processes.
     """
     path = native.Store(url).local_path
     if path is None or len(set(hosts)) < 2 or path.startswith(_SHARED_MOUNT_PREFIXES):  # noqa: PLR2004 - this host and another
@@ -58,7 +58,7 @@ def explain_unreadable_data(url: str) -> Iterator[None]:
     """Names this host and the URL when the data there cannot be read.
 
     Args:
-        url: of prepared data.
+        url: URL of prepared data.
 
     Raises:
         FileNotFoundError: nothing is there for this process.

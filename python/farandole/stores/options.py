@@ -113,7 +113,7 @@ class StorageOptions:
         """Returns the options with which this process opens a URL.
 
         Args:
-            url: of a file or directory.
+            url: URL of a file or directory.
         """
         options: dict[str, Any] = native.configured_options(url)
         name = options.get(CREDENTIALS_OPTION)
@@ -174,7 +174,7 @@ def apply_store_options(url: str) -> None:
     """Puts the options of a store of this process in force, if the URL is in the store.
 
     Args:
-        url: that a caller without options opens.
+        url: URL that a caller without options opens.
     """
     for options in list(_OPTIONS_OF_STORES.values()):
         if options.holds_for(url):

@@ -39,7 +39,8 @@ def driver_keys_variable_value(ticket: str, *, reachable: bool) -> str:
     """Returns the variable's value for workers of a job whose driver has the secret.
 
     Args:
-        ticket: Of the job. Jobs that a worker starts have others, and their drivers do not answer.
+        ticket: Ticket of the job. Jobs that a worker starts have others, and their drivers do not
+            answer.
         reachable: Whether a worker can ask the driver.
     """
     return f"{run_lease.job_fingerprint(ticket)}{'' if reachable else _UNREACHABLE_SUFFIX}"

@@ -194,7 +194,7 @@ def job_fingerprint(ticket: str) -> str | None:
     All workers of the job have the same one, also after its registrar was started again.
 
     Args:
-        ticket: Of the job.
+        ticket: Ticket of the job.
     """
     body = ticket.partition(".")[2]
     try:

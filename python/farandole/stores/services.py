@@ -65,7 +65,7 @@ class HDFSStore(AbstractFilesystemStore):
     (`HADOOP_CONF_DIR`).
 
     Args:
-        prefix_path: where everything lives.
+        prefix_path: prefix of all paths of the store.
         host: name node or name service of paths that name none; default: the Hadoop
             configuration's.
         port: its port.

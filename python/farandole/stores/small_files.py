@@ -36,7 +36,7 @@ def read_json(store: native.Store, name: str, max_bytes: int = MAX_SMALL_FILE_BY
     Args:
         store: the directory.
         name: path of the file below it.
-        max_bytes: of the file.
+        max_bytes: maximum size of the file.
 
     Raises:
         DamagedFileError: the file is no JSON, or is beyond a limit.
@@ -59,7 +59,7 @@ def read_small_file(
     Args:
         store: the directory.
         name: path of the file below it.
-        max_bytes: of the file.
+        max_bytes: maximum size of the file.
 
     Raises:
         DamagedFileError: the file is larger.
@@ -103,7 +103,7 @@ def parse_json(data: bytes | str, source_name: str) -> Any:
 
     Args:
         data: the text.
-        source_name: of the text, for the message.
+        source_name: name of the text, for the message.
 
     Raises:
         DamagedFileError: the text is no JSON, or is beyond a limit.
@@ -124,7 +124,7 @@ def name_damage(source_name: str) -> Iterator[None]:
     """Turns the errors of a reader about unexpected content into `DamagedFileError`.
 
     Args:
-        source_name: of the content, for the message.
+        source_name: name of the content, for the message.
 
     Raises:
         DamagedFileError: the content is not the expected one.

@@ -414,7 +414,7 @@ class AbstractFilesystemStore(Store):
 
         Args:
             run_id: name of the run.
-            suffix: how the files' names end.
+            suffix: end of the files' names.
         """
         run = self.get_run_path(run_id)
         return [f"{run}/{name}" for name, _ in self._open(run).list() if name.endswith(suffix)]

@@ -142,7 +142,7 @@ def _run_with_gradient(
             returns the gradients of `tensors`.
         rows_differ: Whether results have other numbers of rows.
         more: Further inputs, which have no gradient.
-        more_dtypes: Of further results, which have none either.
+        more_dtypes: Data types of further results, which have no gradient either.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
 

@@ -100,7 +100,7 @@ class LocalGradientAggregationHelper:
         """Adds gradients to the sums.
 
         Args:
-            grads: Of this pass; `None` stays `None`.
+            grads: Gradients of this pass; `None` stays `None`.
             vars: Their variables, the same on every call.
 
         Returns:

@@ -107,7 +107,7 @@ def alltoall_async(
     Args:
         tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on
             all ranks. Must not be changed until `synchronize`.
-        splits: How many rows go to each member, in the order of ranks; a tensor of them lives on
+        splits: Number of rows for each member, in the order of ranks; a tensor of them lives on
             the CPU. Must add up to all rows (Horovod drops rows that no member gets). Equal parts
             if not given, or empty.
         name: Names the operation across ranks; unnamed operations match in the order they are

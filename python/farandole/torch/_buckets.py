@@ -85,7 +85,7 @@ class GradientBucket:
 
     Args:
         slots: The parameters, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     views = False
@@ -287,7 +287,7 @@ class ViewBucket(GradientBucket):
 
     Args:
         slots: The parameters, of one dtype on one device, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     views = True

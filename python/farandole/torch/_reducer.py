@@ -29,7 +29,7 @@ class GradientReducer:
     Args:
         names: Every parameter and its name.
         groups: The parameters that need gradients, in units.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
         passes: Backward passes per reduction.
         as_view: Whether gradients are views of the buckets' memory.
     """

@@ -89,7 +89,7 @@ class RestartableBucket(GradientBucket):
 
     Args:
         slots: The parameters, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     def __init__(self, slots: list[GradientSlot], options: ReductionOptions) -> None:
@@ -150,7 +150,7 @@ class FaultTolerantReducer(GradientReducer):
     Args:
         names: Every parameter and its name.
         groups: The parameters that need gradients, in units.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
         passes: Backward passes per reduction.
     """
 

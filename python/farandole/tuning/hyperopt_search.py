@@ -42,7 +42,7 @@ def fmin(
         space: The space, of `hyperopt.hp`.
         algo: Draws points; default: `hyperopt.tpe.suggest`.
         max_evals: Final number of trials, including finished ones of `trials`.
-        backend: Where trials run; default: `LocalBackend()`.
+        backend: Backend that runs the trials; default: `LocalBackend()`.
         metric: The key of the loss in what rank 0 returns; default: `loss`.
         slots: Processes that may run at once; default: one trial at a time.
         trials: `hyperopt.Trials()` to continue; new trials are added.

@@ -152,7 +152,7 @@ def proxied(port: int, path: str) -> str:
     """Returns the URL of a path of a server on loopback, as a notebook's browser opens it.
 
     Args:
-        port: Of the server.
+        port: Port of the server.
         path: It begins with `/`.
     """
     prefix = _proxy_prefix(port)

@@ -70,7 +70,7 @@ def open_delta_table(
 
     Args:
         path: A path or URL.
-        version: Of the table; default: the newest.
+        version: Version of the table; default: the newest.
         timestamp: Chooses the newest version that is not younger.
 
     Raises:
@@ -121,7 +121,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     """Returns a table at the version that it has been loaded at.
 
     Args:
-        table: Of deltalake.
+        table: Table of deltalake.
 
     Raises:
         ValueError: The table has a feature that is not read; the message names both.

@@ -41,8 +41,8 @@ class DeleteFiles:
     """The delete files of a snapshot.
 
     Args:
-        table: of pyiceberg.
-        name: of the table, for messages.
+        table: table of pyiceberg.
+        name: name of the table, for messages.
     """
 
     def __init__(self, table: Any, name: str) -> None:
@@ -56,7 +56,7 @@ class DeleteFiles:
         """Reads a delete file.
 
         Args:
-            entry: Of a manifest.
+            entry: Entry of a manifest.
 
         Raises:
             ValueError: A file of a format that is not read.
@@ -119,7 +119,7 @@ class DeleteFiles:
         none.
 
         Args:
-            entry: Of the data file, in a manifest.
+            entry: Entry of the data file, in a manifest.
 
         Raises:
             ValueError: A data file or delete file that cannot be read.

@@ -18,7 +18,7 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
     """Yields the columns of a schema of a table.
 
     Args:
-        table: Of pyiceberg.
+        table: Table of pyiceberg.
         schema: One of its schemas.
     """
     from pyiceberg.io.pyarrow import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
@@ -37,7 +37,7 @@ def partition_scalars(
     """Returns the values of the columns whose values partition a file as they are.
 
     Args:
-        table: Of pyiceberg.
+        table: Table of pyiceberg.
         file: A data file.
         kinds: Types by the number of the column.
     """
@@ -71,8 +71,8 @@ def check_parquet(file: Any, name: str) -> None:
     """Refuses a data file or delete file of another format.
 
     Args:
-        file: Of a manifest.
-        name: Of the table, for messages.
+        file: File of a manifest.
+        name: Name of the table, for messages.
 
     Raises:
         ValueError: Another format than Parquet.

@@ -29,7 +29,7 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
     """Returns a fragment that reads INT96 in a unit; other fragments as they are.
 
     Args:
-        fragment: Of a pyarrow dataset.
+        fragment: Fragment of a pyarrow dataset.
         unit: `us` or `ms`.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
@@ -57,7 +57,7 @@ def read_as_microseconds(dataset: Any) -> Any:
     without INT96 as it is.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
@@ -92,7 +92,7 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
     For rows whose numbers in their file are unknown, because a filter or a query chooses them.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
         columns: Columns that are checked; `None` for all.
 
     Raises:
@@ -123,8 +123,8 @@ def check_int96_range(
 
     Args:
         batches: The rows, with INT96 in microseconds.
-        fragment: Of pyarrow: the file, or some of its row groups.
-        name: Of the file, for messages.
+        fragment: Fragment of pyarrow: the file, or some of its row groups.
+        name: Name of the file, for messages.
         rows: Rows of a batch, at most.
 
     Raises:

@@ -38,8 +38,8 @@ def check_old_times(
 
     Args:
         batches: The rows.
-        fragment: Of pyarrow: the file, or some of its row groups.
-        name: Of the file, for messages.
+        fragment: Fragment of pyarrow: the file, or some of its row groups.
+        name: Name of the file, for messages.
 
     Raises:
         ValueError: A value of unclear meaning; the message names the column, the
@@ -64,7 +64,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
     For rows that a query engine reads, which are not checked one by one.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
         columns: Columns that are checked; `None` for all.
 
     Raises:

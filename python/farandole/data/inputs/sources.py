@@ -80,9 +80,9 @@ def open_source(
 
     Args:
         source: See `farandole.data.prepare_data`.
-        format: Of files.
+        format: Format of files.
         types: Types by column, for formats that have none.
-        options: Of CSV and JSON.
+        options: Options of CSV and JSON.
 
     Returns:
         Its columns and units; nothing but the beginnings or the footers of files has been read.

@@ -66,9 +66,9 @@ def query_source(
         source: As for `open_source`, the table `source`; or several by the names that the query has
             for them.
         sql: A select.
-        format: Of files.
+        format: Format of files.
         types: Types by column, for formats that have none.
-        options: Of CSV and JSON.
+        options: Options of CSV and JSON.
 
     Returns:
         The query's columns, and one stream of its rows.

@@ -116,10 +116,10 @@ class TableSnapshot:
     """A table at one version.
 
     Attributes:
-        name: what it is and where, for messages: `the Delta table /data/t`.
+        name: description of the table for messages: `the Delta table /data/t`.
         location: path or URL of its directory.
         version: text that identifies the version.
-        columns: of the table.
+        columns: columns of the table.
         files: its data files, in the order of the rows.
         fingerprint: identity of its rows.
         is_widened: whether files may have columns in narrower types.
@@ -189,7 +189,7 @@ def full_file_path(location: str, path: str) -> str:
     """Returns the path or URL of a file of a table.
 
     Args:
-        location: Of the table; empty for a path that does not depend on it.
+        location: Location of the table; empty for a path that does not depend on it.
         path: As the table has it: absolute, or relative to the location.
     """
     if path.startswith("file:"):
@@ -204,7 +204,7 @@ class FileColumns:
 
     Args:
         snapshot: the table.
-        file: of the table.
+        file: file of the table.
         stored: schema of the file.
         names: the wanted columns.
 

@@ -61,15 +61,15 @@ def frame_loader(
             `farandole.data.prepare_data`. Spark ML vectors, dense or sparse, become float64 of
             shape `(rows, length)`.
         batch_size: Rows of one batch of each rank.
-        columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names
-            the others.
+        columns: Columns to read; default: all that a batch can hold. Rank 0 logs a warning that
+            names the others.
         cache: The directory for the rows, which all processes that read or write them must see;
             default: the one for temporary files. A path or a `file://` URL.
-        ragged: What becomes of columns of lists of different lengths, as for `prepare_data`:
+        ragged: Treatment of columns of lists of different lengths, as for `prepare_data`:
             `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes
             nested tensors.
         types: Types of columns, as for `prepare_data`; not for a Spark DataFrame.
-        options: Of `ParquetLoader`.
+        options: Options of `ParquetLoader`.
 
     Raises:
         ValueError: A column that the frame does not have or has twice, or of a type that Parquet

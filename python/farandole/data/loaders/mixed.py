@@ -43,7 +43,7 @@ class MixedLoader(BaseDataLoader):
             loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same
                 columns. Without `ratios`, all or none have `tail="pad"`, and all or none are
                 `LengthLoader`.
-            ratios: How many batches come from each loader, in proportion: `{"web": 3, "books": 1}`.
+            ratios: Share of the batches of each loader, in proportion: `{"web": 3, "books": 1}`.
             steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of
                 the longest one without `ratios`.
 

@@ -386,7 +386,7 @@ def balance_batch_sizes(widths: Array, count: int) -> list[int]:
 
     Args:
         widths: Padded length of each row, the largest first.
-        count: Of batches.
+        count: Number of batches.
 
     Returns:
         Rows of each batch; some have none if there are fewer rows than batches.

@@ -60,12 +60,12 @@ class StreamLoader(BaseDataLoader):
                 set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
                 can be resumed only where a pass over them begins.
             batch_size: Rows of one batch of this rank.
-            columns: Which columns; default: all.
+            columns: Columns to read; default: all.
             steps_per_epoch: Batches of one iteration. The next one continues after them. Without
                 it, an iteration lasts until the stream ends.
             shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0:
                 in the order of the stream.
-            seed: Of the shuffle; the same on every rank.
+            seed: Seed of the shuffle; the same on every rank.
             rank: This rank; default: the rank in the running job, or 0; for a shard, 0.
             size: Number of ranks that share the stream; default: the size of the running job, or 1;
                 for a shard, 1.

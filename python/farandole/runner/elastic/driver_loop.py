@@ -83,7 +83,7 @@ def run_elastic_job(
     Args:
         registrar: The job's meeting point; closed when this returns or raises.
         agent_pool: The agent pool, which starts workers.
-        output: Where lines go.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         departures: Reports workers whose hosts are about to leave, if the cluster announces that.
         watcher: Receives the events of the job.

@@ -42,7 +42,7 @@ class DataModule(ABC):
         steps_per_epoch_train: batches of an epoch.
         steps_per_epoch_val: batches of a validation.
         verbose: whether to say anything.
-        **kwargs: of later versions.
+        **kwargs: arguments of later versions.
     """
 
     short_name: str | None = None

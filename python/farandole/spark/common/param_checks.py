@@ -118,7 +118,7 @@ def parse_age(name: str, value: Any) -> float:
     """Returns an age, such as "30d", as seconds.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         value: a number with a unit, a `timedelta`, or seconds.
     """
     if isinstance(value, timedelta):
@@ -142,7 +142,7 @@ def parse_size(name: str, value: Any) -> int:
     """Returns a size, such as "20GiB", as bytes.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         value: a number with a unit, or bytes.
     """
     if isinstance(value, str):

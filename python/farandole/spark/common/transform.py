@@ -26,7 +26,7 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a `transformation_fn` that takes and returns whole batches.
 
     Args:
-        function: of a dict of arrays, rows first.
+        function: function of a dict of arrays, rows first.
     """
     setattr(function, "batched", True)  # noqa: B010 - functions have no such attribute for a type checker
     return function
@@ -90,7 +90,7 @@ class UserTransformation:
         """Returns the same for predictions, whose rows have no labels.
 
         Args:
-            names: of the features.
+            names: names of the features.
             labels: columns that training has besides.
         """
         others = [*labels, *(one[0] for one in self.edits), *self.removed]
@@ -102,7 +102,7 @@ class UserTransformation:
 
         Args:
             arrays: features by name, rows first; at least one row.
-            names: of the features that the model takes.
+            names: names of the features that the model takes.
 
         Raises:
             ValueError: as for a call; or the function needs a column that exists only in training,

@@ -45,7 +45,7 @@ class SparkAgents(GangAgents):
     properties.
 
     Attributes:
-        tag: Of the job.
+        tag: Tag of the job.
 
     Args:
         cluster: Spark.

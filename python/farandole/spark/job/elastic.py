@@ -32,7 +32,7 @@ class SparkAgentPool(ThreadedAgentPool):
     """Workers in Spark's tasks: one Spark job for each.
 
     Attributes:
-        tag: Of these jobs.
+        tag: Tag of these jobs.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class ExecutorLossReasons:
         rank is known, the removal of an executor still becomes an event.
 
         Args:
-            error: Of the job.
+            error: Error of the job.
         """
         if self._plugin is None or error.exception_type is not None:
             return

@@ -51,7 +51,7 @@ class TaskRendezvous:
     """The data with which tasks find each other, sent in Spark's closure.
 
     Attributes:
-        addresses: Where the driver listens.
+        addresses: Addresses on which the driver listens.
         size: Number of tasks.
         spill: The job's directory in a store, if it was given one.
     """

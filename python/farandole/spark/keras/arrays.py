@@ -86,7 +86,7 @@ def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] |
     takes a dict.
 
     Args:
-        model: of Keras.
+        model: a Keras model.
         groups: the columns of each input; if each is one column with the name of an input, they are
             assigned by name.
     """
@@ -102,7 +102,7 @@ def refuse_nested_columns(ragged: Mapping[str, Any]) -> None:
     """Refuses nested columns, since Keras has no nested tensors.
 
     Args:
-        ragged: what becomes of lists of different lengths, by column.
+        ragged: treatment of lists of different lengths, by column.
 
     Raises:
         ValueError: naming the column.
@@ -143,8 +143,8 @@ def reader_casts(
     """Returns the columns to read, with the types that the reader can cast them to.
 
     Args:
-        shape: of the model.
-        labels: of the run.
+        shape: shape of the model.
+        labels: labels of the run.
         weight: column of rows' weights.
     """
     casts: dict[str, str | None] = {}
@@ -161,7 +161,7 @@ def model_inputs(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
     """Returns the model's argument.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         columns: arrays by name, rows first.
         rows: in each.
     """
@@ -172,7 +172,7 @@ def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
     """Returns the array of each input.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         columns: arrays by name, rows first.
         rows: in each.
     """
@@ -195,7 +195,7 @@ def model_argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
 
     Args:
         arrays: in order.
-        keys: of the dict, where the model takes one.
+        keys: keys of the dict, if the model takes a dict.
     """
     if keys is not None:
         return dict(zip(keys, arrays, strict=True))
@@ -208,8 +208,8 @@ def model_labels(
     """Returns the labels with which the model's outputs are compared.
 
     Args:
-        shape: of the model.
-        labels: of the run.
+        shape: shape of the model.
+        labels: labels of the run.
         columns: arrays by name, rows first.
         rows: in each.
     """
@@ -224,9 +224,9 @@ def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) 
     """Inputs and labels of nothing but zeros, to try a model with.
 
     Args:
-        shape: of the model.
-        labels: of the run.
-        rows: how many.
+        shape: shape of the model.
+        labels: labels of the run.
+        rows: number of rows.
     """
     x = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in shape.inputs]
     y = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in labels]
@@ -274,7 +274,7 @@ def create_label(
     """Returns the array of one label column.
 
     Args:
-        column: of the label.
+        column: column of the label.
         output: shape of one row of the model's output.
         stated: shape as the user set it.
     """
@@ -303,8 +303,8 @@ def describe_mapping(
     """Describes for the user how columns become inputs of the model and its outputs become columns.
 
     Args:
-        shape: of the model.
-        labels: of the run.
+        shape: shape of the model.
+        labels: labels of the run.
         outputs: shape of one row of each output.
     """
     goes = ", ".join(

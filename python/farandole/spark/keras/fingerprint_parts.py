@@ -71,11 +71,11 @@ def add_totals(
     are the same, whatever the number of processes. A schedule has no such rate.
 
     Args:
-        fingerprint: of a fit.
+        fingerprint: fingerprint of a fit.
         model: the user's.
         optimizer: the estimator's; `None` takes the compiled model's.
-        processes: of the fit.
-        rows: of a step of the optimizer, on one process.
+        processes: number of processes of the fit.
+        rows: number of rows of a step of the optimizer, on one process.
     """
     used, config = _used_optimizer(model, optimizer)
     rate, step = config.get("learning_rate"), value_digest(rows * processes)

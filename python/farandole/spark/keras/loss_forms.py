@@ -66,7 +66,7 @@ def check_loss_form(
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
         names: columns that are read.
@@ -159,7 +159,7 @@ def _added_reductions(
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         names: columns that are read.
         unknown: reduction of a loss that is neither a mean nor a sum over rows; `None` refuses it.
 

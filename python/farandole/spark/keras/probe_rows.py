@@ -51,7 +51,7 @@ def read_probe_batches(
 
     Args:
         job: the run.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         names: columns that are read.
     """
     data, rows = job.data, sum(_PART_ROWS)
@@ -98,7 +98,7 @@ class PartValues:
         """Returns the values of all batches.
 
         Args:
-            values: of each batch.
+            values: values of each batch.
             policy: Keras's dtype policy.
         """
         is_half = "float16" in policy
@@ -109,7 +109,7 @@ class PartValues:
         """Returns the mean over rows, or the sum, of a value of the parts.
 
         Args:
-            index: of the value.
+            index: index of the value.
             word: `"mean"` or `"sum"`.
         """
         values = [part[index] for part in self.parts]
@@ -132,7 +132,7 @@ def are_close(first: npt.ArrayLike, second: npt.ArrayLike, tolerance: float) -> 
 
     Args:
         first: a number or an array.
-        second: of the same shape.
+        second: a number or an array of the same shape.
         tolerance: largest relative difference.
     """
     first, second = np.ravel(first).astype(np.float64), np.ravel(second).astype(np.float64)

@@ -48,7 +48,7 @@ def check_train_step(
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
         names: columns that are read.

@@ -31,8 +31,8 @@ class ReadBatch:
 
     Attributes:
         valid: rows that count; 0 for a batch of padding.
-        counts: what the losses of its step are divided by, if labels are counted; of all ranks.
-        own: what the losses of this batch are divided by, if labels are counted.
+        counts: divisors of the losses of its step on all ranks, if labels are counted.
+        own: divisors of the losses of this batch, if labels are counted.
     """
 
     valid: int
@@ -48,11 +48,11 @@ class LightningLoader:
     one.
 
     Args:
-        source: of the rows.
+        source: source of the rows.
         job: says what columns become.
-        steps: of one epoch; `None` takes one pass.
+        steps: number of steps of one epoch; `None` takes one pass.
         epoch: the first.
-        position: where the first continues.
+        position: position at which the first epoch continues.
         size: ranks.
         passes: batches that make one step of the optimizer.
         counter: counts the labels of training batches, for a module whose losses are known.

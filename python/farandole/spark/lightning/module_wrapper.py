@@ -70,8 +70,8 @@ class _PlainModuleSteps:
         """Takes the loaders, which know the rows and counts of their batches.
 
         Args:
-            train: of training batches.
-            val: of validation batches.
+            train: loader of training batches.
+            val: loader of validation batches.
         """
         self._loaders = {"train": train, "val": val}
         self._step_loss: torch.Tensor | None = None

@@ -48,8 +48,8 @@ class LightningRunRecorder:
     Args:
         job: the run.
         scratch: local directory.
-        history: of epochs before.
-        rank: of this process.
+        history: history of earlier epochs.
+        rank: rank of this process.
         size: processes.
         halt: check whether the user has stopped the fit.
         begun: rows of the epoch in progress that were counted in other worlds, and the sum of their
@@ -92,8 +92,9 @@ class LightningRunRecorder:
         """Takes the loaders, which know the rows of their batches.
 
         Args:
-            train: of training batches; `None` if a data module reads them.
-            val: of validation batches; `None` if there are none, or a data module reads them.
+            train: loader of training batches; `None` if a data module reads them.
+            val: loader of validation batches; `None` if there are none, or a data module reads
+                them.
         """
         self._loaders = {"train": train, "val": val}
         reduction = self.job.base.loss_reduction or "mean"

@@ -37,8 +37,8 @@ def check_training_step(
     Args:
         job: the run.
         module: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
         names: columns that are read.
 
     Raises:

@@ -27,9 +27,9 @@ def main(
     """Runs the work of the driver.
 
     Args:
-        output_filename: Where trainers will look.
+        output_filename: File in which trainers look for the service.
         dispatchers: Number of dispatchers, which must divide the number of workers.
-        dispatcher_side: Where they are, `"compute"` or `"training"`.
+        dispatcher_side: Side of the dispatchers, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see

@@ -32,10 +32,10 @@ class TrainingState:
     Attributes:
         model: the module, on its device.
         optimizer: the distributed optimizer; its learning rates are multiplied by `size`.
-        rank: of this process.
+        rank: rank of this process.
         size: processes.
         epoch: the running epoch, from 0.
-        epochs: how many there will be.
+        epochs: number of epochs of the training.
         step: batches of the epoch so far.
         loss: mean loss of this process in the epoch so far, at the end of batches.
         history: entries of complete epochs; at the end of an epoch the last is its own.

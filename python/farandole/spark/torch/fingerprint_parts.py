@@ -58,10 +58,10 @@ def add_totals(
     are the same, whatever the number of processes.
 
     Args:
-        fingerprint: of a fit.
+        fingerprint: fingerprint of a fit.
         optimized: the user's.
-        processes: of the fit.
-        rows: of a step of the optimizer, on one process.
+        processes: number of processes of the fit.
+        rows: number of rows of a step of the optimizer, on one process.
     """
     groups = [
         {

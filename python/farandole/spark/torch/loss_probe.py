@@ -67,7 +67,7 @@ def needs_probe(loss: Any, reduction: str | None) -> bool:
     """Returns whether only a trial shows what a loss returns.
 
     Args:
-        loss: of one label.
+        loss: loss of one label.
         reduction: the user's word for it.
     """
     return reduction is None and loss_sums.known_reduction(loss) is None
@@ -81,7 +81,7 @@ def read_probe_rows(
     Args:
         job: the run.
         model: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         names: columns that are read.
     """
     data, rows = job.data, sum(PROBE_PART_ROWS)
@@ -176,8 +176,8 @@ def check_loss_forms(
         job: the run.
         losses: one per label.
         model: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
         names: columns that are read.
 
     Raises:

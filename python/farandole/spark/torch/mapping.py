@@ -44,8 +44,8 @@ def transformed_columns(
     Args:
         prepared: the data.
         names: columns that are read.
-        transformation: of the user; or `None`.
-        missing: what becomes of nulls, NaN and infinities.
+        transformation: the user's transformation, or `None`.
+        missing: treatment of nulls, NaN and infinities.
 
     Raises:
         ValueError: the transformation leaves out a column that is needed.
@@ -95,7 +95,7 @@ def check_embeddings(model: torch.nn.Module, processes: int) -> None:
 
     Args:
         model: the user's.
-        processes: of the job.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: an embedding has a `max_norm`.
@@ -129,7 +129,7 @@ def check_batch_norms(
         job: the run.
         model: the user's.
         rows: some rows.
-        processes: of the job.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: a layer is torch's `SyncBatchNorm`, or would get one value per channel.
@@ -214,7 +214,7 @@ def map_labels(
     classes.
 
     Args:
-        names: of the columns.
+        names: names of the columns.
         columns: by name.
         losses: one per label.
         shapes: as the user set them.
@@ -271,7 +271,7 @@ def column_ranges(url: str) -> dict[str, tuple[float, float]]:
     """Returns the smallest and the largest value of each column that a preparation took note of.
 
     Args:
-        url: of the data set.
+        url: URL of the data set.
     """
     manifest = native.read_manifest(url)
     columns = [] if manifest is None else json.loads(manifest)["columns"]
@@ -386,7 +386,7 @@ def model_outputs(
         labels: one per output.
         model: the model.
         rows: columns by name.
-        count: how many of the first rows.
+        count: number of rows to use, from the first row on.
 
     Raises:
         ValueError: it does not take them, or returns something else than a row of outputs for each.

@@ -109,8 +109,8 @@ class DataServiceRegistryServer:
     process.
 
     Args:
-        dispatchers: How many there will be.
-        workers_per_dispatcher: How many workers each will have.
+        dispatchers: Number of dispatchers.
+        workers_per_dispatcher: Number of workers of each dispatcher.
         key: Proves membership; a new one by default.
     """
 

@@ -83,7 +83,7 @@ class TfDataServiceConfig:
         workers_per_dispatcher: Number of workers of each dispatcher.
         dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when
             trainers' do.
-        addresses: Where the service may be asked, as host and port.
+        addresses: Addresses of the service, as host and port.
         key: Proves membership: keep it secret.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
@@ -171,7 +171,7 @@ class TfDataServiceConfig:
         Args:
             filename: The file.
             wait_for_file_creation: Whether to wait for it.
-            timeout: How many seconds at most.
+            timeout: Longest wait in seconds.
 
         Raises:
             FileNotFoundError: When it is not there, or does not come.
@@ -196,7 +196,7 @@ def serving(
     Args:
         processes: Number of workers.
         dispatchers: Number of dispatchers.
-        dispatcher_side: Where they are.
+        dispatcher_side: Side of the dispatchers.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
             the module.
@@ -246,8 +246,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     the dispatchers.
 
     Args:
-        compute_config: Of the service.
-        rank: Of this trainer.
+        compute_config: Configuration of the service.
+        rank: Rank of this trainer.
 
     Yields:
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
@@ -349,7 +349,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """Works for the service until it is shut down; every compute process runs this.
 
     Args:
-        compute_config: Of the service; the number of ranks is the number of workers.
+        compute_config: Configuration of the service; the number of ranks is the number of workers.
 
     Raises:
         ConnectionError: When the service is gone.

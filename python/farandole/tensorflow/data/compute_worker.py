@@ -36,8 +36,8 @@ def main(
 
     Args:
         dispatchers: Number of dispatchers, which must divide the number of ranks.
-        dispatcher_side: Where they are, `"compute"` or `"training"`.
-        configfile: Where trainers will look.
+        dispatcher_side: Side of the dispatchers, `"compute"` or `"training"`.
+        configfile: File in which trainers look for the service.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
             `compute_service`.

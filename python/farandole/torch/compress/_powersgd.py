@@ -28,7 +28,7 @@ class PowerSGD(Compressor):
         rank: Columns of the factors.
         error_feedback: Whether the error of the product is added to the next gradient.
         warm_start: Whether a step begins with the last step's Q instead of a random one.
-        min_compression: How many times smaller the factors of a matrix must be together.
+        min_compression: Smallest ratio of the size of a matrix to the size of its factors.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ def delete_old_data(
     if it cannot.
 
     Args:
-        store: of the fit, whose own data is in use.
+        store: store of the fit, whose own data is in use.
         older_than: age in seconds; `None` deletes nothing by age.
         max_size: bytes of prepared data that may stay; `None` deletes nothing by size.
         tell: receives the deleted directories.

@@ -140,7 +140,7 @@ def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
     """Returns whether Farandole prepared the rows.
 
     Args:
-        paths: of the rows.
+        paths: paths of the rows.
     """
     return (
         isinstance(paths, str)
@@ -153,6 +153,6 @@ def file_format(paths: str | list[str] | TableSnapshot) -> str | None:
     """Returns the format of files that are not prepared data; `None` if the place states it.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
     """
     return None if isinstance(paths, TableSnapshot) else "parquet"

@@ -165,15 +165,15 @@ def prepare_data(
 
     Args:
         num_processes: training processes.
-        store: where to.
+        store: store that receives the data.
         df: the rows, whose columns and types have been checked.
         roles: the columns.
-        seed: of the split.
+        seed: seed of the split.
         partitions_per_process: most partitions per training process.
-        fill: what replaces nulls and NaN, see `farandole.data.prepare_data`.
+        fill: replacement of nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
-        split: how validation rows are chosen, if not by rows alone.
-        ragged: how lists of different lengths are padded, by column.
+        split: rule that chooses validation rows, if not each row alone decides.
+        ragged: padding of lists of different lengths, by column.
         allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
@@ -543,7 +543,7 @@ def write_partition(
         batches: the partition.
         form: transformation of its batches.
         url: the store's prefix.
-        spec: what to write, see `farandole._native.prepare`.
+        spec: specification of the data, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
         progress: record of the finished partitions.
 

@@ -89,13 +89,13 @@ class BatchSource:
     """One rank's batches of a data set.
 
     Args:
-        url: of the data set.
-        columns: which columns, and the types that the reader is to make of them; `None` leaves the
-            type.
+        url: URL of the data set.
+        columns: columns to read, and the type to which the reader converts each of them; `None`
+            leaves the type.
         batch_size: rows of one batch of this process.
         rank: this process.
         size: processes.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: whether each pass has another order.
         threads: reading threads.
         in_memory: whether the rows of this process stay in memory after the first pass; their order
@@ -103,7 +103,7 @@ class BatchSource:
             share, and keep their order.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
-        missing: what becomes of nulls, NaN and infinities.
+        missing: treatment of nulls, NaN and infinities.
         moves: whether an epoch may continue with another number of processes.
         ragged: columns of lists of different lengths.
         fixed: whether these are padded to their largest length in every batch.
@@ -249,8 +249,8 @@ class BatchSource:
         """Returns the position of all processes after some steps of an epoch.
 
         Args:
-            number: of the epoch.
-            steps: that are done.
+            number: number of the epoch.
+            steps: number of steps that are done.
         """
         begun, done = self._start_position, steps - self._start_position.steps
         rows = self._row_count_until_step(steps)
@@ -275,7 +275,7 @@ class BatchSource:
         """Yields the batches of an epoch, or of the rest of an epoch.
 
         Args:
-            number: of the epoch, which gives its order.
+            number: number of the epoch, which gives its order.
             steps: number of batches, including those before the place where it continues.
         """
         current, step, row = (
@@ -375,9 +375,9 @@ def sample_rows(
     """Returns rows of a data set, as a training process would get them.
 
     Args:
-        url: of the data set.
-        columns: which.
-        rows: how many; a smaller data set repeats itself.
+        url: URL of the data set.
+        columns: columns to read.
+        rows: number of rows; a smaller data set repeats itself.
         transformation: as in `BatchSource`.
         missing: as in `BatchSource`.
         ragged: as in `BatchSource`.
@@ -404,8 +404,8 @@ def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:
     texts, a copy.
 
     Args:
-        batch: of the native reader.
-        name: of the column.
+        batch: batch of the native reader.
+        name: name of the column.
     """
     column = batch.column(name)
     if column.dtype in VARIABLE_WIDTH_DTYPES:

@@ -56,8 +56,8 @@ def with_stored_statistics(
 
     Args:
         prepared: the data, or its encoded copy.
-        paths: of the data.
-        roles: of the columns.
+        paths: paths of the data.
+        roles: roles of the columns.
         wanted: whether to compute them, in one more pass over the rows.
 
     Raises:

@@ -33,7 +33,7 @@ class MetricsChart:
 
     Args:
         history: one entry per epoch.
-        names: which numbers; default: all.
+        names: names of the numbers to show; default: all.
         steps: losses within epochs, each with its place in epochs from the start of the run.
     """
 
@@ -78,7 +78,7 @@ class MetricsChart:
         """Writes the picture.
 
         Args:
-            path: of a local file, such as `history.svg`.
+            path: path of a local file, such as `history.svg`.
         """
         Path(path).write_text(self.svg, encoding="utf-8")
 

@@ -96,7 +96,7 @@ class StepMeter:
         """Shows a part of a step in the timeline.
 
         Args:
-            name: Such as `forward`.
+            name: Name of the part of a step, such as `forward`.
         """
         return phase(name) if self.traced else _NULL_CONTEXT
 

@@ -102,7 +102,7 @@ class RemainingTime:
         """Takes note of a report about a step.
 
         Args:
-            report: of the kind `step`.
+            report: report of the kind `step`.
         """
         self._note_completed_share(
             (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
@@ -112,7 +112,7 @@ class RemainingTime:
         """Takes note of a report about an epoch.
 
         Args:
-            report: of the kind `epoch`.
+            report: report of the kind `epoch`.
         """
         self._note_completed_share((report["entry"]["epoch"] + 1) / report["epochs"])
 
@@ -140,7 +140,7 @@ class ProgressLines(ProgressDisplay):
     """A line per epoch, and one every ten seconds within long epochs.
 
     Args:
-        stream: where to; standard error when omitted.
+        stream: output stream; default: standard error.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -279,7 +279,7 @@ def format_scores(entry: dict[str, Any]) -> str:
     """Loss and metrics of an epoch, in one line.
 
     Args:
-        entry: of the history.
+        entry: entry of the history.
     """
     return "  ".join(
         f"{name} {value:.4f}"

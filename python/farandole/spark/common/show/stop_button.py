@@ -69,7 +69,7 @@ class StopEndpoint:
     """A server on loopback that stops one fit.
 
     Attributes:
-        port: Where it listens.
+        port: Port on which the server listens.
         path: Its path, which contains a token.
 
     Args:
@@ -180,7 +180,7 @@ def button_html(link: str, *, in_order: bool) -> str:
     """Returns the button in HTML, without any library.
 
     Args:
-        link: Of the server.
+        link: Address of the server.
         in_order: Whether the fit can end in order.
     """
     values_by_placeholder = {

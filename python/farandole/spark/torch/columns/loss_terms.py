@@ -36,7 +36,7 @@ class LossTerm:
     Attributes:
         value: a number with gradients, multiplied by the label's loss weight.
         scale: factor of `value` that makes it the sum over the rows of the batch.
-        count: what divides the sum in a mean over the rows of the batch.
+        count: divisor of the sum in a mean over the rows of the batch.
         divides: whether the step's loss divides the sum by the count of all processes.
     """
 
@@ -118,7 +118,7 @@ class LabelLoss:
 
         Args:
             label: labels of the rows that count, in the shape of their column.
-            rows: how many.
+            rows: number of rows.
 
         Raises:
             ValueError: the loss's own method returns more than one number.
@@ -143,7 +143,7 @@ class LabelLoss:
         """Returns the loss of a batch.
 
         Args:
-            output: of the model, one row per row that counts.
+            output: output of the model, one row per row that counts.
             label: in the shape that the loss expects.
             weights: one per row, or `None`.
             count: the result of `count` for this batch.
@@ -205,7 +205,7 @@ def check_weighable(loss: Any) -> None:
     """Refuses a loss that cannot be had row by row.
 
     Args:
-        loss: of one label, in a fit with sample weights.
+        loss: loss of one label, in a fit with sample weights.
 
     Raises:
         ValueError: it has no reduction.

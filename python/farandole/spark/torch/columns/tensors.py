@@ -107,8 +107,8 @@ def input_tensor(
     Args:
         columns: tensors by name, rows first.
         torch_input: the input.
-        rows: how many of the first rows.
-        device: where the tensor is wanted.
+        rows: number of rows to use, from the first row on.
+        device: device of the result.
     """
     dtype = getattr(torch, torch_input.dtype)
     if torch_input.nested:
@@ -144,7 +144,7 @@ def check_finite_inputs(
     Args:
         columns: tensors by name, rows first.
         torch_input: the input that they become.
-        rows: how many of the first rows.
+        rows: number of rows to use, from the first row on.
 
     Raises:
         ValueError: NaN, infinities, or numbers too large for the input's type, by column.
@@ -185,10 +185,10 @@ def label_tensor(
     """Returns the tensor of one label column.
 
     Args:
-        rows: of the batch.
+        rows: rows of the batch.
         torch_label: the label.
-        count: how many of the first rows.
-        device: where the tensor is wanted.
+        count: number of rows to use, from the first row on.
+        device: device of the result.
         checked: whether values that no loss can mean are refused.
         allow_nan: whether NaN and infinities are not among them.
 
