@@ -59,7 +59,7 @@ def load_model(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
         model.optimizer = distribute_optimizer(optimizer, Settings(compression=compression))
-        # Asked again, now that the optimizer is another one.
+        # This lets Keras decide again for the distributed optimizer.
         model.jit_compile = model.jit_compile
     return model
 

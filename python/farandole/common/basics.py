@@ -47,7 +47,7 @@ def call_before_elastic_join(load: Callable[[], None]) -> None:
 def set_world_ticket(ticket: str, rank: int) -> None:
     """Makes every `init` in this process join the world of a ticket.
 
-    For starters that hand tickets on by ways of their own, as Ray does.
+    For launchers that pass tickets to their workers themselves, such as Ray.
 
     Args:
         ticket: Result of `engine.host` on rank 0.
@@ -169,7 +169,7 @@ def _agree_on_world_ticket(comm: MpiCommunicator) -> tuple[str, int]:
     if rank == 0:
         try:
             ticket = engine.host_registrar(comm.Get_size(), len(set(hosts)) == 1)
-        except Exception as raised:  # noqa: BLE001 - the others wait for an answer, whatever it is
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for an answer in any case
             failure = raised
     ticket, reason = comm.bcast((ticket, failure and str(failure)), root=0)
     if failure is not None:

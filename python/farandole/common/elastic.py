@@ -124,7 +124,7 @@ class State:
         """Keeps the present state for the case of a failure, and checks whether hosts have changed.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+            HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
         """
         self.save()
         self._commits += 1
@@ -136,7 +136,7 @@ class State:
         of times.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+            HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
         """
         for at, change in engine.host_changes():
             self.on_hosts_updated(at, change)

@@ -67,9 +67,9 @@ def usable_cores(proc: Path = _PROC) -> int:
 
 
 def available_memory_bytes(proc: Path = _PROC) -> int:
-    """Returns the bytes of memory that this process can still take: those that the host has, and no
-    more than is left in each cgroup above it. Pages of files that the kernel can drop count as
-    free.
+    """Returns the bytes of memory that this process can still take: the free memory of the host,
+    and no more than is left in each cgroup above this process. Pages of files that the
+    kernel can drop count as free.
 
     Args:
         proc: Path of the proc file system.
@@ -83,8 +83,9 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
 
 
 def memory_limit_bytes(proc: Path = _PROC) -> int:
-    """Returns the bytes of memory that this process can have at most: those of the host, and no
-    more than the limit of each cgroup above it. It does not change with the load of the host.
+    """Returns the bytes of memory that this process can have at most: the memory of the host, and
+    no more than the limit of each cgroup above this process. It does not change with the
+    load of the host.
 
     Args:
         proc: Path of the proc file system.

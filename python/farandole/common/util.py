@@ -215,7 +215,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """
     is_installed = ext_base_name in EXTENSIONS and find_spec(ext_base_name) is not None
     if verbose:
-        print(f"{ext_base_name} is {'' if is_installed else 'not '}installed")  # noqa: T201 - as asked for
+        print(f"{ext_base_name} is {'' if is_installed else 'not '}installed")  # noqa: T201 - `verbose` requests it
     return is_installed
 
 

@@ -68,9 +68,9 @@ def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str
     """Refuses columns that are missing or ambiguous.
 
     Args:
-        roles: the columns asked for.
-        present: the columns there are.
-        where: the searched source, in the words of messages.
+        roles: the requested columns.
+        present: the existing columns.
+        where: the searched source, for messages.
 
     Raises:
         ValueError: naming the column and what might have been meant.

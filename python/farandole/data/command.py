@@ -246,7 +246,7 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
 
     text = native.read_manifest(url)
     if text is None:
-        open_dataset(url)  # says what is wrong with it
+        open_dataset(url)  # raises an error that names the fault
         directory = native_store.Store(url)
         is_table = directory.exists("_delta_log") or directory.exists("metadata")
         source = open_source(url, format=None if is_table else "parquet")

@@ -111,7 +111,7 @@ class AsyncDataLoaderMixin:
         self._prefetch_threads.add(run)
         try:
             for batch, position in run:
-                loader._set_consumer_position(position)  # noqa: SLF001 - ours
+                loader._set_consumer_position(position)  # noqa: SLF001 - internal to this package
                 yield loader._process_batch(batch)  # noqa: SLF001
         finally:
             self._prefetch_threads.discard(run)
@@ -145,7 +145,7 @@ class _PrefetchThread:
 
     def _produce_batches(self, loader: Any) -> None:
         error = None
-        batches = loader._iterate()  # noqa: SLF001 - ours
+        batches = loader._iterate()  # noqa: SLF001 - internal to this package
         try:
             for batch in batches:
                 if not self._put_item((batch, loader._produced_position())):  # noqa: SLF001

@@ -239,7 +239,7 @@ def normalize_categories(column: Any, name: str) -> Any:
     """Returns a column of categories as one of large texts, int64 or booleans.
 
     Args:
-        column: As it came.
+        column: The column as it was read.
         name: Name of the column.
 
     Raises:

@@ -186,7 +186,7 @@ class ParquetLoader(BaseDataLoader):
             warn_of_skipped_columns(self.dataset, set(self.columns), self._rows_description())
 
     def _rows_description(self) -> str:
-        """Returns the rows, in words."""
+        """Returns the source of the rows, for messages."""
         return self.dataset.url
 
     def _stored_ragged_columns(self) -> dict[str, Ragged]:

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The numbered directories of a store in which prepared data lives.
 
-A directory of training data and its directory of validation data are one place. Files in the former
-describe both:
+A directory of training data and its directory of validation data have one number. Files in the
+training directory describe both:
 
     _lease-<name>.json  one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
@@ -13,10 +13,10 @@ describe both:
     _used.json          the time of the last use
 
 Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found
-again, so its place is free when its process releases it. Data that a fit prepared (`fit`) is kept
-for a week after its last use. Data that was prepared explicitly (`data`) stays until `Store.gc`
-deletes it. Files that no preparation wrote are never deleted: a directory with such files is
-skipped.
+again, so its directory is free when its process releases it. Data that a fit prepared (`fit`) is
+kept for a week after its last use. Data that was prepared explicitly (`data`) stays until
+`Store.gc` deletes it. Files that no preparation wrote are never deleted: a directory with such
+files is skipped.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _existing_directory_indices(store: AbstractFilesystemStore) -> Iterator[int]
 def _read_manifest(url: str) -> dict[str, Any] | None:
     try:
         text = native.read_manifest(url)
-    except ValueError:  # no manifest of ours
+    except ValueError:  # another program wrote the manifest
         return None
     return None if text is None else json.loads(text)
 

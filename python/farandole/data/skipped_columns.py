@@ -35,7 +35,7 @@ def warn_of_skipped_columns(dataset: Dataset, read: Container[str], rows_text: s
     Args:
         dataset: The opened data set.
         read: Columns that are read.
-        rows_text: The rows, in words.
+        rows_text: Name of the source of the rows, for the message.
     """
     skipped = {
         field.name: _skip_reason(dataset, field.name, field.dtype)
@@ -89,7 +89,7 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
 
 
 def _skip_reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
-    """Returns the reason why a column is left out, and its type in words."""
+    """Returns the reason why a column is left out, and a description of its type."""
     try:
         Reader(dataset, columns=[name], batch_size=1)
     except ValueError as error:

@@ -31,7 +31,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
         ) from error
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
-    signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - of one house
+    signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - internal to this package
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
     def iterate_batches() -> Iterator[dict[str, Any]]:

@@ -41,7 +41,7 @@ class TorchDataset(IterableDataset):
         self._done = 0
         # For each worker, the epochs started since `_base` (an epoch and a row) was set.
         self._started = torch.zeros(MAX_LOADER_WORKERS, dtype=torch.int64).share_memory_()
-        self._base = torch.tensor(loader._next_position, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
+        self._base = torch.tensor(loader._next_position, dtype=torch.int64).share_memory_()  # noqa: SLF001 - internal to this package
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch, which does not depend on workers."""
@@ -68,7 +68,7 @@ class TorchDataset(IterableDataset):
             raise ValueError(
                 f"a DataLoader may have up to {MAX_LOADER_WORKERS} workers here: {info.num_workers}"
             )
-        if lists := self._loader._nested_columns():  # noqa: SLF001 - of one house
+        if lists := self._loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(
                 "worker processes cannot send nested tensors: use num_workers=0 for "
                 f"{', '.join(lists)}; the loader "

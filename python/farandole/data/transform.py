@@ -36,11 +36,11 @@ TRANSFORM_POOLS = ("thread", "process", "dummy")
 class ResultShapes:
     """The types and shapes of a function's results, for those results that have no rows.
 
-    Such a result does not have them itself: an empty list column has no length.
+    A result without rows has no types and shapes: an empty list column has no length.
     """
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
+        """Creates an empty record."""
         self._known: dict[str, Any] | None = None
 
     def with_known_shapes(

@@ -226,7 +226,7 @@ def alltoall(
 ) -> Any:
     """Sends rows to every member and returns the rows that all members sent here.
 
-    Differentiable: rows' gradients go back where the rows came from.
+    Differentiable: the gradient of each row is sent back to the rank of the row.
 
     Args:
         tensor: An array of at least one dimension; its rows are dealt out to the members in order.

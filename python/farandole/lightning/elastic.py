@@ -191,7 +191,7 @@ class LightningState(TorchState):
 
 def _dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """Returns the content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public API
 
 
 def _rewind_epoch_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:

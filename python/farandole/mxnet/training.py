@@ -162,7 +162,7 @@ class DistributedTrainer(mx.gluon.Trainer):
                 "optimizer",
                 stacklevel=2,
             )
-            optimizer = optimizer._optimizer  # noqa: SLF001 - ours
+            optimizer = optimizer._optimizer  # noqa: SLF001 - internal to this package
         if isinstance(params, list):
             params = sorted(params, key=lambda param: param.name)
         self._gradients = _GradientAverager(compression, gradient_predivide_factor, process_set)

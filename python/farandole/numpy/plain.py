@@ -107,7 +107,7 @@ def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_other) -> bytes
 def unpack_plain(
     data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _reject_other
 ) -> Any:
-    """Inverts `pack`. Runs no code, whatever the bytes are.
+    """Inverts `pack_plain`. Runs no code, even for bytes of an attacker.
 
     Args:
         data: Result of `pack`.

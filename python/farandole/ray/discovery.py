@@ -89,7 +89,7 @@ class RayHostDiscovery(HostDiscovery):
 
 def _free_resources() -> dict[str, dict[str, float]]:
     """Returns the free resources of each live node, by address."""
-    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
+    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public API to it
 
     addresses = {
         node["NodeID"]: node["NodeManagerAddress"] for node in import_ray().nodes() if node["Alive"]

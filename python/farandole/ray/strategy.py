@@ -283,7 +283,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if
+    """Places as many ranks as requested, on any nodes with room, in the current placement group if
     there is one.
 
     Args:

@@ -85,7 +85,7 @@ def run(
         hostfile: A file with one host on each line, such as `a slots=2`.
         host_discovery_script: Makes the job elastic: a program that prints the available hosts,
             `host` or `host:slots` a line, or an object whose `find_available_hosts_and_slots()`
-            returns slots by host. Asked every second.
+            returns slots by host. It is called every second.
         start_timeout: Seconds within which all processes must start; default:
             `FARANDOLE_START_TIMEOUT`, else 600.
         ssh_port: Port for ssh; default: from ssh's configuration.

@@ -241,7 +241,7 @@ def run_gang(
     finally:
         registrar.close()
         if output.files is not None:
-            with contextlib.suppress(OSError):  # every line was flushed, or a warning said so
+            with contextlib.suppress(OSError):  # every line was flushed, or a warning was logged
                 output.files.close()
 
 

@@ -127,7 +127,7 @@ def results_by_rank(endings: Iterable[TaskOutcome], size: int) -> list[Any]:
 
 
 def raise_first_failure(endings: list[TaskOutcome], size: int) -> None:
-    """Raises the failure that came first.
+    """Raises the first failure.
 
     Raises:
         FarandoleJobError: Always.
@@ -199,7 +199,7 @@ def _unpickle_exception(pickled: bytes | None) -> BaseException | None:
 
 
 def _unpickle_value(outcome: TaskOutcome) -> Any:
-    assert outcome.result is not None  # noqa: S101 - `has_succeeded` said so
+    assert outcome.result is not None  # noqa: S101 - `has_succeeded` is true
     try:
         _, value = pickle.loads(outcome.result)  # noqa: S301 - as in `task_failure`
     except Exception as error:

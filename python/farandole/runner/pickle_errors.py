@@ -46,7 +46,7 @@ def _path_to_cause(value: Any, reason: str, depth: int) -> str:
 def _pickle_error(value: Any) -> str | None:
     try:
         pickling.pickle_by_value(value)
-    except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
+    except Exception as error:  # noqa: BLE001 - an object's own code may raise any exception
         return str(error) or type(error).__name__
     return None
 

@@ -3,7 +3,7 @@
 """A queue of jobs for a number of slots.
 
 A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half
-of what each needs, and small jobs cannot overtake a large one without limit.
+of their slots each, and small jobs cannot overtake a large one without limit.
 """
 
 from __future__ import annotations

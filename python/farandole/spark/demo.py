@@ -80,7 +80,7 @@ def _generate_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes.
     Always the same.
     """
-    import numpy as np  # noqa: PLC0415 - `main` checks first what is installed
+    import numpy as np  # noqa: PLC0415 - `main` checks the installed packages first
 
     random = np.random.default_rng(1)
     classes = random.integers(_CLASS_COUNT, size=_ROW_COUNT)

@@ -103,7 +103,8 @@ def write_durably(
     keeps: bool = False,
     disk: DurableFiles = _LOCAL_FILES,
 ) -> None:
-    """Writes a file that is whole, or the one before, after a loss of power at any moment.
+    """Writes a file. After a loss of power at any moment, the file is complete, or it has its
+    previous content.
 
     Args:
         store: directory of the run.

@@ -146,7 +146,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
 
     def modified(self, path: str) -> Any:
         """Returns the time at which a file was written, in UTC."""
-        from datetime import UTC, datetime  # noqa: PLC0415 - asked for rarely
+        from datetime import UTC, datetime  # noqa: PLC0415 - rarely needed
 
         seconds = self.info(path)["mtime"]
         return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

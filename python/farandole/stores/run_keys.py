@@ -87,7 +87,7 @@ def request_run_key(run_id: str) -> bytes:
 
 
 def publish_run_key(registrar: Registrar, run: bytes) -> None:
-    """Publishes the key of a run for the worker that has asked.
+    """Publishes the key of a run for the worker that requested it.
 
     Args:
         registrar: The job's.

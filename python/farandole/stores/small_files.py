@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Small files of JSON in a store: the only reader of markers, records, leases and descriptions.
 
-Such a file may be damaged, or written by a stranger. Therefore its bytes, its depth, and the number
+The file may be damaged, or written by a stranger. Therefore its bytes, its depth, and the number
 of its values and names are limited. A file beyond a limit, and a file with other content than
 expected, is a `DamagedFileError`, whose message begins with `damaged:` and the file.
 """

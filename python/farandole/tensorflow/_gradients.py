@@ -68,7 +68,7 @@ def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[An
 
 
 def broadcast(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
-    """Sums of gradients where the values came from, nothing elsewhere."""
+    """Returns the sums of the gradients on the root, and zeros on the other ranks."""
     summed = ops.farandole_grouped_allreduce(
         tensors=grads, reduce_op=gradient_reduce_op(), **gradient_arguments(attributes)
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NAME_COUNTS_ATTRIBUTE = "_farandole_names"
-"""Attribute of a graph: how often each name was asked for."""
+"""Attribute of a graph: the number of uses of each name."""
 _NON_ALPHANUMERIC_PATTERN = re.compile(r"[^a-zA-Z0-9]")
 
 

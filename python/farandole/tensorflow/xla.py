@@ -378,7 +378,7 @@ def farandole_grouped_allgather(
             process_set,
             _gradients.gradient_reduce_op(),
         )
-        # Asked when it runs: in the next world of an elastic job this may be another rank.
+        # Evaluated when it runs: in the next world of an elastic job the rank may be another one.
         rank = farandole_rank(process_set)
         parts = []
         for total, count in zip(summed, rows, strict=True):

@@ -222,7 +222,7 @@ class FaultTolerance:
         others: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self.steps = 0
-        """Steps that training has finished, on this rank or before it came."""
+        """Steps that training has finished, on this rank or before this rank joined."""
         self.is_change_due = False
         """Whether a rank knows that the world should change, before the next step's reduction."""
         self._change_flag = torch.zeros(1, dtype=torch.int32)

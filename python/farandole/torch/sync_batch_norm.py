@@ -42,7 +42,8 @@ basics.call_on_each_init(_reset_layer_numbers)
 def leave_out_padding(valid: int, count: int) -> Iterator[None]:
     """Lets the layers that this thread calls leave out the last rows of a batch.
 
-    Statistics are those of the first rows, and gradients of the last rows do not depend on them.
+    The statistics are those of the first rows. The gradients of the last rows do not depend on the
+    statistics.
 
     Args:
         valid: Rows that count.

@@ -82,7 +82,7 @@ def read_as_microseconds(dataset: Any) -> Any:
 
 
 def _with_filter_of(dataset: Any, remade: Any) -> Any:
-    condition = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public door
+    condition = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public API
     return remade if condition is None else remade.filter(condition)
 
 

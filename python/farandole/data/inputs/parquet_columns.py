@@ -39,7 +39,8 @@ def unnest_values(column: Any) -> Any:
     """Returns the values of an array of Arrow that are in lists, tensors and dictionaries.
 
     Args:
-        column: An array. One without such a wrapping, or of structs, is returned as it is.
+        column: An array. An array without lists, tensors and dictionaries, or of structs, is
+            returned unchanged.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
 
@@ -61,5 +62,5 @@ def files_of_dataset(dataset: Any) -> Any:
         dataset: Dataset of pyarrow.
     """
     whole = dataset.replace_schema(dataset.schema)
-    whole._scan_options = {}  # noqa: SLF001 - there is no public door to remove a filter
+    whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
     return whole

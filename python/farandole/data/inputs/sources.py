@@ -475,7 +475,7 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
 
 
 def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
-    """Returns a type for values of which only Arrow's storage or zone differs."""
+    """Returns a type for values that differ only in Arrow's storage or time zone."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     plain, other_plain = (

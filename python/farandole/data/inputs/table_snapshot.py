@@ -256,7 +256,7 @@ class FileColumns:
 
         keep, rows = self._living_rows(first, batch.num_rows), batch.num_rows
         if keep is not None:
-            # A batch without columns, of which the file has none, cannot be filtered.
+            # A batch without columns cannot be filtered: the file has none of the columns.
             rows = keep.true_count
             batch = batch.filter(keep) if batch.num_columns else batch
         arrays, fields = [], []

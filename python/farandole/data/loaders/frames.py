@@ -151,10 +151,10 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
 
     Args:
         frame: The DataFrame.
-        columns: Columns that were asked for, which batches must be able to hold.
+        columns: The requested columns, which batches must be able to hold.
 
     Raises:
-        ValueError: A column that was asked for has a user-defined type that is no vector.
+        ValueError: A requested column has a user-defined type that is no vector.
     """
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 - only where there is Spark
     from pyspark.sql import functions, types  # noqa: PLC0415 - as above

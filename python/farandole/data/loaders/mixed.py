@@ -131,7 +131,7 @@ class MixedLoader(BaseDataLoader):
                 return batch
         self._open_iterators[name] = iter(self.loaders[name])
         batch = next(self._open_iterators[name], None)
-        if batch is None:  # the rest of an epoch, of which nothing was left
+        if batch is None:  # the rest of an epoch, which was empty
             self._open_iterators[name] = iter(self.loaders[name])
             batch = next(self._open_iterators[name], None)
         if batch is None:
@@ -139,7 +139,7 @@ class MixedLoader(BaseDataLoader):
         return batch
 
     def _join_batches(self, batches: Mapping[str, Batch]) -> Batch:
-        """Returns the rows of several batches, one loader's after the other's."""
+        """Returns the rows of several batches, in the order of their loaders."""
         first = next(iter(batches))
         for name, batch in batches.items():
             if batch.keys() != batches[first].keys():
@@ -220,7 +220,7 @@ def _check_added_columns(loaders: Mapping[str, Any]) -> None:
     added: dict[str, set[str]] = {}
     for name, loader in loaders.items():
         pools = getattr(loader, "loader", loader)
-        lists = pools._nested_columns() if hasattr(pools, "_nested_columns") else []  # noqa: SLF001 - of one house
+        lists = pools._nested_columns() if hasattr(pools, "_nested_columns") else []  # noqa: SLF001 - internal to this package
         if lists:
             raise ValueError(
                 f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with "

@@ -191,7 +191,7 @@ class StreamLoader(BaseDataLoader):
                 position = (number, start, taken) if taken < rows else (number, start + rows, 0)
                 if len(mine):
                     yield position, self._make_batch(window.take(mine), window)
-                else:  # types and shapes are those of another rank's row
+                else:  # a row of another rank has the same types and shapes
                     single_row = self._make_batch(window.take(rows_of_all[:1]), window)
                     yield position, {name: values[:0] for name, values in single_row.items()}
             start, taken = start + rows, 0
@@ -226,7 +226,7 @@ class StreamLoader(BaseDataLoader):
             name: column_from_arrow(name, table.column(name), "the stream")
             for name in table.column_names
         }
-        return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
+        return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - used for weights alone
 
     def _produced_position(self) -> tuple[int, int, int, int]:
         return self._produced_at

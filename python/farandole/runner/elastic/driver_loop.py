@@ -43,7 +43,7 @@ class ElasticAgentPool(Protocol):
     Attributes:
         endings: Outcomes of workers, by task.
         refusals: Reasons why workers could not be started, in order.
-        dismissed: Tasks that were asked to leave.
+        dismissed: Tasks of workers that must leave.
     """
 
     endings: dict[int, TaskOutcome]

@@ -4,7 +4,7 @@
 `fit_on_parquet`.
 """
 
-# ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
+# ruff: noqa: PLC0415 - Spark is imported only by the functions that need it
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def prepare_data(
     ) as prepared:
         _DATASET_PROPERTIES[prepared.index] = _dataset_properties(store, roles, prepared.index)
         if verbose:
-            print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - as asked for
+            print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - `verbose` requests it
         yield prepared.index
 
 

@@ -255,7 +255,7 @@ class SparkCluster:
                 int(self.get_setting(key, default)) for key, default in _SLOT_SETTINGS
             )
         except ValueError:
-            return None  # Spark itself says what is wrong with them
+            return None  # Spark itself reports invalid values
         return max_executors * (cores // cpus) if cores else None
 
     def check_profile_support(self) -> None:

@@ -4,7 +4,7 @@
 their content.
 
 A job has its own directory there, which is removed with the job. Its files are unpickled, so a file
-is used only if it has the hash that came through Spark, like the closures and rows of the job.
+is used only if it has the hash that Spark transferred, like the closures and rows of the job.
 """
 
 from __future__ import annotations

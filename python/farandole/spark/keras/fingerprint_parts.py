@@ -45,7 +45,7 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     digest = arrays_digest(weights)
     used, config = _used_optimizer(model, optimizer)
     lost = known.get("loss") if loss is None else loss
-    code = training_objects(model, known, lost)  # of which the architecture says the names alone
+    code = training_objects(model, known, lost)  # the architecture has only their names
     rate = config.get("learning_rate")
     rate = f"{rate:.6g}" if isinstance(rate, int | float) else short_text(rate)
     parts = [
@@ -68,7 +68,7 @@ def add_totals(
     fingerprint: Fingerprint, model: Any, optimizer: Any, processes: int, rows: int
 ) -> Fingerprint:
     """Returns a fingerprint with which a run continues if the rows and the learning rate of a step
-    are the same, whatever the number of processes. A schedule has no such rate.
+    are the same, for any number of processes. A schedule has no such rate.
 
     Args:
         fingerprint: fingerprint of a fit.
@@ -98,7 +98,7 @@ def _describe_architecture(model: Any) -> Any:
     try:
         config = json.loads(model.to_json())
     except Exception:  # noqa: BLE001 - a class of the user's that cannot tell: then its layers do
-        return [type(layer).__qualname__ for layer in model._flatten_layers()]  # noqa: SLF001 - no public door
+        return [type(layer).__qualname__ for layer in model._flatten_layers()]  # noqa: SLF001 - no public API
     layers = list(model._flatten_layers())  # noqa: SLF001 - as above
     names = {layer.name: f"#{index}" for index, layer in reversed(list(enumerate(layers)))}
     return _strip_names(config, names)

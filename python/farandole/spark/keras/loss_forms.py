@@ -213,7 +213,7 @@ def _computes_own_loss(model: Any) -> bool:
 
 
 def _inner_layers(model: Any) -> list[Any]:
-    return list(model._flatten_layers(include_self=False))  # noqa: SLF001 - layers of layers have no public door
+    return list(model._flatten_layers(include_self=False))  # noqa: SLF001 - layers of layers have no public API
 
 
 def _is_mean_of_rows(loss: Any) -> bool:

@@ -27,7 +27,7 @@ LOSS_OPTIONS = (
 """A sentence that ends the errors of losses."""
 _PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts. They are few, because the loss of a part with most of the rows is close to the
-loss of all rows, whatever the loss is.
+loss of all rows, for any loss.
 """
 _RELATIVE_TOLERANCE = 1e-4
 _HALF_RELATIVE_TOLERANCE = 2e-2

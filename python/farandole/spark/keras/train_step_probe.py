@@ -41,9 +41,10 @@ def check_train_step(
     processes: int,
     names: Sequence[str],
 ) -> None:
-    """Refuses a `train_step` whose gradients of all rows are not the mean of those of parts.
+    """Refuses a `train_step` if its gradient of all rows is not the mean of the gradients of parts.
 
-    A warning says if it cannot be tried: it raises, or two calls give different gradients.
+    A warning is logged if the step cannot be tried: it raises, or two calls give different
+    gradients.
 
     Args:
         job: the run.
@@ -65,7 +66,7 @@ def check_train_step(
     try:
         with _infer_in_layers(model):
             gradients = [_step_gradients(model, batch) for batch in [batches[0], *batches]]
-    except Exception as error:  # noqa: BLE001 - whatever a step outside of fit raises
+    except Exception as error:  # noqa: BLE001 - a step outside of fit may raise any exception
         _warn_untried(name, f"{type(error).__name__}: {error}")
         return
     again, *gradients = gradients
@@ -153,7 +154,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 def _infer_in_layers(model: Any) -> Iterator[None]:
     """Lets all layers compute as in inference."""
     changed = []
-    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public door
+    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public API
         if "training" not in inspect.signature(layer.call).parameters:
             continue
         plain_call = layer.call

@@ -98,10 +98,10 @@ class LightningLoader:
         return self._source.position_after_steps(epoch, self._position.steps + steps)
 
     def read_batch(self, index: int) -> ReadBatch:
-        """Returns what is known of a batch that was yielded lately.
+        """Returns the record of a batch that this loader has yielded.
 
         Args:
-            index: number in the epoch as far as this loader yields it.
+            index: number of the batch in the epoch, counted by this loader.
         """
         return self._read[index]
 

@@ -124,7 +124,8 @@ class LightningRunRecorder:
         self._padding_scope.close()
 
     def batch_rows(self, batch: Any, stage: str, index: int) -> int:
-        """Returns the rows of a batch that count, and undoes what was logged for padding.
+        """Returns the rows of a batch that count, and removes the values that were logged for
+        padding.
 
         Args:
             batch: the batch.
@@ -375,7 +376,7 @@ class _RecorderCallback:
         self.watch.end_padding()
 
     def on_fit_end(self, *_: Any) -> None:
-        self.watch.publish_files()  # Lightning's own checkpoint of the last epoch comes after ours
+        self.watch.publish_files()  # Lightning writes its own checkpoint of the last epoch later
 
     def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["farandole_history"] = self.watch.history

@@ -99,7 +99,7 @@ def _step_loss(
             warnings.simplefilter("ignore")  # `self.log` without a trainer
             torch.manual_seed(0)  # a step with random parts has the same in each call
             found = module.training_step(batch, 0)
-    except Exception:  # noqa: BLE001 - whatever a step without a trainer raises
+    except Exception:  # noqa: BLE001 - a step without a trainer may raise any exception
         return None
     finally:
         module.train(training)

@@ -55,7 +55,7 @@ def add_totals(
     fingerprint: Fingerprint, optimized: torch.optim.Optimizer, processes: int, rows: int
 ) -> Fingerprint:
     """Returns a fingerprint with which a run continues if the rows and the learning rates of a step
-    are the same, whatever the number of processes.
+    are the same, for any number of processes.
 
     Args:
         fingerprint: fingerprint of a fit.
@@ -81,7 +81,7 @@ def add_totals(
 
 def _describe_optimizer(optimized: torch.optim.Optimizer) -> str:
     """Returns the optimizer's class, and the options that differ from the class's defaults."""
-    import inspect  # noqa: PLC0415 - asked for in messages alone
+    import inspect  # noqa: PLC0415 - needed for messages only
 
     usual = {
         name: parameter.default

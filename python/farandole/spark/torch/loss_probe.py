@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tries a loss of an unknown form on parts of real rows, before workers start.
 
-Gradients of processes can be averaged to what one process computes if the loss of all rows is the
-mean of the losses of parts, weighted by what each part counts. Labels of real rows are compared
-with outputs of the model, which need not belong to the same rows.
+The average of the gradients of processes equals the gradient of one process if the loss of all rows
+is the mean of the losses of parts, weighted by the count of each part. Labels of real rows are
+compared with outputs of the model, which need not belong to the same rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
 contain labels that only a few rows have. The parts are small, because the loss of a part with most
-of the rows is close to the loss of all rows, whatever the loss is.
+of the rows is close to the loss of all rows, for any loss.
 """
 _MODEL_ROWS = 16
 """Rows for which the model is called; labels are compared with these outputs in turn."""
@@ -64,7 +64,7 @@ class ProbeRows:
 
 
 def needs_probe(loss: Any, reduction: str | None) -> bool:
-    """Returns whether only a trial shows what a loss returns.
+    """Returns whether only a trial shows the form of the result of a loss.
 
     Args:
         loss: loss of one label.

@@ -442,7 +442,7 @@ def _run_reductions(pieces: list[_BucketReduction]) -> None:
         for piece in pieces:
             try:
                 step(piece)
-            except Exception as error:  # noqa: BLE001 - raised below; what was started must be waited for
+            except Exception as error:  # noqa: BLE001 - raised below, after the started operations have ended
                 failure = failure or error
     if failure is not None:
         raise failure

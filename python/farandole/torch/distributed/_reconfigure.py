@@ -133,7 +133,7 @@ class ReconfigurableBackend(FarandoleBackend):
         rank: As given to torch.
         size: As given to torch.
         name: Keeps the names of this group's operations apart.
-        store: Carries tickets; every member reaches it, whatever the world.
+        store: Transfers tickets; every member reaches it, in any world.
         timeout: Limit of `reconfigure` for the wait for other members, unless the call gives one.
     """
 

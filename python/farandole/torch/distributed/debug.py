@@ -139,7 +139,7 @@ def _answer_request(_: Any, response: Any) -> None:
 
 
 def _server_pages(handlers: Sequence[Any] | None) -> list[Any]:
-    """Returns the pages of the server, ours last.
+    """Returns the pages of the server, Farandole's last.
 
     Raises:
         ImportError: As `start_debug_server`.

@@ -185,7 +185,7 @@ def _copy_nested(value: Any, room: Any, takers: tuple[SyncCopy | BackgroundCopy,
         return value.detach().clone()
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
-        taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
+        taken = copy.copy(value)  # keeps the class, and the entries of a module that are no tensors
         for key, entry in value.items():
             taken[key] = _copy_nested(entry, rooms.get(key), takers)
         return taken

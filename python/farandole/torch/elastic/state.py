@@ -315,6 +315,6 @@ def _is_loadable_without_code(value: Any) -> bool:
     """Returns whether a value can be loaded without running code."""
     try:
         torch.load(io.BytesIO(_pack_content(value)), weights_only=True)
-    except Exception:  # noqa: BLE001 - of pickle, or of what is pickled
+    except Exception:  # noqa: BLE001 - an exception of pickle, or of the pickled object
         return False
     return True

@@ -12,7 +12,7 @@ only if the plan reads files, selects, filters and computes with Spark's own exp
 nothing else.
 """
 
-# ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public door
+# ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public API
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan_fingerprint(df: DataFrame) -> str | None:
 
 
 def portable_plan_text(df: DataFrame) -> str | None:
-    """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning
+    """Returns a text for a DataFrame's plan and the versions of its sources, with the same meaning
     in any session.
 
     Args:

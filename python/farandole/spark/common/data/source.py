@@ -73,7 +73,7 @@ class EpochPosition:
     """The position of all processes together in an epoch.
 
     Attributes:
-        steps: steps of the epoch that are done, whatever the number of processes was.
+        steps: steps of the epoch that are done, independent of the number of processes.
         rows: rows of these steps.
         number: number of the pass in progress; `None` is the epoch's first.
         row: first row of this pass that is not read yet.
@@ -390,7 +390,7 @@ def sample_rows(
         missing=missing, ragged=ragged, fixed=True, shuffle=spread,
     )  # fmt: skip
     count = min(_SAMPLED_BATCHES, max(1, source.total // rows)) if spread else 1
-    # Asked for the batch after its last one, an epoch would transform that batch too.
+    # An epoch with one step more would transform one batch more, too.
     with closing(source.epoch(0, count)) as batches:
         parts = [
             {name: values[first::count].copy() for name, values in batch.columns.items()}

@@ -106,7 +106,7 @@ class StepMeter:
         return bool(self._reduced)
 
     def set_gradient_sizes(self, tensors: int, size: int) -> None:
-        """Sets what each step reduces, for `farandole explain`.
+        """Sets the number and size of the gradients of a step, for `farandole explain`.
 
         Args:
             tensors: Number of gradients.

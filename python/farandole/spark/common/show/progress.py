@@ -202,7 +202,7 @@ class ProgressBar(ProgressDisplay):
             TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
         )
-        self._rich.start()  # at once: what is printed from now on goes above the bar
+        self._rich.start()  # at once, so that later output is printed above the bar
         self._task: Any = None
         self._validation = ""
         self._remaining_time = RemainingTime()

@@ -288,5 +288,5 @@ def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
             threading.Thread(target=handle_click, daemon=True).start()
         return route(data, default)
 
-    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public door
+    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public API
     return True

@@ -6,9 +6,10 @@ A step's loss is the sum over the rows of all processes, divided by the count of
 two processes with a batch of 32 step like one process with a batch of 64. Sums and counts of each
 label stay apart until the counts of all processes are known. Padding is in neither of them.
 
-A loss has one of three reductions. The count of a `mean` is the number of rows, or what the labels
-add up to: class weights and ignored labels change it. A `sum` is not divided. With `per_batch`, the
-loss is a number of a batch as a whole, and the count is the number of batches that have rows.
+A loss has one of three reductions. The count of a `mean` is the number of rows, or the sum of the
+weights of the labels: class weights and ignored labels change it. A `sum` is not divided. With
+`per_batch`, the loss is a number of a batch as a whole, and the count is the number of batches that
+have rows.
 """
 
 from __future__ import annotations
