@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tests.chaos.faults import FAULTS, SLOTS, Job, draw
 from tests.chaos.train import problem
-from tests.launch.bed import until
+from tests.launch.namespace_cluster import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,20 +39,20 @@ SIZES = ("-np", 4, "--min-np", 2, "--max-np", 8)
 FLAGS = (*SIZES, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3, "--journal", "journal")
 
 
-def start(bed: Hosts) -> Job:
+def start(cluster: Hosts) -> Job:
     """The job, once all eight workers train."""
-    bed.write("train.py", Path(__file__).with_name("train.py").read_text())
-    bed["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
+    cluster.write("train.py", Path(__file__).with_name("train.py").read_text())
+    cluster["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
     script = ("--host-discovery-script", "cat hosts && touch found", "--discovery-timeout", 2)
     words = (*script, *FLAGS, sys.executable, "train.py")
-    job = Job(bed, lambda: bed.launch(*words), random.Random(SEED))
+    job = Job(cluster, lambda: cluster.launch(*words), random.Random(SEED))
     until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.said[-5000:]}", 120.0)
     return job
 
 
 def finish(job: Job) -> list[dict[str, Any]]:
     """Ends the training; the results by rank."""
-    for host in job.bed.hosts.values():
+    for host in job.cluster.hosts.values():
         host.write("enough", "")
     assert job.running.wait(RECOVERS) == 0, job.running.said[-5000:]
     told = [line.partition(":result ")[2] for line in job.running.out.read_text().splitlines()]
@@ -67,12 +67,12 @@ def demanded() -> float:
     return SECONDS / 6 if SECONDS >= WHOLE else SECONDS / 15
 
 
-def left_behind(bed: Hosts) -> list[str]:
+def left_behind(cluster: Hosts) -> list[str]:
     """Segments of shared memory and sockets that are there although no process is. The hosts'
     sshd may listen.
     """
     found: list[object] = []
-    for host in bed.hosts.values():
+    for host in cluster.hosts.values():
         found += (host.root / "dev/shm").iterdir()
         found += [
             (host.name, "listens", *end)
@@ -85,8 +85,8 @@ def left_behind(bed: Hosts) -> list[str]:
 
 @pytest.mark.timeout(int(SECONDS) + 600)
 def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> None:
-    bed = hosts(*NAMES)
-    job = start(bed)
+    cluster = hosts(*NAMES)
+    job = start(cluster)
     open_files = job.descriptors()
     events: list[dict[str, Any]] = []
     began = time.monotonic()
@@ -123,8 +123,8 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
     if SECONDS >= WHOLE:
         assert {event["fault"] for event in events} == {fault.__name__ for fault in FAULTS}
     check(found, job)
-    bed.until_quiet(20.0)
-    assert not left_behind(bed)
+    cluster.until_quiet(20.0)
+    assert not left_behind(cluster)
 
 
 def check(found: list[dict[str, Any]], job: Job) -> None:

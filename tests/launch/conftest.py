@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.launch.bed import LIMIT, Bed, missing
+from tests.launch.namespace_cluster import LIMIT, NamespaceCluster, missing
 from tests.needs import skip_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from subprocess import CompletedProcess
 
-    from tests.launch.bed import Running
+    from tests.launch.namespace_cluster import Running
 
 # Ranks of several hosts sum an array, and each prints what it knows of itself as one line of JSON.
 WORLD = """
@@ -63,8 +63,8 @@ while True:
 """
 
 
-class Hosts(Bed):
-    """The bed, and the command that is tried on it."""
+class Hosts(NamespaceCluster):
+    """The cluster, and the command that is tried on it."""
 
     def farandole(self, *arguments: object) -> list[object]:
         """The words of `farandole run`."""
@@ -100,24 +100,24 @@ def hosts(machine: None) -> Iterator[Callable[..., Hosts]]:
     """Makes hosts: `head`, where launchers run, and the named ones. None may have a process left
     when the test ends.
     """
-    beds: list[Hosts] = []
+    clusters: list[Hosts] = []
 
     def make(*names: str, listen: bool = True) -> Hosts:
-        bed = Hosts("head", *names)
-        beds.append(bed)
+        cluster = Hosts("head", *names)
+        clusters.append(cluster)
         if listen:
-            for host in bed.hosts.values():
+            for host in cluster.hosts.values():
                 if host.name != "head":
                     host.listen()
-            bed.login(bed["head"])
-        return bed
+            cluster.login(cluster["head"])
+        return cluster
 
     yield make
     try:
-        for bed in beds:
-            for command in bed.commands:
+        for cluster in clusters:
+            for command in cluster.commands:
                 command.stop()
-            bed.until_quiet(15.0)
+            cluster.until_quiet(15.0)
     finally:
-        for bed in beds:
-            bed.close()
+        for cluster in clusters:
+            cluster.close()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launch import slurm as slurms
-from tests.launch.bed import until
+from tests.launch.namespace_cluster import until
 from tests.launcher.elastic import SLOW, TRAIN
 
 if TYPE_CHECKING:
