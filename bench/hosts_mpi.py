@@ -72,7 +72,7 @@ def once(launcher: str, cluster: NamespaceCluster, ranks: int, limit: float) -> 
     code = running.wait(limit)
     lines = [line[line.index("{") :] for line in running.lines if '{"p50"' in line]
     if code or len(lines) != 1:
-        sys.exit(f"hosts_mpi: {launcher} ended with {code}: {running.said}")
+        sys.exit(f"hosts_mpi: {launcher} ended with {code}: {running.output}")
     cluster.until_quiet()
     return json.loads(lines[0])
 

@@ -106,7 +106,7 @@ def once(launcher: str, cluster: NamespaceCluster, workers: int, limit: float) -
     if any(codes) or len(found) != workers:
         sys.exit(
             f"launch: {launcher}: {len(found)} of {workers} workers: "
-            f"{''.join(one.said for one in running)}"
+            f"{''.join(one.output for one in running)}"
         )
     cluster.until_quiet()
     return {

@@ -55,14 +55,14 @@ class Job:
 
         def fits() -> bool:
             assert self.running.process.poll() is None, (
-                f"after {what} the job ended: {self.running.said[-5000:]}"
+                f"after {what} the job ended: {self.running.output[-5000:]}"
             )
             step, now = self.steps()
             return step >= before + 10 and (size is None or now == size)
 
         until(
             fits,
-            lambda: f"steps after {what}, now {self.steps()}: {self.running.said[-5000:]}",
+            lambda: f"steps after {what}, now {self.steps()}: {self.running.output[-5000:]}",
             limit,
         )
 
@@ -136,7 +136,7 @@ class Job:
         head.write("hosts.new", text)
         head.run("mv", "hosts.new", "hosts")
 
-    def said(self) -> str:
+    def launcher_output(self) -> str:
         """Returns the output of the launcher itself."""
         return self.running.err.read_text(errors="replace")
 
@@ -321,12 +321,12 @@ def found_again(job: Job) -> None:
 
 def script_fails(job: Job) -> str:
     """The discovery script ends with a failure for a while."""
-    before = job.said().count("Exit code")
+    before = job.launcher_output().count("Exit code")
     head = job.cluster["head"]
     head.run("mv", "hosts", "away")
     until(
-        lambda: job.said().count("Exit code") > before,
-        lambda: f"the script's failure in {job.said()[-2000:]}",
+        lambda: job.launcher_output().count("Exit code") > before,
+        lambda: f"the script's failure in {job.launcher_output()[-2000:]}",
     )
     found_again(job)
     return "the discovery script failed"
@@ -335,12 +335,12 @@ def script_fails(job: Job) -> str:
 def script_hangs(job: Job) -> str:
     """The discovery script does not end for a while."""
     words = "did not end within"
-    before = job.said().count(words)
+    before = job.launcher_output().count(words)
     head = job.cluster["head"]
     head.run("sh", "-c", "mv hosts away && mkfifo hosts")
     until(
-        lambda: job.said().count(words) > before,
-        lambda: f"the script that hangs in {job.said()[-2000:]}",
+        lambda: job.launcher_output().count(words) > before,
+        lambda: f"the script that hangs in {job.launcher_output()[-2000:]}",
     )
     found_again(job)
     return "the discovery script hung"
@@ -392,12 +392,12 @@ def kill_launcher(job: Job) -> str:
     time.sleep(seconds)
     left = sum(bool(state(pid)) for pid in before)
     assert left > 0, (
-        f"none of {len(before)} workers outlived the launcher: {job.running.said[-5000:]}"
+        f"none of {len(before)} workers outlived the launcher: {job.running.output[-5000:]}"
     )
     job.start()
     until(
-        lambda: "continues a job" in job.said(),
-        lambda: f"the launcher to go on: {job.running.said[-5000:]}",
+        lambda: "continues a job" in job.launcher_output(),
+        lambda: f"the launcher to go on: {job.running.output[-5000:]}",
         30.0,
     )
     return (

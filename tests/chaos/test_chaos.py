@@ -46,7 +46,7 @@ def start(cluster: Hosts) -> Job:
     script = ("--host-discovery-script", "cat hosts && touch found", "--discovery-timeout", 2)
     words = (*script, *FLAGS, sys.executable, "train.py")
     job = Job(cluster, lambda: cluster.launch(*words), random.Random(SEED))
-    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.said[-5000:]}", 120.0)
+    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.output[-5000:]}", 120.0)
     return job
 
 
@@ -54,7 +54,7 @@ def finish(job: Job) -> list[dict[str, Any]]:
     """Ends the training; the results by rank."""
     for host in job.cluster.hosts.values():
         host.write("enough", "")
-    assert job.running.wait(RECOVERS) == 0, job.running.said[-5000:]
+    assert job.running.wait(RECOVERS) == 0, job.running.output[-5000:]
     told = [line.partition(":result ")[2] for line in job.running.out.read_text().splitlines()]
     return sorted((json.loads(line) for line in told if line), key=lambda one: one["rank"])
 
@@ -129,7 +129,7 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
 
 def check(found: list[dict[str, Any]], job: Job) -> None:
     """The results are those of a job to which nothing happened."""
-    assert [one["rank"] for one in found] == list(range(8)), job.running.said[-3000:]
+    assert [one["rank"] for one in found] == list(range(8)), job.running.output[-3000:]
     first = found[0]
     for one in found:
         assert {**one, "rank": 0} == first, "all ranks have the same state"
@@ -146,6 +146,6 @@ def report(events: list[dict[str, Any]], job: Job, open_files: int) -> None:
     """Writes down what happened."""
     target = os.environ.get("FARANDOLE_CHAOS_REPORT")
     if target:
-        worlds = sum(one.said.count("farandole: world ") for one in job.launches)
+        worlds = sum(one.output.count("farandole: world ") for one in job.launches)
         told = {"seed": SEED, "worlds": worlds, "open_files": open_files, "events": events}
         Path(target).write_text(json.dumps(told, indent=1) + "\n")

@@ -52,11 +52,11 @@ hvd.shutdown()
 # Processes that need no world: they say who they are and wait for the end.
 IDLE = """
 import os, signal, sys, time
-def ask(number, frame):
+def exit_on_interrupt(number, frame):
     print("asked", flush=True)
     sys.exit(7)
-signal.signal(signal.SIGINT, ask)
-signal.signal(signal.SIGTERM, ask)
+signal.signal(signal.SIGINT, exit_on_interrupt)
+signal.signal(signal.SIGTERM, exit_on_interrupt)
 print(f"up {os.environ['RANK']}", flush=True)
 while True:
     time.sleep(60)
@@ -83,7 +83,7 @@ class Hosts(NamespaceCluster):
         return next(iter(self.hosts.values())).run(*self.farandole(*arguments), limit=limit, **env)
 
 
-def told(output: str) -> list[dict[str, Any]]:
+def printed_json(output: str) -> list[dict[str, Any]]:
     """The lines of JSON that ranks have printed, by rank."""
     lines = (line.partition(":")[2] for line in output.splitlines() if "<stdout>:{" in line)
     return sorted((json.loads(line) for line in lines), key=lambda word: word["rank"])

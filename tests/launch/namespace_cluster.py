@@ -232,7 +232,7 @@ class Running:
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {limit:g} s: {self.said}") from None
+            raise AssertionError(f"still running after {limit:g} s: {self.output}") from None
 
     @property
     def lines(self) -> list[str]:
@@ -240,8 +240,8 @@ class Running:
         return sorted(self.out.read_text(errors="replace").splitlines())
 
     @property
-    def said(self) -> str:
-        """Everything that it has said so far."""
+    def output(self) -> str:
+        """The output of the command so far."""
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
     def until(self, *wanted: str, limit: float = LIMIT) -> None:
@@ -252,11 +252,11 @@ class Running:
                 return True
             if self.process.poll() is not None and not set(wanted) <= set(self.lines):
                 raise AssertionError(
-                    f"ended with status {self.process.returncode} before {wanted}: {self.said}"
+                    f"ended with status {self.process.returncode} before {wanted}: {self.output}"
                 )
             return False
 
-        until(fits, lambda: f"{wanted} in {self.said}", limit)
+        until(fits, lambda: f"{wanted} in {self.output}", limit)
 
     def stop(self) -> None:
         """Kills it, if it still runs."""

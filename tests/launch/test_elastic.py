@@ -66,7 +66,7 @@ def members(running, *hosts):
     found = []
 
     def fits():
-        assert running.process.poll() is None, running.said
+        assert running.process.poll() is None, running.output
         lines = running.out.read_text(errors="replace").splitlines()
         said = [line.split(":", 1)[1].split()[1:] for line in lines if ":world " in line]
         last = {}
@@ -80,7 +80,7 @@ def members(running, *hosts):
         found[:] = [ranks[rank] for rank in sorted(ranks)]
         return [one[2] for one in found] == list(hosts)
 
-    until(fits, lambda: f"a world on {hosts} in {running.said}")
+    until(fits, lambda: f"a world on {hosts} in {running.output}")
     return list(found)
 
 
@@ -94,7 +94,7 @@ def finish(cluster, running, size):
     for host in cluster.hosts.values():
         if host.is_on:
             host.write("enough", "")
-    assert running.wait(30.0) == 0, running.said
+    assert running.wait(30.0) == 0, running.output
     assert sum(line.endswith(f":over {size}") for line in running.lines) == size
     return own(running)
 
@@ -187,20 +187,20 @@ def test_a_launcher_that_is_killed_and_starts_again_takes_back_the_workers_of_al
     before = members(killed, "h1", "h1", "h2", "h2")
     until(
         lambda: sum(line.endswith(":has committed") for line in killed.lines) >= 4,
-        lambda: killed.said,
+        lambda: killed.output,
     )
     killed.send(signal.SIGKILL)
     assert killed.wait() != 0
     # Longer than workers outlive a launcher without a journal.
     time.sleep(3.0)
     running = start(cluster, *flags)
-    until(lambda: "continues a job that has 4 processes" in own(running), lambda: running.said)
+    until(lambda: "continues a job that has 4 processes" in own(running), lambda: running.output)
     if links == "by the launcher":
         # Their links broke with it, so they form another world, and continue from their last
         # commit.
         until(
             lambda: all(one[4] == "1" for one in members(running, "h1", "h1", "h2", "h2")),
-            lambda: running.said,
+            lambda: running.output,
         )
         assert pids(members(running, "h1", "h1", "h2", "h2")) == pids(before)
     for rank, pid in enumerate(pids(before)):
@@ -282,5 +282,5 @@ def test_ctrl_c_ends_the_workers_of_every_host(hosts):
     running = start(cluster, "-np", 4, "--min-np", 2)
     members(running, "h1", "h1", "h2", "h2")
     running.send(signal.SIGINT)
-    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.output
     cluster.until_quiet(15.0)

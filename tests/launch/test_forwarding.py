@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from tests.launch.conftest import BUSY, told
+from tests.launch.conftest import BUSY, printed_json
 
 pytestmark = pytest.mark.slow
 
@@ -26,14 +26,14 @@ print(json.dumps({"rank": int(os.environ["RANK"]),
 """
 
 
-def tell(cluster, *arguments, **env):
+def seen_environment(cluster, *arguments, **env):
     """Returns the values that two ranks on two hosts see in their environment."""
     cluster.write("tell.py", TELL)
     done = cluster.launched(
         "-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py", *arguments, **env
     )
     assert done.returncode == 0, done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert len(words) == 2, done.stdout
     return words
 
@@ -57,7 +57,7 @@ def test_the_environment_is_forwarded_as_it_is_but_for_horovods_exceptions(hosts
     }
     # A world that this shell was part of some time ago.
     stale = {"RANK": "7", "WORLD_SIZE": "9", "HOROVOD_RANK": "7", "HOROVOD_SIZE": "9"}
-    for word in tell(cluster, "one", "two words", "$HOME", **kept, **withheld, **stale):
+    for word in seen_environment(cluster, "one", "two words", "$HOME", **kept, **withheld, **stale):
         env = word["env"]
         assert {name: env.get(name) for name in kept} == kept
         assert not {name for name, value in withheld.items() if env.get(name) == value}
@@ -69,7 +69,7 @@ def test_the_environment_is_forwarded_as_it_is_but_for_horovods_exceptions(hosts
 
 def test_a_value_that_is_no_text_stays_behind_and_disturbs_nothing(hosts):
     cluster = hosts("h1", "h2")
-    for word in tell(cluster, RAW=os.fsdecode(b"caf\xe9"), PLAIN="1"):
+    for word in seen_environment(cluster, RAW=os.fsdecode(b"caf\xe9"), PLAIN="1"):
         assert "RAW" not in word["env"]
         assert word["env"]["PLAIN"] == "1"
 
@@ -82,7 +82,7 @@ def test_workers_start_in_the_launchers_folder_where_there_is_one(hosts):
     words = cluster.farandole("-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py")
     done = cluster["head"].run("sh", "-c", 'cd deep/er && exec "$@"', "sh", *words)
     assert done.returncode == 0, done.stderr
-    first, second = told(done.stdout)
+    first, second = printed_json(done.stdout)
     assert first["folder"] == "/run/job/deep/er"
     assert second["folder"] == "/run/home"
 
@@ -116,11 +116,11 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
         running = cluster.launch(*words, WANDB_API_KEY=SECRET)
         running.until(*(f"[{rank}]<stdout>:goes on {rank}" for rank in range(5)))
         cluster["h1"].write("enough", "")
-        assert running.wait() == 0, running.said
+        assert running.wait() == 0, running.output
     finally:
         over.set()
         watcher.join()
-    environments = [word["env"] for word in told(running.out.read_text())]
+    environments = [word["env"] for word in printed_json(running.out.read_text())]
     assert [env["WANDB_API_KEY"] for env in environments] == [SECRET] * 5
     # The ticket gives access to the job, and so does each of its long parts.
     tickets = {env["FARANDOLE_JOB"] for env in environments}
@@ -158,7 +158,7 @@ def test_the_registrars_port_is_the_only_one_of_the_launchers_host(hosts):
     running.until(*(f"[{rank}]<stdout>:goes on {rank}" for rank in range(4)))
     assert len({port for _, port in cluster["head"].listening()}) == 1
     cluster["h1"].write("enough", "")
-    assert running.wait() == 0, running.said
+    assert running.wait() == 0, running.output
     assert cluster["head"].listening() == []
 
 
@@ -247,7 +247,7 @@ def test_workers_read_nothing_whether_or_not_the_launcher_has_an_input(hosts):
     ):
         done = cluster["head"].run("sh", "-c", change, "sh", *words, text=text)
         assert done.returncode == 0, done.stderr
-        assert [word["read"] for word in told(done.stdout)] == ["", "", ""], change
+        assert [word["read"] for word in printed_json(done.stdout)] == ["", "", ""], change
 
 
 def test_messages_of_the_launcher_are_lines_of_their_own(hosts):

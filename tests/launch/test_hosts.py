@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from tests.launch.conftest import BUSY, IDLE, WORLD, told
+from tests.launch.conftest import BUSY, IDLE, WORLD, printed_json
 from tests.launch.namespace_cluster import until
 
 # Processes that fail once the file `enough` exists.
@@ -26,7 +26,7 @@ def test_two_hosts_of_two_ranks_are_one_world_and_leave_nothing(hosts):
     cluster.write("world.py", WORLD)
     done = cluster.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "world.py")
     assert done.returncode == 0, done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert [(word["rank"], word["host"], word["local"], word["cross"]) for word in words] == [
         (0, "h1", 0, 0),
         (1, "h1", 1, 0),

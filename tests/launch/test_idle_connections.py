@@ -24,7 +24,7 @@ NOWHERE = "02:00:00:00:00:99"
 LOGINS = "Host h1 h2\n  HostName %h-v6\n"
 
 
-def start(hosts, program, *arguments, size=2, said="up", **env):
+def start(hosts, program, *arguments, size=2, expected="up", **env):
     """A job on two hosts, whose ssh connections use other addresses than its other connections."""
     cluster = hosts("h1", "h2")
     cluster.login(cluster["head"], config=LOGINS)
@@ -36,7 +36,7 @@ def start(hosts, program, *arguments, size=2, said="up", **env):
         "program.py",
         **env,
     )
-    running.until(*(f"[{rank}]<stdout>:{said} {rank}" for rank in range(size)))
+    running.until(*(f"[{rank}]<stdout>:{expected} {rank}" for rank in range(size)))
     head = cluster["head"].address_v6
     for name in ("h1", "h2"):
         assert [far for _, far in cluster[name].connections() if far[0] == head], "ssh uses IPv6"
@@ -69,24 +69,24 @@ ELASTIC = ("--min-num-proc", 1, "--max-num-proc", 2)
 @pytest.mark.parametrize("arguments", [(), ELASTIC], ids=["static", "elastic"])
 @pytest.mark.parametrize("silent", [["h2"], ["h1", "h2"]])
 def test_a_job_whose_connections_fall_silent_succeeds(hosts, silent, arguments):
-    cluster, running = start(hosts, BUSY, *arguments, said="goes on")
+    cluster, running = start(hosts, BUSY, *arguments, expected="goes on")
     silence(cluster, *silent)
     finish(cluster)
-    assert running.wait(30.0) == 0, running.said
+    assert running.wait(30.0) == 0, running.output
     assert {"[0]<stdout>:over 0", "[1]<stdout>:over 1"} <= set(running.lines)
     end_hosts(cluster)
 
 
 @pytest.mark.parametrize("side", ["head", "h2"])
 def test_a_job_whose_connection_is_closed_by_one_side_goes_on(hosts, side):
-    cluster, running = start(hosts, BUSY, said="goes on")
+    cluster, running = start(hosts, BUSY, expected="goes on")
     word = ("ssh", "h2", "farandole agent") if side == "head" else ("sshd: root@notty",)
     for process in find(cluster, side, *word):
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(AssertionError, match="still running"):
         running.wait(8.0)
     finish(cluster)
-    assert running.wait(30.0) == 0, running.said
+    assert running.wait(30.0) == 0, running.output
     assert {"[0]<stdout>:over 0", "[1]<stdout>:over 1"} <= set(running.lines)
     cluster.until_quiet(5.0)
 
@@ -107,9 +107,9 @@ def test_a_failure_behind_a_silent_connection_is_reported(hosts):
     cluster, running = start(hosts, FAILS)
     silence(cluster, "h1", "h2")
     finish(cluster)
-    assert running.wait(40.0) == 23, running.said
-    assert "[1]<stderr>:rank 1 is broken" in running.said
-    assert "rank 1 on h2" in running.err.read_text(), running.said
+    assert running.wait(40.0) == 23, running.output
+    assert "[1]<stderr>:rank 1 is broken" in running.output
+    assert "rank 1 on h2" in running.err.read_text(), running.output
     end_hosts(cluster)
 
 
@@ -118,10 +118,10 @@ ASKED = """
 import signal, sys, time
 import farandole.numpy as hvd
 hvd.init()
-def ask(number, frame):
+def exit_on_interrupt(number, frame):
     print("asked", flush=True)
     sys.exit(7)
-signal.signal(signal.SIGINT, ask)
+signal.signal(signal.SIGINT, exit_on_interrupt)
 print(f"up {hvd.rank()}", flush=True)
 while True:
     time.sleep(60)
@@ -134,9 +134,9 @@ def test_ctrl_c_reaches_workers_behind_a_silent_connection(hosts, arguments):
     silence(cluster, "h1", "h2")
     running.send(signal.SIGINT)
     began = time.monotonic()
-    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.output
     assert time.monotonic() - began < 15.0
-    assert {"[0]<stdout>:asked", "[1]<stdout>:asked"} <= set(running.lines), running.said
+    assert {"[0]<stdout>:asked", "[1]<stdout>:asked"} <= set(running.lines), running.output
     end_hosts(cluster)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.launch.conftest import WORLD, told
+from tests.launch.conftest import WORLD, printed_json
 from tests.launch.namespace_cluster import HOME, SUBNET_V6
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ def world(cluster, *arguments, size=2, **env):
     asked = ["-np", size] if arguments else []
     done = cluster.launched(*asked, *arguments, sys.executable, "world.py", **env)
     assert done.returncode == 0, done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert [(word["rank"], word["size"], word["right"]) for word in words] == [
         (rank, size, True) for rank in range(size)
     ]

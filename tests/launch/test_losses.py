@@ -37,9 +37,9 @@ def failed(running, limit):
     """Returns the message of a launcher that must end by itself with an error."""
     began = time.monotonic()
     status = running.wait(limit)
-    assert status != 0, running.said
+    assert status != 0, running.output
     assert "Traceback" not in running.err.read_text().replace("<stderr>:Traceback", ""), (
-        running.said
+        running.output
     )
     return status, time.monotonic() - began, running.err.read_text()
 
@@ -60,14 +60,18 @@ def until_only_sshd(cluster, *cut):
     up.
     """
 
-    def left():
+    def remaining_processes():
         return [
             process
             for process in cluster.processes()
             if not (process.host in cut and process.argv[0] == SESSION)
         ]
 
-    until(lambda: not left(), lambda: "; ".join(map(str, left())), 4 * PEER_TIMEOUT)
+    until(
+        lambda: not remaining_processes(),
+        lambda: "; ".join(map(str, remaining_processes())),
+        4 * PEER_TIMEOUT,
+    )
     for name in cut:
         cluster[name].end()
 
@@ -106,7 +110,7 @@ def test_a_network_that_is_cut_for_three_seconds_is_survived(hosts):
         running.wait(3.0)
     cluster["h2"].restore()
     cluster["h2"].write("enough", "")
-    assert running.wait(20.0) == 0, running.said
+    assert running.wait(20.0) == 0, running.output
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
 
 
@@ -155,7 +159,7 @@ def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing
     cluster["head"].restore()
     for host in ("h1", "h2"):
         cluster[host].write("enough", "")
-    assert running.wait(30.0) == 0, running.said
+    assert running.wait(30.0) == 0, running.output
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
     # TCP repeats a keep-alive that ssh sent during the cut at growing intervals, and the end of the
     # connection comes after it.
@@ -204,7 +208,7 @@ def test_a_launcher_that_is_asked_to_end_ends_its_workers(hosts, number):
     cluster = hosts("h1", "h2")
     running = busy(cluster, program=IDLE)
     running.send(number)
-    assert running.wait(15.0) == 128 + number, running.said
+    assert running.wait(15.0) == 128 + number, running.output
     cluster.until_quiet(2.0)
 
 
@@ -231,18 +235,18 @@ def test_ctrl_c_asks_the_workers_of_all_hosts(hosts):
         )
         running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
         os.write(near, b"\x03")
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.said
-    assert {f"[{rank}]<stdout>:asked" for rank in range(4)} <= set(running.lines), running.said
+        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+    assert {f"[{rank}]<stdout>:asked" for rank in range(4)} <= set(running.lines), running.output
     cluster.until_quiet(2.0)
 
 
 # They have heard that they shall end, and do not.
 DEAF = """
 import os, signal, time
-def hear(number, frame):
+def print_signal(number, frame):
     print("heard", flush=True)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, hear)
+    signal.signal(number, print_signal)
 print(f"up {os.environ['RANK']}", flush=True)
 while True:
     time.sleep(60)
@@ -261,8 +265,8 @@ def test_a_second_ctrl_c_kills_at_once(hosts):
         running.until(*(f"[{rank}]<stdout>:heard" for rank in range(4)), limit=5.0)
         os.write(near, b"\x03")
         began = time.monotonic()
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.said
-        assert time.monotonic() - began < 2.5, running.said
+        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+        assert time.monotonic() - began < 2.5, running.output
     cluster.until_quiet(2.0)
 
 
@@ -270,5 +274,5 @@ def test_workers_that_do_not_end_when_asked_once_are_killed_in_the_end(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster, program=DEAF)
     running.send(signal.SIGINT)
-    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.output
     cluster.until_quiet(2.0)

@@ -98,7 +98,7 @@ def test_a_host_without_power_is_gone_with_all_its_processes(hosts):
     assert cluster["h1"].processes() == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert running.wait() == 255
-    assert "timed out" in running.said
+    assert "timed out" in running.output
 
 
 def interfaces():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.launch.conftest import WORLD, told
+from tests.launch.conftest import WORLD, printed_json
 from tests.launch.namespace_cluster import HOME
 from tests.launch.test_elastic import TRAIN, finish, members, pids
 from tests.pages import blocks_of
@@ -42,7 +42,7 @@ def ran(cluster, script, **env):
     """The hosts of the ranks of the world that a script starts, in order."""
     done = cluster["head"].run("bash", "-e", "-c", script, "bash", **env)
     assert done.returncode == 0, script + done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert [(word["rank"], word["right"]) for word in words] == [
         (rank, True) for rank in range(len(words))
     ], script

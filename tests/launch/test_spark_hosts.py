@@ -121,8 +121,8 @@ def start_spark_job(cluster, start_timeout=60.0, **env):
         told = ((cluster[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
         return driver.process.poll() is not None or all(told)
 
-    until(works, lambda: driver.said, STARTS)
-    assert driver.process.poll() is None, driver.said
+    until(works, lambda: driver.output, STARTS)
+    assert driver.process.poll() is None, driver.output
     return driver
 
 
@@ -146,8 +146,8 @@ def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_time
     cluster["head"].restore()
     for name in ("h1", "h2"):
         cluster[name].write("enough", "")
-    assert driver.wait(60.0) == 0, driver.said
-    assert "results [True, True]" in driver.lines, driver.said
+    assert driver.wait(60.0) == 0, driver.output
+    assert "results [True, True]" in driver.lines, driver.output
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["stopped", "asleep"])
@@ -180,9 +180,9 @@ def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
     for name in ("h1", "h2"):
         assert alive(cluster[name])
         cluster[name].write("enough", "")
-    assert driver.wait(120.0) == 0, driver.said
-    assert "results [True, True]" in driver.lines, driver.said
-    assert "this process did not run for " in driver.said
+    assert driver.wait(120.0) == 0, driver.output
+    assert "results [True, True]" in driver.lines, driver.output
+    assert "this process did not run for " in driver.output
 
 
 def test_an_executor_that_is_cut_off_for_ever_is_named_and_the_job_waits_for_another(hosts):
@@ -192,17 +192,17 @@ def test_an_executor_that_is_cut_off_for_ever_is_named_and_the_job_waits_for_ano
     cluster["h2"].cut()
     until(
         lambda: not alive(cluster["h1"]) and not alive(cluster["h2"]),
-        lambda: driver.said,
+        lambda: driver.output,
         3 * PEER_TIMEOUT,
     )
     # Spark gives the executor up after `spark.network.timeout`. The job's own limit ends it before.
-    assert driver.wait(120.0) == 0, driver.said
+    assert driver.wait(120.0) == 0, driver.output
     lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
-    assert re.search(lost_task, driver.err.read_text()), driver.said
+    assert re.search(lost_task, driver.err.read_text()), driver.output
     (failed,) = (line for line in driver.lines if line.startswith("failed"))
     assert re.search(
         rf"TimeoutError .*after 30 s [01] of 2 tasks had registered.*{lost_task}", failed
-    ), driver.said
+    ), driver.output
     cluster["h2"].end()
 
 
@@ -226,4 +226,4 @@ def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
         ), reachable
     for name in ("h1", "h2"):
         cluster[name].write("enough", "")
-    assert driver.wait(60.0) == 0, driver.said
+    assert driver.wait(60.0) == 0, driver.output
