@@ -113,7 +113,7 @@ class ResultWaiter:
     def _select_failure(self, failures: dict[int, Exception]) -> Exception:
         rank, error = min(
             failures.items(),
-            key=lambda one: (not _is_actor_death(one[1]), not _is_root_cause(one[1]), one[0]),
+            key=lambda pair: (not _is_actor_death(pair[1]), not _is_root_cause(pair[1]), pair[0]),
         )
         if not _is_actor_death(error):
             return error

@@ -128,7 +128,9 @@ def write_durably(
 def _write_locally(
     directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
 ) -> None:
-    missing = itertools.takewhile(lambda one: not is_present(one), (directory, *directory.parents))
+    missing = itertools.takewhile(
+        lambda path: not is_present(path), (directory, *directory.parents)
+    )
     for created in reversed(list(missing)):
         disk.make_directory(created)
         disk.sync_path(created.parent)

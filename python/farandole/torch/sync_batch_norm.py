@@ -42,7 +42,7 @@ basics.call_on_each_init(_reset_layer_numbers)
 def leave_out_padding(valid: int, count: int) -> Iterator[None]:
     """Lets the layers that this thread calls leave out the last rows of a batch.
 
-    The statistics are those of the first rows. The gradients of the last rows do not depend on the
+    The statistics include only the first rows. The gradients of the last rows do not depend on the
     statistics.
 
     Args:

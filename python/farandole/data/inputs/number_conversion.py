@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Dates, times and decimals as the numbers of batches, as prepared data and the reader have them.
 
-Dates are days since 1970. Timestamps, times and durations are microseconds, whatever the unit of
-their source is: nanoseconds are rounded down, and coarser units that do not fit are refused.
+Dates are days since 1970. Timestamps, times and durations are microseconds, for any unit of
+their source: nanoseconds are rounded down, and coarser units that do not fit are refused.
 Decimals are the nearest float64.
 """
 

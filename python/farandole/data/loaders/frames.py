@@ -176,7 +176,7 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
             probe = convert_column(functions.lit(None), kind.elementType)
             if probe is None:
                 return None
-            return functions.transform(value, lambda one: convert_column(one, kind.elementType))
+            return functions.transform(value, lambda each: convert_column(each, kind.elementType))
         convert = converters.get(kind.typeName())
         return None if convert is None else convert(value)
 

@@ -87,7 +87,7 @@ class PytorchDataLoader(BaseDataLoader):
     def _epoch_batches(self) -> Iterator[Batch]:
         reset = getattr(self.reader, "reset", None)
         if reset is not None and getattr(self.reader, "last_row_consumed", False):
-            reset()  # petastorm's readers end for good
+            reset()  # a reader of petastorm does not start again without this
         return _rebatch_rows(self.reader, self.batch_size, self.shuffling_queue_capacity)
 
     def _iterate(self) -> Iterator[Batch]:

@@ -48,10 +48,11 @@ _HMAC_BYTES = 32
 
 
 def local_host_addresses() -> list[str]:
-    """Addresses by which others may reach this host, the likeliest first, its own loopback last.
+    """Returns addresses at which other hosts may reach this host, the likeliest first, its own
+    loopback last.
 
-    The host's name may stand for a loopback address only (127.0.1.1 on Debian), or for none. Such
-    addresses, and those of a single cable (link-local), lead other hosts astray.
+    The host's name may stand for a loopback address only (127.0.1.1 on Debian), or for none. Other
+    hosts cannot use loopback addresses, nor link-local addresses of a single cable.
     """
     found = []
     for family, far in _FAR_ADDRESSES.items():

@@ -61,7 +61,7 @@ def create_torch_inputs(
             so are lists of integers of different lengths.
 
     Raises:
-        ValueError: such a column is listed together with others.
+        ValueError: a column of lists is listed together with others.
     """
     made: list[TorchInput] = []
     categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
