@@ -48,7 +48,7 @@ class ElasticAgentPool(Protocol):
     Attributes:
         endings: Outcomes of workers, by task.
         refusals: Reasons why workers could not be started, in order.
-        dismissed: Tasks that were asked to leave.
+        dismissed: Tasks of workers that must leave.
     """
 
     endings: dict[int, TaskOutcome]
@@ -85,7 +85,7 @@ class PlannedDepartures(Protocol):
 
 def run_elastic_job(
     registrar: Registrar,
-    crew: ElasticAgentPool,
+    agent_pool: ElasticAgentPool,
     output: JobOutput,
     on_progress: Callable[[int, dict[str, Any]], None] | None,
     departures: PlannedDepartures | None = None,
@@ -97,8 +97,8 @@ def run_elastic_job(
 
     Args:
         registrar: The job's meeting point; closed when this returns or raises.
-        crew: The agent pool, which starts workers.
-        output: Where lines go.
+        agent_pool: The agent pool, which starts workers.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         departures: Reports workers whose hosts are about to leave, if the cluster announces that.
         watcher: Receives the events of the job.
@@ -113,13 +113,13 @@ def run_elastic_job(
         FarandoleJobError: The job failed, or could not continue.
     """
     job = _ElasticJobRun(
-        registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+        registrar, agent_pool, output, on_progress, departures, watcher, ends_on_error=ends_on_error
     )
     try:
         return job.run()
     finally:
         registrar.close()
-        crew.end_workers()
+        agent_pool.end_workers()
         if output.files is not None:
             output.files.close()
 
@@ -128,7 +128,7 @@ class _ElasticJobRun(EventHandler):
     def __init__(
         self,
         registrar: Registrar,
-        crew: ElasticAgentPool,
+        agent_pool: ElasticAgentPool,
         output: JobOutput,
         on_progress: Callable[[int, dict[str, Any]], None] | None,
         departures: PlannedDepartures | None,
@@ -137,7 +137,7 @@ class _ElasticJobRun(EventHandler):
         ends_on_error: bool,
     ) -> None:
         super().__init__(registrar, output, on_progress, watcher)
-        self.pool = crew
+        self.pool = agent_pool
         self.departures = departures
         self.ends_on_error = ends_on_error
         self.worlds = 0

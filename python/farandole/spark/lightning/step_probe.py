@@ -37,8 +37,8 @@ def check_training_step(
     Args:
         job: the run.
         module: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
         names: columns that are read.
 
     Raises:
@@ -55,7 +55,7 @@ def check_training_step(
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
     losses = [_step_loss(job, module, columns, first, last) for first, last in bounds]
-    if any(one is None for one in losses):
+    if any(mean_loss is None for mean_loss in losses):
         warnings.warn(
             f"training_step of {type(module).__name__} cannot be tried without a trainer, so its "
             "loss is taken for a mean over rows. With class weights, ignored labels or a sum, "
@@ -65,9 +65,9 @@ def check_training_step(
         )
         return
     whole, *parts = [
-        PartLoss(one * (last - first), float(last - first))
-        for one, (first, last) in zip(losses, bounds, strict=True)
-        if one is not None
+        PartLoss(mean_loss * (last - first), float(last - first))
+        for mean_loss, (first, last) in zip(losses, bounds, strict=True)
+        if mean_loss is not None
     ]
     check_parts(whole, parts, f"the loss of training_step of {type(module).__name__}")
 
@@ -82,10 +82,14 @@ def _step_loss(
     """Returns the loss of some rows; `None` if the step does not work without a trainer."""
     part = {name: values[first:last] for name, values in columns.items()}
     host, count = torch.device("cpu"), last - first
-    batch: dict[str, Any] = {one.name: input_tensor(part, one, count, host) for one in job.inputs}
-    for one in job.labels:
-        label = part[one.column.name].to(getattr(torch, one.dtype))
-        batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
+    batch: dict[str, Any] = {
+        torch_input.name: input_tensor(part, torch_input, count, host) for torch_input in job.inputs
+    }
+    for torch_label in job.labels:
+        label = part[torch_label.column.name].to(getattr(torch, torch_label.dtype))
+        batch[torch_label.column.name] = (
+            label if torch_label.shape is None else label.reshape(torch_label.shape)
+        )
     if job.weight is not None:
         batch[job.weight] = part[job.weight].float().reshape(-1)
     training = module.training
@@ -95,7 +99,7 @@ def _step_loss(
             warnings.simplefilter("ignore")  # `self.log` without a trainer
             torch.manual_seed(0)  # a step with random parts has the same in each call
             found = module.training_step(batch, 0)
-    except Exception:  # noqa: BLE001 - whatever a step without a trainer raises
+    except Exception:  # noqa: BLE001 - a step without a trainer may raise any exception
         return None
     finally:
         module.train(training)

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tries a loss of an unknown form on parts of real rows, before workers start.
 
-Gradients of processes can be averaged to what one process computes if the loss of all rows is the
-mean of the losses of parts, weighted by what each part counts. Labels of real rows are compared
-with outputs of the model, which need not belong to the same rows.
+The average of the gradients of processes equals the gradient of one process if the loss of all rows
+is the mean of the losses of parts, weighted by the count of each part. Labels of real rows are
+compared with outputs of the model, which need not belong to the same rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
 contain labels that only a few rows have. The parts are small, because the loss of a part with most
-of the rows is close to the loss of all rows, whatever the loss is.
+of the rows is close to the loss of all rows, for any loss.
 """
 _MODEL_ROWS = 16
 """Rows for which the model is called; labels are compared with these outputs in turn."""
@@ -64,10 +64,10 @@ class ProbeRows:
 
 
 def needs_probe(loss: Any, reduction: str | None) -> bool:
-    """Returns whether only a trial shows what a loss returns.
+    """Returns whether only a trial shows the form of the result of a loss.
 
     Args:
-        loss: of one label.
+        loss: loss of one label.
         reduction: the user's word for it.
     """
     return reduction is None and loss_sums.known_reduction(loss) is None
@@ -81,7 +81,7 @@ def read_probe_rows(
     Args:
         job: the run.
         model: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         names: columns that are read.
     """
     data, rows = job.data, sum(PROBE_PART_ROWS)
@@ -95,12 +95,12 @@ def read_probe_rows(
 
 
 def check_loss_parts(
-    one: TorchLabel, loss: Any, output: torch.Tensor, values: torch.Tensor, name: str
+    torch_label: TorchLabel, loss: Any, output: torch.Tensor, values: torch.Tensor, name: str
 ) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
-        one: the label.
+        torch_label: the label.
         loss: its loss.
         output: output of the model.
         values: the label column, as many rows.
@@ -109,15 +109,15 @@ def check_loss_parts(
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    label_loss = LabelLoss(loss, one)
-    label = values.to(getattr(torch, one.dtype))
+    label_loss = LabelLoss(loss, torch_label)
+    label = values.to(getattr(torch, torch_label.dtype))
     ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
     bounds = [(0, ends[-1]), *zip([0, *ends[:-1]], ends, strict=True)]
     found: list[PartLoss] = []
     for first, last in bounds:
         rows = last - first
         count = label_loss.count(label[first:last], rows)
-        shaped = shape_label(label[first:last], output[first:last], one.shape)
+        shaped = shape_label(label[first:last], output[first:last], torch_label.shape)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # a loss with random parts has the same in each call
@@ -176,8 +176,8 @@ def check_loss_forms(
         job: the run.
         losses: one per label.
         model: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
         names: columns that are read.
 
     Raises:
@@ -187,11 +187,13 @@ def check_loss_forms(
     if not any(tried) or (processes == 1 and job.loop.backward_passes == 1):
         return
     rows = read_probe_rows(job, model, transformation, names)
-    for one, loss, output, is_tried in zip(job.labels, losses, rows.outputs, tried, strict=True):
+    for torch_label, loss, output, is_tried in zip(
+        job.labels, losses, rows.outputs, tried, strict=True
+    ):
         if is_tried:
-            column = one.column.name
+            column = torch_label.column.name
             name = f"the loss {loss_sums.loss_name(loss)} of column {column!r}"
-            check_loss_parts(one, loss, output, rows.columns[column], name)
+            check_loss_parts(torch_label, loss, output, rows.columns[column], name)
 
 
 def _is_close(whole: float, parts: Sequence[float]) -> bool:

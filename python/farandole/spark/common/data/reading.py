@@ -60,11 +60,11 @@ class TrainingDataSpec:
 
         Args:
             kind: its class.
-            epochs: of the run.
-            transformation: of the user; or `None`.
+            epochs: number of epochs of the run.
+            transformation: the user's transformation, or `None`.
             rank: this process.
             size: processes.
-            steps: of an epoch, in training and in validation.
+            steps: number of steps of an epoch, in training and in validation.
         """
         return kind(
             train_dir=self.train_url,
@@ -98,7 +98,7 @@ def training_data_spec(
     Args:
         estimator: whose parameters count.
         prepared: the data.
-        columns: that are read.
+        columns: columns that are read.
         unseeded: seed of the order where the estimator has none; `None` draws one.
     """
     seed = estimator.getRandomSeed()
@@ -168,8 +168,8 @@ def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]
     """Returns the paths of a run's files, if it has files.
 
     Args:
-        store: of the run.
-        data: that it reads.
+        store: store of the run.
+        data: data that the run reads.
     """
     run, name = store.checkpoint_path, store.checkpoint_filename
     named = {
@@ -178,4 +178,4 @@ def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]
         "checkpoint": None if run is None else f"{run}/{name}",
         "logs": store.logs_path,
     }
-    return {what: path for what, path in named.items() if path is not None}
+    return {name: path for name, path in named.items() if path is not None}
