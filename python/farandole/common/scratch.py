@@ -81,7 +81,7 @@ def boot_id() -> str:
     """Returns the id of the kernel's boot, which no other host has.
 
     Raises:
-        OSError: The kernel does not tell it.
+        OSError: The kernel does not show it.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 

@@ -356,9 +356,11 @@ def find_damage(data: bytes) -> str | None:
             unpacked = sum(one.file_size for one in members)
             if unpacked > len(data):
                 return f"its {len(data)} bytes unpack to {unpacked}, but checkpoints are stored"
-            for one in members:
-                if one.flag_bits & _ENCRYPTED_FLAG or one.compress_type != zipfile.ZIP_STORED:
-                    return f"{one.filename} in it is compressed or encrypted, and no checkpoint is"
+            for member in members:
+                if member.flag_bits & _ENCRYPTED_FLAG or member.compress_type != zipfile.ZIP_STORED:
+                    return (
+                        f"{member.filename} in it is compressed or encrypted, and no checkpoint is"
+                    )
             end = data.rindex(_DIRECTORY_END)
             recorded = int.from_bytes(data[end + 10 : end + 12], "little")
             if recorded not in (len(members), _LARGE_COUNT):

@@ -184,15 +184,15 @@ class _ElasticJobRun(EventHandler):
         while True:
             # Asked before the results: an agent that ends leaves its result first.
             running = any(self.pool.is_running(task) for task in missing)
-            left = {task for task in missing if self.task_outcome(task).result is None}
+            unfinished = {task for task in missing if self.task_outcome(task).result is None}
             now = time.monotonic()
-            progress = now if left != missing else progress
+            progress = now if unfinished != missing else progress
             seen_running = now if running else seen_running
-            if not left or now >= min(
+            if not unfinished or now >= min(
                 progress + _TRANSFER_TIMEOUT, max(progress, seen_running) + _RESULT_TIMEOUT
             ):
                 break
-            missing = left
+            missing = unfinished
             self.pump_events(_EVENT_WAIT_SECONDS)
             self.watcher.poll_updates()
         endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]
