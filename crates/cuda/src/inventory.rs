@@ -21,17 +21,17 @@ pub struct CudaFinding {
 
 /// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where
 /// there is none, or no driver. The driver is not initialised, so that a process may still fork.
-pub fn detect_driver_and_nccl_version(places: &LibrarySearchPath) -> (bool, i32) {
-    if places.load_library(CudaLibrary::Driver).is_err() {
+pub fn detect_driver_and_nccl_version(search_path: &LibrarySearchPath) -> (bool, i32) {
+    if search_path.load_library(CudaLibrary::Driver).is_err() {
         return (false, 0);
     }
-    (true, NcclLibrary::load_from(places).map_or(0, |nccl| nccl.version_code()))
+    (true, NcclLibrary::load_from(search_path).map_or(0, |nccl| nccl.version_code()))
 }
 
 /// Looks for every library, loads it, and asks for its version; devices are counted without using
 /// one.
-pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
-    let driver = CudaDriver::load_from(places);
+pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
+    let driver = CudaDriver::load_from(search_path);
     let told = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.cuda_version()?;
         Ok(format!(
@@ -42,8 +42,8 @@ pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
         ))
     });
     let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), told)];
-    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(places)));
-    let compiler = NvrtcCompiler::load_from(places).map(|nvrtc| {
+    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(search_path)));
+    let compiler = NvrtcCompiler::load_from(search_path).map(|nvrtc| {
         let (major, minor) = nvrtc.compiler_version();
         let archs = nvrtc.supported_architectures();
         let range = match (archs.first(), archs.last()) {
@@ -53,7 +53,7 @@ pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
         format!("{major}.{minor}{range}, {}", nvrtc.library_path())
     });
     all.push(to_finding(CudaLibrary::Nvrtc.library_name(), compiler));
-    let nccl = NcclLibrary::load_from(places).map(|nccl| {
+    let nccl = NcclLibrary::load_from(search_path).map(|nccl| {
         let with = if nccl.supports_registration() { " with registration" } else { "" };
         format!("{}{with}, {}", nccl.version_text(), nccl.library_path())
     });
@@ -74,8 +74,8 @@ fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaFinding {
     to_finding(&format!("GPU {ordinal}"), told)
 }
 
-fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
-    let library = places.load_library(CudaLibrary::Runtime)?;
+fn describe_runtime(search_path: &LibrarySearchPath) -> Result<String> {
+    let library = search_path.load_library(CudaLibrary::Runtime)?;
     // SAFETY: the function's type in the runtime's header.
     let ask = unsafe {
         library.find_function::<unsafe extern "C" fn(*mut i32) -> i32>(

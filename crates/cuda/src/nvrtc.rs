@@ -57,8 +57,8 @@ impl NvrtcCompiler {
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, and `Compile` if the library does not report its version.
-    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
-        let library = places.load_library(CudaLibrary::Nvrtc)?;
+    pub fn load_from(search_path: &LibrarySearchPath) -> Result<Self> {
+        let library = search_path.load_library(CudaLibrary::Nvrtc)?;
         let table = NvrtcTable::from_library(&library)?;
         let mut version = (0, 0);
         // SAFETY: both places live across the call.

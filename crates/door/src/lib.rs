@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The door: the C function table through which another library of this process reaches its one
+//! The engine table: the C function table through which another library of this process reaches its one
 //! engine.
 //!
 //! The extension owns the engine and fills one [`EngineTable`] (`ffi`). It publishes the address of

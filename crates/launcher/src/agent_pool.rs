@@ -196,9 +196,9 @@ impl<'a> AgentPool<'a> {
     }
 
     /// Applies the caller's stop level to all agents.
-    pub(crate) fn apply_stop_level(&self, wish: StopLevel) {
+    pub(crate) fn apply_stop_level(&self, level: StopLevel) {
         for host in &self.hosts {
-            match wish {
+            match level {
                 StopLevel::Continue => {}
                 StopLevel::Interrupt => host.agent.interrupt_workers(),
                 StopLevel::Terminate => host.agent.terminate_workers(),
@@ -206,7 +206,7 @@ impl<'a> AgentPool<'a> {
             }
         }
         for agent in self.agents.values() {
-            match wish {
+            match level {
                 StopLevel::Continue => {}
                 StopLevel::Interrupt => agent.interrupt_worker("interrupted"),
                 StopLevel::Terminate => agent.cancel_worker("interrupted"),

@@ -263,10 +263,10 @@ fn serve_connection(
 ) {
     let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
-    let heard = handle_messages(tasks, &mut input, orders, &mut open, tell);
+    let conversation = handle_messages(tasks, &mut input, orders, &mut open, tell);
     drop(orders.lock().take());
     drop(input);
-    if let Err(ConversationEnd::Refused(_)) = &heard {
+    if let Err(ConversationEnd::Refused(_)) = &conversation {
         // The agent waits for an order that will not come.
         kill_group(group, Signal::TERM);
     }
@@ -278,10 +278,10 @@ fn serve_connection(
     if open.is_empty() {
         return tell(AgentNotice::AllReported);
     }
-    let reason = match heard {
+    let reason = match conversation {
         Err(ConversationEnd::Refused(reason)) => reason,
         Err(ConversationEnd::Broken(error)) => {
-            tracing::debug!(%error, host = tasks.host, "the agent's words broke off");
+            tracing::debug!(%error, host = tasks.host, "the connection to the agent ended in the middle of a message");
             describe_connection_end(status, &last_stderr_lines(tail))
         }
         Ok(()) => describe_connection_end(status, &last_stderr_lines(tail)),

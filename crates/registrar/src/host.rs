@@ -196,8 +196,10 @@ fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
     let (text, bits) =
         entry.split_once('/').map_or((entry, None), |(text, bits)| (text, Some(bits)));
     let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
-    let most = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
-    let bits = bits.map_or(Some(most), |bits| bits.parse().ok().filter(|bits: &u32| *bits <= most));
+    let address_bits = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
+    let bits = bits.map_or(Some(address_bits), |bits| {
+        bits.parse().ok().filter(|bits: &u32| *bits <= address_bits)
+    });
     let (Some(network), Some(bits)) = (network, bits) else {
         let reason =
             format!("a bind address is an address or a network such as 10.0.0.0/8: {entry}");
@@ -208,10 +210,10 @@ fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
             IpAddr::V4(four) => u128::from(u32::from(four)),
             IpAddr::V6(six) => u128::from(six),
         };
-        number.checked_shr(most - bits).unwrap_or(0)
+        number.checked_shr(address_bits - bits).unwrap_or(0)
     };
     // Every address of 127.0.0.0/8 belongs to this host, but the kernel lists only one.
-    if bits == most && network.is_loopback() {
+    if bits == address_bits && network.is_loopback() {
         return Ok(Some(network));
     }
     let fits = |address: &&IpAddr| {

@@ -172,7 +172,7 @@ fn run_elastic_job(
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
     let rules = ElasticJob::rules_from_config(place.num_proc, &options.config)?;
-    let discovery = options.host_discovery(&place, rules.most.saturating_add(rules.spares));
+    let discovery = options.host_discovery(&place, rules.max_workers.saturating_add(rules.spares));
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
     let heard = |happening: ElasticJobUpdate<'_>| match happening {

@@ -86,10 +86,10 @@ impl JoinState {
     pub(super) fn take_overdue_join_wait(
         &mut self,
         now: Instant,
-        patience: Duration,
+        report_age: Duration,
     ) -> Option<Instant> {
         let since = self.since?;
-        let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= patience;
+        let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= report_age;
         due.then(|| {
             self.reported = Some(now);
             since

@@ -14,9 +14,9 @@ type Told = (EngineStatusCode, String, Vec<f32>);
 
 /// Sends code, message and the first output through the channel in `context`.
 unsafe extern "C" fn tell(context: *mut c_void, outcome: *const SubmissionOutcome) {
-    // SAFETY: the context is the boxed sender of `call`, the outcome is the door's.
+    // SAFETY: the context is the boxed sender of `call`, the outcome comes from the table.
     let (sender, outcome) = unsafe { (Box::from_raw(context.cast::<Sender<Told>>()), &*outcome) };
-    // SAFETY: terminated by the door.
+    // SAFETY: the table terminates its texts.
     let message = unsafe { CStr::from_ptr(outcome.message) }.to_string_lossy().into_owned();
     let mut values = Vec::new();
     if outcome.output_count > 0 {

@@ -402,7 +402,7 @@ impl TaskClient {
     pub fn report_own_exit(&self, deadline: Instant) -> Result<()> {
         self.check_own_process()?;
         let exit = ExitReport {
-            how: ExitKind::Code(0),
+            kind: ExitKind::Code(0),
             peer_error: false,
             stopped: false,
             stderr_tail: Vec::new(),

@@ -350,7 +350,9 @@ impl Registrar for RegistrarService {
     async fn calls(&self, request: Request<wire::CallsRequest>) -> Reply<Self::CallsStream> {
         let caller = call_origin(&request)?;
         drop(self.check_current_generation(caller)?);
-        Ok(Response::new(self.relay_exchange()?.open_call_stream(caller, request.get_ref().door)))
+        Ok(Response::new(
+            self.relay_exchange()?.open_call_stream(caller, request.get_ref().relay_world),
+        ))
     }
 
     type RelayStream = RelayPieceStream;
@@ -368,7 +370,7 @@ impl Registrar for RegistrarService {
         let caller = call_origin(&request)?;
         let together = request.get_ref().together;
         let exit = ExitReport::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
-        let success = exit.how.is_success() && !exit.stopped;
+        let success = exit.kind.is_success() && !exit.stopped;
         self.core.record_exit(caller.task, caller.generation, exit);
         let mut board = self.core.subscribe_announcements();
         if success && together {
