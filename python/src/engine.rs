@@ -614,10 +614,10 @@ fn submit_group<T>(
     devices: Option<Vec<GpuStreamId>>,
     request: impl Fn(T, TensorPlacement) -> PyResult<CollectiveRequest>,
 ) -> PyResult<Vec<u64>> {
-    let (mut spots, mut devices) =
+    let (mut placements, mut devices) =
         (TensorPlacements::default(), devices.unwrap_or_default().into_iter());
     let spotted = |tensor| {
-        spots
+        placements
             .placement_of(devices.next().flatten())
             .and_then(|placement| request(tensor, placement))
     };

@@ -283,12 +283,12 @@ impl CudaDriver {
         if status == 0 {
             return Ok(());
         }
-        let say = |tell: unsafe extern "C" fn(i32, *mut *const c_char) -> i32| {
+        let say = |find_text: unsafe extern "C" fn(i32, *mut *const c_char) -> i32| {
             let mut text = std::ptr::null();
             // SAFETY: the place lives across the call; the text is the driver's own, for ever.
-            let told = unsafe { tell(status, &raw mut text) } == 0 && !text.is_null();
+            let has_text = unsafe { find_text(status, &raw mut text) } == 0 && !text.is_null();
             // SAFETY: as above; it ends with a zero.
-            told.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+            has_text.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         let (name, words) = (say(self.table.error_name), say(self.table.error_string));
         let reason = match (name, words) {

@@ -590,12 +590,13 @@ mod tests {
             gpus.mailboxes.lock().first().map(|region| *region.region_handle()),
             Some(handle)
         );
-        let told = |bytes| {
+        let capabilities_with = |bytes| {
             GpuCapabilities { memory_bytes: bytes, ..GpuCapabilities::from_bytes(&own).unwrap() }
                 .to_bytes()
         };
         let name_of = |first: u64, second: u64| {
-            gpus.create_communicator_name(&[&told(first), &told(second)]).unwrap()
+            gpus.create_communicator_name(&[&capabilities_with(first), &capabilities_with(second)])
+                .unwrap()
         };
         let piece = |first, second| name_of(first, second)[1 + ipc::REGION_HANDLE_BYTES];
         assert_eq!((piece(80 << 30, 80 << 30), piece(80 << 30, 24 << 30)), (64, 24));

@@ -32,7 +32,7 @@ pub fn detect_driver_and_nccl_version(search_path: &LibrarySearchPath) -> (bool,
 /// one.
 pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
     let driver = CudaDriver::load_from(search_path);
-    let told = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
+    let found = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.cuda_version()?;
         Ok(format!(
             "serves CUDA {}.{}, {} devices",
@@ -41,7 +41,7 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
             driver.device_count()?
         ))
     });
-    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), told)];
+    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), found)];
     all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(search_path)));
     let compiler = NvrtcCompiler::load_from(search_path).map(|nvrtc| {
         let (major, minor) = nvrtc.compiler_version();
@@ -68,10 +68,10 @@ pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
 }
 
 fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaFinding {
-    let told = driver
+    let found = driver
         .device_properties(ordinal)
         .map(|facts| format!("{}, sm_{}, {} GiB", facts.name, facts.arch, facts.bytes >> 30));
-    to_finding(&format!("GPU {ordinal}"), told)
+    to_finding(&format!("GPU {ordinal}"), found)
 }
 
 fn describe_runtime(search_path: &LibrarySearchPath) -> Result<String> {
@@ -84,10 +84,10 @@ fn describe_runtime(search_path: &LibrarySearchPath) -> Result<String> {
     };
     let mut version = 0;
     // SAFETY: the place lives across the call.
-    let told = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
+    let found = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
     crate::library::check_functions_found(
         &library,
-        if told { &[] } else { &["cudaRuntimeGetVersion"] },
+        if found { &[] } else { &["cudaRuntimeGetVersion"] },
     )?;
     Ok(format!(
         "{}.{}, {}",
@@ -103,8 +103,8 @@ fn library_file(library: &SharedLibrary, kind: CudaLibrary) -> String {
         .unwrap_or_else(|| library.opened_name().to_owned())
 }
 
-fn to_finding(name: &str, told: Result<String>) -> CudaFinding {
-    let works = told.is_ok();
-    let detail = told.unwrap_or_else(|error| error.to_string());
+fn to_finding(name: &str, found: Result<String>) -> CudaFinding {
+    let works = found.is_ok();
+    let detail = found.unwrap_or_else(|error| error.to_string());
     CudaFinding { name: name.to_owned(), works, detail }
 }

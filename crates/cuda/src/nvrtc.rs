@@ -149,9 +149,9 @@ impl NvrtcCompiler {
         let status = unsafe { (self.table.log_size)(program.program, &raw mut bytes) };
         let mut log = vec![0_u8; bytes];
         // SAFETY: the memory has as many bytes as the library asked for.
-        let told = status == 0
+        let has_log = status == 0
             && unsafe { (self.table.log)(program.program, log.as_mut_ptr().cast()) } == 0;
-        told.then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
+        has_log.then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
     }
 }
 

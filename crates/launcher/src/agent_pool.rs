@@ -129,11 +129,11 @@ impl<'a> AgentPool<'a> {
 
     /// Returns the events since the last call.
     pub(crate) fn take_events(&mut self) -> Vec<AgentPoolEvent> {
-        let mut news = Vec::new();
+        let mut events = Vec::new();
         self.agents.retain(|task, agent| match agent.wait_for_outcome(Duration::ZERO) {
             None => true,
             Some(outcome) => {
-                news.push(AgentPoolEvent::WorkerEnded { task: *task, outcome });
+                events.push(AgentPoolEvent::WorkerEnded { task: *task, outcome });
                 false
             }
         });
@@ -143,20 +143,20 @@ impl<'a> AgentPool<'a> {
                 AgentNotice::Ready => host.ready = true,
                 AgentNotice::WorkerEnded { task, outcome } => {
                     if host.open_tasks.remove(&task.0) {
-                        news.push(AgentPoolEvent::WorkerEnded { task: task.0, outcome });
+                        events.push(AgentPoolEvent::WorkerEnded { task: task.0, outcome });
                     }
                 }
                 AgentNotice::HostLost { error, .. } => {
                     let begun = std::mem::replace(&mut host.ready, true);
                     let tasks = std::mem::take(&mut host.open_tasks);
                     if !tasks.is_empty() {
-                        news.push(AgentPoolEvent::HostLost { tasks, error, begun });
+                        events.push(AgentPoolEvent::HostLost { tasks, error, begun });
                     }
                 }
                 AgentNotice::AllReported => {}
             }
         }
-        news
+        events
     }
 
     /// Returns the connection that has a task, if the task's end was not reported.

@@ -245,8 +245,8 @@ impl<'a> JobRun<'a> {
     }
 
     fn handle_agent_events(&mut self) {
-        for news in self.agent_pool.take_events() {
-            match news {
+        for event in self.agent_pool.take_events() {
+            match event {
                 AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
                     self.outcomes.insert(task, outcome);
                 }

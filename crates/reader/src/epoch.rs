@@ -150,13 +150,13 @@ impl EpochReader {
         self.step_count().saturating_sub(self.shared.state.lock().taken_batch_count())
     }
 
-    /// Returns the next batch, or [`NextBatch::Pending`] after `patience`.
+    /// Returns the next batch, or [`NextBatch::Pending`] after `timeout`.
     ///
     /// # Errors
     /// The first error of reading or decoding, once; after that, [`Error::Ended`].
-    pub fn next_batch(&self, patience: Duration) -> Result<NextBatch> {
+    pub fn next_batch(&self, timeout: Duration) -> Result<NextBatch> {
         let shared = &self.shared;
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let mut state = shared.state.lock();
         loop {
             if let Some(batch) = state.take_batch() {

@@ -254,8 +254,8 @@ impl FormationTable {
             if let Some(host) = &other.ended {
                 return Some(FormationRefusal::WorkerEnded { rank: *rank, host: host.clone() });
             }
-            let asks = other.latest_request.as_ref().map(|(_, members)| members);
-            if asks == Some(&request.members) {
+            let requested = other.latest_request.as_ref().map(|(_, members)| members);
+            if requested == Some(&request.members) {
                 return None;
             }
             let members_differ = |members: &Members| FormationRefusal::MembersDiffer {
@@ -267,7 +267,7 @@ impl FormationTable {
             }
             let same_turn =
                 |members: &Members| other.worlds.len() == first || members.contains(&request.rank);
-            asks.filter(|members| same_turn(members)).map(members_differ)
+            requested.filter(|members| same_turn(members)).map(members_differ)
         })
     }
 

@@ -99,15 +99,15 @@ impl StoreBackend {
                 Ok(OpenedBackend { backend: Arc::clone(backend), credentials: None })
             }
             Self::Remote { service, root, options, timeout } => {
-                let recipe = (std::process::id(), root.clone(), options.clone(), *timeout);
+                let configuration = (std::process::id(), root.clone(), options.clone(), *timeout);
                 let backends = || REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(backend) = backends().get(&recipe) {
+                if let Some(backend) = backends().get(&configuration) {
                     return Ok(backend.clone());
                 }
                 // The lock is free here: opening reads the environment, which may wait for a thread
                 // that waits for this lock. The first of two equal backends stays.
                 let backend = remote::open_backend(*service, root, options, *timeout)?;
-                Ok(backends().entry(recipe).or_insert(backend).clone())
+                Ok(backends().entry(configuration).or_insert(backend).clone())
             }
         }
     }

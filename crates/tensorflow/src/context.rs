@@ -132,7 +132,7 @@ impl TensorflowTensor {
 impl Drop for TensorflowTensor {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: a reference of ours.
+            // SAFETY: this value holds one reference to the tensor, and drops it once.
             unsafe { (self.api.delete_tensor)(self.raw) };
         }
     }

@@ -217,9 +217,9 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
 
     /// Takes the finished work of the caller; returns true if there is any.
     fn collect_update(&mut self) -> Result<bool> {
-        let news = self.caller.take_update();
-        let formed = news.formed && self.state == NcclCommunicatorState::Forming;
-        let moved = formed || !news.enqueued.is_empty();
+        let update = self.caller.take_update();
+        let formed = update.formed && self.state == NcclCommunicatorState::Forming;
+        let moved = formed || !update.enqueued.is_empty();
         if formed {
             self.state = NcclCommunicatorState::Ready;
         }
@@ -228,12 +228,12 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
         if formed || (moved && self.running.is_empty()) {
             self.waiting_since = (self.clock)();
         }
-        for (token, event, operation) in news.enqueued {
+        for (token, event, operation) in update.enqueued {
             self.handed_over -= 1;
             self.launched.push((token, Arc::clone(&event)));
             self.running.push_back((token, event, operation));
         }
-        match news.failure {
+        match update.failure {
             Some(reason) => Err(self.fail_with(&reason)),
             None => Ok(moved),
         }

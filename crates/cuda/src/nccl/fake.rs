@@ -165,13 +165,13 @@ unsafe extern "C" fn fake_abort(_: Comm) -> i32 {
 }
 
 unsafe extern "C" fn async_error(_: Comm, status: *mut i32) -> i32 {
-    let told = with_fake(|fake| match fake.status.len() {
+    let reported = with_fake(|fake| match fake.status.len() {
         0 => NCCL_SUCCESS,
         1 => fake.status[0],
         _ => fake.status.pop_front().unwrap_or_default(),
     });
     // SAFETY: the caller's place.
-    unsafe { *status = told };
+    unsafe { *status = reported };
     NCCL_SUCCESS
 }
 

@@ -41,9 +41,10 @@ impl EngineShared {
             let moved = self.drive_step(driver, now);
             let over = match until {
                 DriveGoal::Done(handle, deadline) => {
-                    let news = std::mem::replace(&mut posted, driver.results_posted)
+                    let has_new_results = std::mem::replace(&mut posted, driver.results_posted)
                         != driver.results_posted;
-                    now >= deadline || (news && !self.submissions.lock().is_pending(handle))
+                    now >= deadline
+                        || (has_new_results && !self.submissions.lock().is_pending(handle))
                 }
                 DriveGoal::Idle | DriveGoal::AnyEvent => {
                     self.signals.is_lock_wanted()

@@ -65,10 +65,10 @@ impl JoinState {
         self.joined.iter().map(|joined| joined.member)
     }
 
-    /// Returns the number of finished sources that are not in `came`. The tally does not wait for
+    /// Returns the number of finished sources that are not in `submitters`. The tally does not wait for
     /// them.
-    pub(super) fn count_finished_sources(&self, came: &[u32]) -> usize {
-        self.finished_sources.iter().filter(|source| !came.contains(source)).count()
+    pub(super) fn count_finished_sources(&self, submitters: &[u32]) -> usize {
+        self.finished_sources.iter().filter(|source| !submitters.contains(source)).count()
     }
 
     /// Restarts the time of the wait, because other ranks still execute operations.

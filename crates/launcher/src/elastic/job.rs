@@ -397,8 +397,8 @@ impl ElasticJobRun<'_> {
 
     fn handle_agent_events(&mut self) {
         let over = self.over_at.is_some() || self.stop_level > StopLevel::Continue;
-        for news in self.agent_pool.take_events() {
-            match news {
+        for event in self.agent_pool.take_events() {
+            match event {
                 AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
                     self.outcomes.record_outcome(task, outcome)
                 }

@@ -475,11 +475,11 @@ impl JobSimulation {
             && running.member_sessions().any(|member| member == (name, session))
         {
             let generation = running.generation().0;
-            let told = match self.verdicts.contains(&generation) {
+            let verdict = match self.verdicts.contains(&generation) {
                 true => SimulatedRegistrarMessage::Stop { generation },
                 false => SimulatedRegistrarMessage::Assigned { generation },
             };
-            self.send_to_agent(task, session, told);
+            self.send_to_agent(task, session, verdict);
         }
     }
 

@@ -55,7 +55,7 @@ async fn join_job(
         fingerprint: Default::default(),
         session: u64::from(task),
         offer: Arc::default(),
-        patience: Duration::from_secs(60),
+        outage_timeout: Duration::from_secs(60),
         lost: CancellationToken::new(),
     };
     tokio::spawn(watch.run_heartbeats(on_end));

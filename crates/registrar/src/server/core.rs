@@ -192,9 +192,9 @@ impl RegistrarCore {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();
         if let Some((_, last)) = known.iter_mut().find(|(known, _)| *known == source) {
-            let news = number > *last;
+            let is_newer = number > *last;
             *last = number.max(*last);
-            return news;
+            return is_newer;
         }
         if known.len() == MAX_RECORD_SOURCES {
             known.pop_front();
@@ -492,7 +492,7 @@ mod tests {
         for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {
             core.record_result(TaskId(task), Generation(generation), vec![0]);
         }
-        let told = core.drain_events(Instant::now());
-        assert_eq!(told.records.len(), 2, "one of each task");
+        let delivered = core.drain_events(Instant::now());
+        assert_eq!(delivered.records.len(), 2, "one of each task");
     }
 }

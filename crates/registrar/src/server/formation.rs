@@ -67,7 +67,7 @@ pub(super) fn parse_request(
 pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> FormationReplyPieces {
     match outcome {
         Ok(formed) => formed_world_reply(formed.encoded_addresses.clone()),
-        Err(apart) => single_piece_formation_reply(match apart.clone() {
+        Err(refusal) => single_piece_formation_reply(match refusal.clone() {
             FormationRefusal::RankTaken(holder) => What::Taken(holder),
             FormationRefusal::MembersDiffer { rank, members } => {
                 let all = members.len() == size as usize;

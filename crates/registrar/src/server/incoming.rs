@@ -212,7 +212,7 @@ impl ConnectionSlotHandle {
 /// The limits of an unproven connection.
 struct UnprovenLimits {
     unseated: oneshot::Receiver<()>,
-    patience: Pin<Box<Sleep>>,
+    timeout: Pin<Box<Sleep>>,
     is_answered: bool,
 }
 
@@ -233,7 +233,7 @@ impl AdmittedConnection {
                 Ok(())
             }
             Poll::Ready(Err(_)) => Err(io::ErrorKind::ConnectionAborted.into()),
-            Poll::Pending if trial.patience.as_mut().poll(context).is_ready() => {
+            Poll::Pending if trial.timeout.as_mut().poll(context).is_ready() => {
                 Err(io::ErrorKind::TimedOut.into())
             }
             Poll::Pending => Ok(()),
@@ -265,7 +265,7 @@ pub(super) fn accept_connections(
     rustix::net::listen(&listener, LISTEN_BACKLOG)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let places = AdmissionSlots::new(max_connections);
-    let patience = PROOF_TIMEOUT + PROOF_TIMEOUT_PER_TASK * tasks;
+    let timeout = PROOF_TIMEOUT + PROOF_TIMEOUT_PER_TASK * tasks;
     let mut failing = AcceptRetry::new("the registrar");
     let accepted = TcpListenerStream::new(listener).then(move |accepted| {
         let pause =
@@ -284,8 +284,8 @@ pub(super) fn accept_connections(
         // Messages are small, and each is awaited: the kernel must not hold them back to merge
         // them.
         stream.set_nodelay(true).ok()?;
-        let patience = Box::pin(tokio::time::sleep(patience));
-        let trial = UnprovenLimits { unseated, patience, is_answered: false };
+        let timeout = Box::pin(tokio::time::sleep(timeout));
+        let trial = UnprovenLimits { unseated, timeout, is_answered: false };
         Some(Ok(AdmittedConnection {
             stream,
             trial: Some(trial),

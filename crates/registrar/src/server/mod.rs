@@ -297,7 +297,7 @@ impl Registrar {
             .enable_all()
             .build()
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
-        let (ports, patience) = match port {
+        let (ports, timeout) = match port {
             Some(port) => (PortRange { first: port, last: port }, PORT_REUSE_TIMEOUT),
             None => (options.port_range, Duration::ZERO),
         };
@@ -305,7 +305,7 @@ impl Registrar {
             options.host.as_deref(),
             host::resolve_bind_address(&options.bind)?,
             ports,
-            patience,
+            timeout,
         )?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id, addresses);
         // Create the core before the first call arrives, and before time passes.

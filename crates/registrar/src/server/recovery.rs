@@ -184,7 +184,7 @@ mod tests {
         core.observe_input(MembershipInput::Hosts(vec![("a".to_owned(), 2)]));
         let register =
             |task| core.register_task(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
-        let told = |task| core.board.borrow().holders.contains_key(&TaskId(task));
+        let is_assigned = |task| core.board.borrow().holders.contains_key(&TaskId(task));
         register(0).unwrap();
         thread::scope(|scope| {
             let disk = journal.block_writes();
@@ -198,10 +198,10 @@ mod tests {
                 assert!(Instant::now() < deadline, "a sign of life waits for the disk");
                 thread::sleep(Duration::from_millis(1));
             }
-            assert!(!registers.is_finished() && !told(1));
+            assert!(!registers.is_finished() && !is_assigned(1));
             drop(disk);
             registers.join().unwrap().unwrap();
-            assert!(told(1));
+            assert!(is_assigned(1));
         });
     }
 }

@@ -55,7 +55,7 @@ impl Mesh {
     ) -> Result<(u64, ArrivedConnection)> {
         let started = Instant::now();
         let deadline = wait.deadline;
-        let mut heard = started;
+        let mut last_progress = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE_INTERVAL);
             let waited = match self.shared.arrivals.await_connection(place, peer, pause) {
@@ -67,11 +67,11 @@ impl Mesh {
             }
             wait.check_give_up()?;
             match self.probe_peer(peer, deadline)? {
-                Some(true) => heard = Instant::now(),
+                Some(true) => last_progress = Instant::now(),
                 Some(false) => {
                     return Err(peer.loss_error_or("it no longer listens at any of its addresses"));
                 }
-                None if heard.elapsed() > self.shared.peer_timeout => {
+                None if last_progress.elapsed() > self.shared.peer_timeout => {
                     return Err(peer.loss_error_or("nothing answers at any of its addresses"));
                 }
                 None => {}

@@ -419,10 +419,10 @@ impl ElasticSimulation {
                         || peer.asking
                 })
             });
-        let told = self.away.is_none()
+        let is_announced = self.away.is_none()
             && self.machine.present.as_ref().is_some_and(CurrentWorld::is_change_announced)
             && self.machine.generation().0 == process.generation;
-        if apart || told {
+        if apart || is_announced {
             // Prevents a second request if the next check comes before the first one.
             if let Some(process) = self.processes.get_mut(&task) {
                 process.turning = true;
@@ -503,7 +503,7 @@ impl ElasticSimulation {
         self.schedule_between(10, 3_000, SimulatedElasticEvent::Registers(task));
     }
 
-    fn check_assigned_world(&mut self, world: &farandole_world::World, told: bool) {
+    fn check_assigned_world(&mut self, world: &farandole_world::World, is_announced: bool) {
         let order: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         let before = std::mem::replace(&mut self.last, order.clone());
         let returned = self.processes.values().any(|process| process.returned);
@@ -534,7 +534,7 @@ impl ElasticSimulation {
                 }
             }
         }
-        for task in order.iter().filter(|_| told) {
+        for task in order.iter().filter(|_| is_announced) {
             let hears = SimulatedElasticEvent::Hears {
                 task: *task,
                 generation: world.generation.0,
