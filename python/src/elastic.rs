@@ -206,7 +206,7 @@ impl PyElasticJob {
         let wanted = Arc::clone(&stop_requests);
         let run = move || {
             let sink = Arc::new(JobRecordSink(sender.clone())) as Arc<dyn RecordSink>;
-            let tell = |happening: ElasticJobUpdate<'_>| {
+            let report_update = |happening: ElasticJobUpdate<'_>| {
                 // As above.
                 drop(sender.send(match happening {
                     ElasticJobUpdate::Resumed { .. } => return,
@@ -228,7 +228,7 @@ impl PyElasticJob {
                 2 => StopLevel::Terminate,
                 _ => StopLevel::Kill,
             };
-            let ended = job.run(discovery, &sink, &stop_requests, &tell);
+            let ended = job.run(discovery, &sink, &stop_requests, &report_update);
             drop(sender.send(ElasticJobEvent::Ended(ended)));
         };
         let started = thread::Builder::new().name("farandole-elastic".to_owned()).spawn(run);

@@ -169,13 +169,13 @@ impl ProcessGpus {
             .ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernel_cache.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
         let piece = name[ipc::REGION_HANDLE_BYTES];
-        let site = GpuIpcDevice::new(
+        let device_window = GpuIpcDevice::new(
             gpu.create_stream()?,
             piece,
             self.search_path.lock().clone(),
             kernels,
         )?;
-        Ok(Box::new(IpcCommunicator::begin_forming(site, mailbox, timeout)))
+        Ok(Box::new(IpcCommunicator::begin_forming(device_window, mailbox, timeout)))
     }
 
     /// Returns the reason why the members with these capabilities cannot have a communicator of NCCL, if
@@ -209,8 +209,8 @@ impl ProcessGpus {
             capabilities.iter().flatten().map(|gpu| gpu.nccl_version).collect();
         if let Some(member) = versions.iter().position(|version| *version == 0) {
             let own = (member == own_member).then(|| self.nccl_library().err()).flatten();
-            let why = own.map(|error| format!(": {error}")).unwrap_or_default();
-            return Some(format!("rank {} has no NCCL{why}", rank(member)));
+            let reason = own.map(|error| format!(": {error}")).unwrap_or_default();
+            return Some(format!("rank {} has no NCCL{reason}", rank(member)));
         }
         let member = versions.iter().position(|version| *version != versions[0])?;
         Some(format!(
@@ -251,11 +251,11 @@ impl DeviceFabric for ProcessGpus {
     ) -> Option<String> {
         let capabilities: Vec<Option<GpuCapabilities>> =
             capabilities.iter().map(|bytes| GpuCapabilities::from_bytes(bytes)).collect();
-        let why = self
+        let reason = self
             .nccl_obstacle(&capabilities, members, own_member)
             .filter(|_| members_share_one_gpu(&capabilities))?;
         Some(format!(
-            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"
+            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {reason}"
         ))
     }
 

@@ -116,8 +116,8 @@ impl<'a> AgentPool<'a> {
         let (number, sender) = (self.hosts.len(), self.sender.clone());
         let open = tasks.tasks.iter().copied().collect();
         // A job that is over receives no more notices.
-        let tell = move |notice| drop(sender.send((number, notice)));
-        let remote = RemoteAgent::connect_agent(tasks, tell)?;
+        let on_event = move |notice| drop(sender.send((number, notice)));
+        let remote = RemoteAgent::connect_agent(tasks, on_event)?;
         self.hosts.push(RemoteHost {
             agent: remote,
             open_tasks: open,

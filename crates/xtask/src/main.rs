@@ -19,6 +19,7 @@ mod doc_openings;
 mod file_circles;
 mod naming;
 mod proto;
+mod retired_words;
 mod source_files;
 
 use std::env;
@@ -38,6 +39,7 @@ fn main() -> Result<()> {
             doc_openings::check_first_words(&root)?;
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)?;
+            retired_words::check_retired_words(&root)?;
             file_circles::check_circles(&root)
         }
         Some("circles") => file_circles::print_circles(&root),
@@ -45,7 +47,10 @@ fn main() -> Result<()> {
         Some("docs") => config_docs::write_pages(&root),
         Some("proto") => proto::write_generated(&root),
         Some("size") => source_files::print_sizes(&root),
-        Some("names") => naming::check_names(&root),
+        Some("names") => {
+            naming::check_names(&root)?;
+            retired_words::check_retired_words(&root)
+        }
         Some("quiz") => {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)

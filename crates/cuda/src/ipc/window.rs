@@ -37,7 +37,7 @@ impl IpcWindow {
         let mut handle = IpcMemoryHandle([0; 64]);
         window.context.call_driver("cuIpcGetMemHandle", |table| match table.window_offer {
             // SAFETY: the place lives across the call, and the memory is ours.
-            Some(tell) => unsafe { tell(&raw mut handle, start) },
+            Some(export_handle) => unsafe { export_handle(&raw mut handle, start) },
             None => NOT_SUPPORTED,
         })?;
         Ok((window, handle))

@@ -152,12 +152,12 @@ impl ProcessSet {
         known: Option<CacheId>,
         absent: &[u32],
     ) {
-        if let Err(why) =
+        if let Err(conflict) =
             self.joins.check_substitution(&agreed.signature.call, absent, &self.members)
         {
             let operation = agreed.signature.call.operation_name();
             let text = format!(
-                "{operation} of {} is not possible while ranks have joined: {why}",
+                "{operation} of {} is not possible while ranks have joined: {conflict}",
                 agreed.name
             );
             return self.refuse_tensor(&agreed.name, agreed.signature.group, text);

@@ -50,7 +50,7 @@ fn form_and_reform_world(
 }
 
 #[test]
-fn a_journal_tells_each_step_once_and_costs_less_than_the_decision() {
+fn a_journal_has_each_step_once_and_costs_less_than_the_decision() {
     for size in [512, 4096] {
         let (plain, _) =
             form_and_reform_world(size, |machine, now, what| machine.take_step(now, what).is_ok());

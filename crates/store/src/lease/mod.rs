@@ -114,12 +114,12 @@ impl MarkHolder {
     fn is_alive(&self, written: f64, now: f64) -> bool {
         // Another boot id means another host, or an earlier boot of this host, whose processes are
         // gone. The two cases cannot be distinguished, because hosts may have equal names.
-        let elsewhere = match (&self.boot, boot_id()) {
+        let is_unobservable = match (&self.boot, boot_id()) {
             (Some(theirs), Some(ours)) => *theirs != ours,
             _ => self.host != host_name(),
         };
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
-        if elsewhere || (self.namespace.is_some() && self.namespace != process_namespace()) {
+        if is_unobservable || (self.namespace.is_some() && self.namespace != process_namespace()) {
             return recent();
         }
         match (observe_process(self.pid), self.started) {
