@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Damaged or invented peer addresses at the rendezvous, and tickets: their reader continues or reports
-//! the problem.
+//! Damaged or invented peer addresses at the rendezvous, and tickets: their reader continues or
+//! reports the problem.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;

@@ -31,8 +31,8 @@ struct InterpreterSurroundings {
     raised_during_reports: Arc<Mutex<Vec<PyErr>>>,
 }
 
-/// Returns the stop level that follows from the exit status of a signal handler: Ctrl-C leaves time,
-/// SIGTERM less, and a second one of either none.
+/// Returns the stop level that follows from the exit status of a signal handler: Ctrl-C leaves
+/// time, SIGTERM less, and a second one of either none.
 fn next_stop_level(py: Python<'_>, error: &PyErr, before: StopLevel) -> StopLevel {
     const SIGINT_STATUS: i32 = 128 + 2;
     let status = error

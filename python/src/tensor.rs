@@ -200,7 +200,8 @@ impl GatheredTensor {
     }
 }
 
-/// Memory whose address never changes while it lives, and which other ranks of this host can work in.
+/// Memory whose address never changes while it lives, and which other ranks of this host can work
+/// in.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct SharedTensorMemory {
     memory: HostMemory,

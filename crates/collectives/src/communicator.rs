@@ -269,8 +269,8 @@ pub trait DeviceFabric: Send + Sync {
     fn device_capabilities(&self, device: u32) -> Vec<u8>;
 
     /// Returns the reason why members with these capabilities cannot form a communicator, if there
-    /// is one. The answer depends only on `capabilities`, so it is the same on every member. This member
-    /// is at position `own_member`.
+    /// is one. The answer depends only on `capabilities`, so it is the same on every member. This
+    /// member is at position `own_member`.
     fn formation_obstacle(
         &self,
         capabilities: &[&[u8]],

@@ -178,8 +178,8 @@ impl ProcessGpus {
         Ok(Box::new(IpcCommunicator::begin_forming(device_window, mailbox, timeout)))
     }
 
-    /// Returns the reason why the members with these capabilities cannot have a communicator of NCCL, if
-    /// so.
+    /// Returns the reason why the members with these capabilities cannot have a communicator of
+    /// NCCL, if so.
     fn nccl_obstacle(
         &self,
         capabilities: &[Option<GpuCapabilities>],

@@ -3,8 +3,8 @@
 
 //! Progress: waiting threads drive the engine. The holder of the progress lock drives for all.
 //!
-//! Locks are taken in this order: `progress`, then `submissions`. `background` is taken alone. [`signals`]
-//! contains the state that threads exchange without a lock.
+//! Locks are taken in this order: `progress`, then `submissions`. `background` is taken alone.
+//! [`signals`] contains the state that threads exchange without a lock.
 
 mod drive;
 mod signals;

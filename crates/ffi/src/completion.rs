@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Completions of one submission, which are collected and then passed to the caller of the engine table once.
+//! Completions of one submission, which are collected and then passed to the caller of the engine
+//! table once.
 #![expect(unsafe_code, reason = "calls a C callback, and takes memory back")]
 
 use std::ffi::{CStr, c_void};

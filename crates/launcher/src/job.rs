@@ -82,8 +82,8 @@ impl StaticJob {
     }
 
     /// Runs the command until all processes have ended, or until one has failed and the others were
-    /// ended, or until `stop_level` asks to stop. Lines of the workers go to `sink`; `assigned` receives
-    /// the world when ranks are assigned.
+    /// ended, or until `stop_level` asks to stop. Lines of the workers go to `sink`; `assigned`
+    /// receives the world when ranks are assigned.
     ///
     /// # Errors
     /// `Usage` for no process, an empty command or too few slots; `JobStart` without a registrar;

@@ -124,8 +124,8 @@ impl<R: Read> Read for TimedReader<R> {
 }
 
 impl RemoteAgent {
-    /// Starts the program that connects to the host. From then on, background threads call `on_event`
-    /// with every notice until `HostLost` or `AllReported`.
+    /// Starts the program that connects to the host. From then on, background threads call
+    /// `on_event` with every notice until `HostLost` or `AllReported`.
     ///
     /// # Errors
     /// `Host` when the program cannot be started.

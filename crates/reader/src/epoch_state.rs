@@ -80,8 +80,9 @@ pub(crate) struct EpochState {
 }
 
 impl EpochState {
-    /// Returns the state at the start of an epoch. `part_bytes` has the bytes of every part: decoded, and
-    /// in addition while it is loaded. If `has_fetch_threads` is true, separate threads fetch.
+    /// Returns the state at the start of an epoch. `part_bytes` has the bytes of every part:
+    /// decoded, and in addition while it is loaded. If `has_fetch_threads` is true, separate
+    /// threads fetch.
     pub(crate) fn new(
         plan: &EpochPlan,
         part_bytes: Vec<(u64, u64)>,

@@ -70,7 +70,8 @@ pub struct SkippedDirectory {
 pub struct StaleData {
     /// Directories to be deleted.
     pub stale: Vec<SweptDirectory>,
-    /// Directories that the sweep does not delete, whatever their age, because it may not or cannot.
+    /// Directories that the sweep does not delete, whatever their age, because it may not or
+    /// cannot.
     pub skipped: Vec<SkippedDirectory>,
 }
 

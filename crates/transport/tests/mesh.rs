@@ -232,7 +232,8 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
                     let (mut kept, mut made) = (std::collections::VecDeque::new(), 0_u64);
                     while !over.load(std::sync::atomic::Ordering::Relaxed) {
                         let Ok(mut stream) = TcpStream::connect(address) else { continue };
-                        // The mesh may have closed the connection. A partial hello keeps it open longest.
+                        // The mesh may have closed the connection. A partial hello keeps it open
+                        // longest.
                         drop(stream.write_all(b"farandol"));
                         kept.push_back(stream);
                         made += 1;

@@ -45,7 +45,8 @@ fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
     options
 }
 
-/// Lines of text between the two processes; addresses have several lines, so `|` stands for their ends.
+/// Lines of text between the two processes; addresses have several lines, so `|` stands for their
+/// ends.
 struct Streams;
 
 impl Rendezvous for Streams {
@@ -88,8 +89,8 @@ fn next(
     }
 }
 
-/// The other rank; one that opens no link waits for addresses that never come. Does nothing when run
-/// as a test.
+/// The other rank; one that opens no link waits for addresses that never come. Does nothing when
+/// run as a test.
 #[test]
 fn other_rank() {
     let Some(role) = farandole_config::environment_variable(ROLE) else { return };

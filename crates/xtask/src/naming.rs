@@ -332,30 +332,24 @@ fn comment_lines<'a>(path: &str, text: &'a str) -> Vec<(usize, &'a str)> {
     for (index, line) in text.lines().enumerate() {
         let code = line.trim_start();
         let comment = if path.ends_with(".rs") {
-            if code.starts_with("//") { Some(code) } else { trailing_comment(code, " // ") }
+            if code.starts_with("//") { Some(code) } else { trailing_comment(code) }
         } else {
             let is_docstring = open_string.unwrap_or_else(|| code.starts_with("\"\"\""));
             if line.matches("\"\"\"").count() % 2 == 1 {
                 open_string = if open_string.is_some() { None } else { Some(is_docstring) };
             }
             let is_comment = open_string.is_none() && code.starts_with('#');
-            if is_docstring || is_comment {
-                Some(without_argument(code))
-            } else if open_string.is_none() {
-                trailing_comment(code, "  # ")
-            } else {
-                None
-            }
+            (is_docstring || is_comment).then(|| without_argument(code))
         };
         found.extend(comment.map(|comment| (index + 1, comment)));
     }
     found
 }
 
-/// Returns the comment after the code of a line. A marker after an odd number of quotes is in a
-/// string.
-fn trailing_comment<'a>(code: &'a str, marker: &str) -> Option<&'a str> {
-    let (before, comment) = code.split_once(marker)?;
+/// Returns the comment after the Rust code of a line. Two slashes after an odd number of quotes are
+/// in a string.
+fn trailing_comment(code: &str) -> Option<&str> {
+    let (before, comment) = code.split_once(" // ")?;
     before.matches('"').count().is_multiple_of(2).then_some(comment)
 }
 
@@ -442,7 +436,7 @@ mod tests {
             "x = 1  # told\ndef a():\n    \"\"\"Says.\n\n    told: B.\n    \"\"\"\n    b = 2\n";
         let comments: Vec<&str> =
             comment_lines("a.py", text).into_iter().map(|(_, comment)| comment).collect();
-        assert_eq!(comments, ["told", "\"\"\"Says.", "", "B.", "\"\"\""]);
+        assert_eq!(comments, ["\"\"\"Says.", "", "B.", "\"\"\""]);
         let text = "let a = 1; // told\nlet b = \"a // told\";\n";
         assert_eq!(comment_lines("a.rs", text), [(1, "told")]);
         let text = "PAGE = \"\"\"\ntold\n\"\"\"\ndef a(told):\n    return told\n";

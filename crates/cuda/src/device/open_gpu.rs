@@ -189,7 +189,8 @@ impl DeviceEvent for RecordedEvent {
         let (then, raw_event) =
             (std::ptr::with_exposed_provenance_mut(stream.raw_handle()), self.raw_event);
         let context = &self.open.context;
-        // SAFETY: the event is recorded, and the stream lives by the promise of `RawStream::from_raw`.
+        // SAFETY: the event is recorded, and the stream lives by the promise of
+        // `RawStream::from_raw`.
         context.call_driver("cuStreamWaitEvent", |table| unsafe {
             (table.stream_wait)(then, raw_event, 0)
         })?;

@@ -13,10 +13,10 @@
 //! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads
 //!   `parked`. The driver sets `parked`, prepares its parker, reads `queued` and `wanted`, and
 //!   polls every link once more before it sleeps. Peers do the same with the parker's own flag.
-//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the `submissions` lock, tries
-//!   the progress lock once more, and sleeps on the condition, which releases the `submissions` lock. The
-//!   driver unlocks, reads `waiters`, and notifies under the `submissions` lock. Results are posted under
-//!   the `submissions` lock as well.
+//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the `submissions` lock,
+//!   tries the progress lock once more, and sleeps on the condition, which releases the
+//!   `submissions` lock. The driver unlocks, reads `waiters`, and notifies under the `submissions`
+//!   lock. Results are posted under the `submissions` lock as well.
 //!
 //! Loom tries every order of each pair (`make loom`).
 
@@ -110,8 +110,8 @@ impl DriverSignals {
         self.parked.load(Ordering::SeqCst)
     }
 
-    /// Signals that a waiter is about to sleep on the condition. Call it under the `submissions` lock, and
-    /// try the progress lock once more after it.
+    /// Signals that a waiter is about to sleep on the condition. Call it under the `submissions`
+    /// lock, and try the progress lock once more after it.
     pub(super) fn register_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);

@@ -65,8 +65,8 @@ impl JoinState {
         self.joined.iter().map(|joined| joined.member)
     }
 
-    /// Returns the number of finished sources that are not in `submitters`. The tally does not wait for
-    /// them.
+    /// Returns the number of finished sources that are not in `submitters`. The tally does not wait
+    /// for them.
     pub(super) fn count_finished_sources(&self, submitters: &[u32]) -> usize {
         self.finished_sources.iter().filter(|source| !submitters.contains(source)).count()
     }

@@ -108,7 +108,8 @@ impl ElasticJob {
     }
 
     /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of
-    /// one world, or the job has failed, or `stop_level` asks to stop. Lines of the workers go to `sink`.
+    /// one world, or the job has failed, or `stop_level` asks to stop. Lines of the workers go to
+    /// `sink`.
     ///
     /// # Errors
     /// `Discovery` when the first discovery fails; `Usage` for an empty command, or if hosts that

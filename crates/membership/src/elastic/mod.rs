@@ -15,8 +15,8 @@
 //! called `init()`; until then no member waits for it. A world is *broken* as soon as a member is
 //! lost, fails, or asks for the next world.
 //!
-//! - `EL-1`: a world has `min_workers` to `max_workers` members, each ready, each once. Only after the function
-//!   has returned on some rank may a world have fewer members.
+//! - `EL-1`: a world has `min_workers` to `max_workers` members, each ready, each once. Only after
+//!   the function has returned on some rank may a world have fewer members.
 //! - `EL-2`: the next world is formed when every member of the broken one is ready again, done, or
 //!   gone.
 //! - `EL-3`: rank 0 is a member of the previous world, if one of them is left; members keep their

@@ -50,9 +50,9 @@ pub enum FormationOutcome {
 impl TaskClient {
     /// Asks for a world of `members`, in ascending order and with this rank; `None` means all ranks
     /// of the generation. `holder` identifies this process, and `encoded_addresses` contains its
-    /// peer addresses. `interrupted` is called four times a second and returns whether to give up. After an
-    /// interruption, or at the deadline, the request is withdrawn, and the other ranks wait for
-    /// this rank again.
+    /// peer addresses. `interrupted` is called four times a second and returns whether to give up.
+    /// After an interruption, or at the deadline, the request is withdrawn, and the other ranks
+    /// wait for this rank again.
     ///
     /// # Errors
     /// `Timeout` naming the ranks that have not asked, `Aborted` as soon as the generation is over,

@@ -63,14 +63,14 @@ pub(super) struct RegistrarMonitor {
 
 impl RegistrarMonitor {
     /// Sends heartbeats while the client lives. Calls `on_order` with each order of the registrar,
-    /// and with `Stop` when the registrar has been gone for `outage_timeout`, or when its process has
-    /// been stopped for `STOPPED_PROCESS_FACTOR` times as long.
+    /// and with `Stop` when the registrar has been gone for `outage_timeout`, or when its process
+    /// has been stopped for `STOPPED_PROCESS_FACTOR` times as long.
     pub(super) async fn run_heartbeats(self, on_order: OnOrder) {
         let Self { caller, address, fingerprint, session, offer, outage_timeout, lost } = self;
         let mut orders = OrderReceiver { on_order, stopped: false };
         let mut last_answer_at = Instant::now();
-        // Whether, since `last_answer_at`, the port was closed at some time: the registrar's process has
-        // ended.
+        // Whether, since `last_answer_at`, the port was closed at some time: the registrar's
+        // process has ended.
         let mut ended = false;
         loop {
             // An attempt to connect may take seconds, and must not extend `outage_timeout`.

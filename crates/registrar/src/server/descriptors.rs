@@ -16,13 +16,14 @@ const SPARE_DESCRIPTORS: u64 = 64;
 /// Number of descriptors that connections may not take.
 const RESERVED_DESCRIPTORS: u64 = SPARE_DESCRIPTORS / 2;
 
-/// Raises the soft limit of open files to the number that the job may need: at least for `min_connections`
-/// connections, if possible for `max_connections`, including connections that have not shown the token.
-/// Returns the largest number of simultaneous connections. With more connections, `accept` would
-/// fail for all callers until one connection ends.
+/// Raises the soft limit of open files to the number that the job may need: at least for
+/// `min_connections` connections, if possible for `max_connections`, including connections that
+/// have not shown the token. Returns the largest number of simultaneous connections. With more
+/// connections, `accept` would fail for all callers until one connection ends.
 ///
 /// # Errors
-/// `Descriptors`, with the required number, if the hard limit is too low for `min_connections` connections.
+/// `Descriptors`, with the required number, if the hard limit is too low for `min_connections`
+/// connections.
 pub(super) fn raise_limit_for_connections(
     min_connections: u32,
     max_connections: u32,

@@ -253,8 +253,8 @@ pub(super) fn max_wanted_connections(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Returns the connections to `listener`, at most `max_connections` at a time. Further connections are closed
-/// at once, or replace a connection that has not shown the token.
+/// Returns the connections to `listener`, at most `max_connections` at a time. Further connections
+/// are closed at once, or replace a connection that has not shown the token.
 pub(super) fn accept_connections(
     listener: TcpListener,
     max_connections: usize,
