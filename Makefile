@@ -112,11 +112,15 @@ test-readers: bytecode .tools/pyspark-4.1/ready .tools/table-jars/ready
 
 # Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
 # which this target installs below .tools.
-test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath .tools/s3proxy/classpath
 	$(BIN)/python -m pytest tests/storage
 
 .tools/azurite:
 	npm install --silent --prefix $@ azurite@3.37.0
+
+# An S3 service with its objects in files.
+.tools/s3proxy/classpath: jvm-shim/s3proxy/pom.xml
+	mvn -q -B -f $< dependency:build-classpath -Dmdep.outputFile=$(CURDIR)/$@
 
 .tools/bin/fake-gcs-server:
 	GOBIN=$(CURDIR)/.tools/bin go install github.com/fsouza/fake-gcs-server@v1.56.1

@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! check ── crate_dependencies, config_docs, proto, source_files, doc_openings, comment_width,
-//!          naming ───────> an error that names each file
+//!          naming, glossary ───────> an error that names each file
 //! docs ─── config_docs ──> docs/reference/configuration.md, python/farandole/_variables.py
 //! proto ── proto ────────> crates/registrar/src/generated
 //! ```
@@ -17,6 +17,7 @@ mod config_docs;
 mod crate_dependencies;
 mod doc_openings;
 mod file_circles;
+mod glossary;
 mod naming;
 mod proto;
 mod retired_words;
@@ -40,6 +41,7 @@ fn main() -> Result<()> {
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)?;
             retired_words::check_retired_words(&root)?;
+            glossary::check_glossary(&root)?;
             file_circles::check_circles(&root)
         }
         Some("circles") => file_circles::print_circles(&root),
