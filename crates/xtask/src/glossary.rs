@@ -72,7 +72,7 @@ fn defines(text: &str, name: &str) -> bool {
         let (before, after) = (text.get(..at).unwrap_or(""), text.get(at + name.len()..));
         let ends = after.is_some_and(|after| !after.starts_with(is_word));
         let keyword = before.split_whitespace().next_back().unwrap_or("");
-        let is_assigned = before.ends_with('\n')
+        let is_assigned = (before.is_empty() || before.ends_with('\n'))
             && after.is_some_and(|after| after.starts_with(" = ") || after.starts_with(": "));
         let is_defined = before.ends_with(' ') && DEFINING_KEYWORDS.contains(&keyword);
         ends && (is_defined || is_assigned)
