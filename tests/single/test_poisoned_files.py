@@ -20,9 +20,9 @@ from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.run_recorder import LightningRunRecorder
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReader,
     TorchModelReader,
     TorchModelWriter,
-    TorchParamsReader,
 )
 from farandole.stores.checkpoint_signatures import MARKER_FILENAME
 from farandole.stores.pickle_policy import (
@@ -134,7 +134,10 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
             TorchModel(), poisoned, "here"
         )
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0")
-    for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):
+    for reader, kind in (
+        (TorchModelReader, TorchModel),
+        (TorchEstimatorParamsReader, TorchEstimator),
+    ):
         with pytest.raises(PickleNotAllowedError):
             reader(kind).restore_parts(kind(), poisoned, "here")
     loaded = TorchModel()

@@ -8,7 +8,6 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 import keras
-from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole._keras.values import as_array
 from farandole.data.columns import PreparedColumn, check_shapes_fit
@@ -42,8 +41,10 @@ from farandole.spark.keras.remote import train_rank
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import copy_callbacks, pickle_objects
 from farandole.spark.keras.saving.persistence import (
-    KerasEstimatorParamsReader,
-    KerasEstimatorParamsWriter,
+    KerasEstimatorParamsReadable,
+    KerasEstimatorParamsReader,  # noqa: F401 - Horovod has it here
+    KerasEstimatorParamsWritable,
+    KerasEstimatorParamsWriter,  # noqa: F401 - as above
 )
 
 if TYPE_CHECKING:
@@ -59,25 +60,6 @@ if TYPE_CHECKING:
 _TENSORFLOW_LOG_LEVEL = "2"
 _EXAMPLE_ROWS = 2
 """Rows of an example."""
-
-
-class KerasEstimatorParamsWritable(MLWritable):
-    """A mixin that saves an estimator by Spark ML's `write()`."""
-
-    def write(self) -> KerasEstimatorParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
-        `places`.
-        """
-        return KerasEstimatorParamsWriter(cast("Any", self))
-
-
-class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
-    """A mixin that loads an estimator by Spark ML's `read()`."""
-
-    @classmethod
-    def read(cls) -> KerasEstimatorParamsReader:
-        """Returns the reader; loading runs the code that was pickled with the estimator."""
-        return KerasEstimatorParamsReader(cast("Any", cls))
 
 
 class KerasEstimator(

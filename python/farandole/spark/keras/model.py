@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.ml.util import MLReadable
 
 from farandole.common import check, pickling
 from farandole.runner.show.history import entries_from_keras
@@ -20,6 +20,7 @@ from farandole.spark.common.model.model_summary import LayerSummary
 from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.keras.arrays import input_keys, model_argument
 from farandole.spark.keras.predict import KerasPredictor, call_model
 from farandole.spark.keras.saving import payload
@@ -41,7 +42,7 @@ _SAME_SIZE_DTYPES = {"bfloat16": "float16"}
 """Types that NumPy lacks, and a NumPy type of the same size for each."""
 
 
-class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
+class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
     """A model that adds predictions to DataFrames, by Arrow batches on the executors.
 
     Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
@@ -79,6 +80,7 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")
 
+    _writer_class = KerasModelWriter
     _framework = "Keras"
     _onnx_extras, _onnx_packages = "torch,onnx", ("torch",)
 
@@ -93,10 +95,6 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
 
     def _history_entries(self) -> list[Entry]:
         return entries_from_keras(self.getHistory() or {})
-
-    def write(self) -> KerasModelWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
-        return KerasModelWriter(self)
 
     @classmethod
     def read(cls) -> KerasModelReader:

@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator` of Lightning: a `LightningModule` fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: PLC0415 - cycle with persistence
-
 from __future__ import annotations
 
 import sys
@@ -12,7 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
@@ -38,16 +35,26 @@ from farandole.spark.torch import mapping
 from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs
 from farandole.spark.torch.fingerprint_parts import model_parts
-from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TrainingLoopOptions
+from farandole.spark.torch.job import (
+    TorchLabel,
+    TorchTrainingJob,
+    TorchUserObjects,
+    TrainingLoopOptions,
+)
 from farandole.spark.torch.loss_probe import check_loss_forms
 from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReadable,
+    TorchEstimatorParamsReader,  # noqa: F401 - Horovod has it here
+    TorchEstimatorParamsWritable,
+    TorchEstimatorParamsWriter,  # noqa: F401 - as above
+)
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.common.runs.tracking import ModelExample
-    from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.show.progress import ProgressDisplay
     from farandole.spark.torch.job import TorchTrainingResult
 
@@ -56,29 +63,6 @@ _LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 MIN_PL_VERSION = "2.4.0"
 """The first version of Lightning that this works with."""
-
-
-class TorchEstimatorParamsWritable(MLWritable):
-    """A mixin that saves an estimator by Spark ML's `write()`."""
-
-    def write(self) -> ParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
-        `places`.
-        """
-        from farandole.spark.torch.saving.persistence import TorchParamsWriter
-
-        return TorchParamsWriter(cast("Any", self))
-
-
-class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
-    """A mixin that loads an estimator by Spark ML's `read()`."""
-
-    @classmethod
-    def read(cls) -> ParamsReader[Any]:
-        """Returns the reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.torch.saving.persistence import TorchParamsReader
-
-        return TorchParamsReader(cls)
 
 
 class LightningEstimator(
@@ -363,8 +347,6 @@ class LightningEstimator(
             raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
         if self.getLoss() is not None:
             return losses
-        from farandole.spark.torch.job import TorchUserObjects
-
         objects = TorchUserObjects(self.getModel(), self.getOptimizer(), losses, True, [], None)
         return construct_losses(
             objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1
@@ -377,16 +359,3 @@ def _placeholder_loss(_output: Any, _label: Any) -> None:
 
 TorchEstimator = LightningEstimator
 """Horovod's name of it."""
-
-
-def __getattr__(name: str) -> object:
-    """Horovod's names of what saves estimators."""
-    from farandole.spark.torch.saving import persistence
-
-    names = {
-        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
-        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
-    }
-    if name not in names:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return names[name]

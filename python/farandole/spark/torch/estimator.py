@@ -2,14 +2,11 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator`: a PyTorch model fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: PLC0415 - cycle with persistence
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
@@ -41,36 +38,18 @@ from farandole.spark.torch.model import TorchModel
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.remote import train_rank
 from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReadable,
+    TorchEstimatorParamsReader,  # noqa: F401 - Horovod has it here
+    TorchEstimatorParamsWritable,
+    TorchEstimatorParamsWriter,  # noqa: F401 - as above
+)
 
 if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
-    from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
     from farandole.spark.common.show.progress import ProgressDisplay
-
-
-class TorchEstimatorParamsWritable(MLWritable):
-    """A mixin that saves an estimator by Spark ML's `write()`."""
-
-    def write(self) -> ParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
-        `places`.
-        """
-        from farandole.spark.torch.saving.persistence import TorchParamsWriter
-
-        return TorchParamsWriter(cast("Any", self))
-
-
-class TorchEstimatorParamsReadable(MLReadable["TorchEstimator"]):
-    """A mixin that loads an estimator by Spark ML's `read()`."""
-
-    @classmethod
-    def read(cls) -> ParamsReader[Any]:
-        """Returns the reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.torch.saving.persistence import TorchParamsReader
-
-        return TorchParamsReader(cls)
 
 
 class TorchEstimator(
@@ -290,16 +269,3 @@ class TorchEstimator(
             loss_reduction=self.getLossReduction(),
         )
         return job, mine, losses, tensors
-
-
-def __getattr__(name: str) -> object:
-    """Horovod's names of what saves estimators."""
-    from farandole.spark.torch.saving import persistence
-
-    names = {
-        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
-        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
-    }
-    if name not in names:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return names[name]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.ml.util import MLReadable
 
 from farandole.common import check
 from farandole.spark.common.model.base import FarandoleModel
@@ -16,6 +16,7 @@ from farandole.spark.common.model.model_summary import LayerSummary, torch_layer
 from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.saving.onnx import export_onnx
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from farandole.spark.common.model.onnx import Signature
 
 
-class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
+class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     """A model that adds predictions to DataFrames, by Arrow batches on the executors.
 
     Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
@@ -82,11 +83,8 @@ class TorchModel(FarandoleModel, MLReadable["TorchModel"], MLWritable):
     setLossConstructors, getLossConstructors = accessors("loss_constructors")
     setUseGpu, getUseGpu = accessors("use_gpu")
 
+    _writer_class = TorchModelWriter
     _framework = "torch"
-
-    def write(self) -> TorchModelWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
-        return TorchModelWriter(self)
 
     @classmethod
     def read(cls) -> TorchModelReader:
