@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 import farandole.torch as hvd
 from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_of_terms
@@ -31,11 +33,7 @@ from farandole.spark.torch.training.batch_norm import (
 )
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
-from farandole.spark.torch.training.elastic import (
-    COMMIT_INTERVAL_STEPS,
-    TorchElasticRun,
-    TorchRunProgress,
-)
+from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.setup import (
@@ -95,7 +93,11 @@ class _TorchTrainer:
             backward_passes_per_step=job.loop.backward_passes,
             op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
-        self.elastic_run = TorchElasticRun(self.model, self.optimizer)
+        self.elastic_run = ElasticRun(
+            TorchRunProgress(),
+            hvd.elastic.run,
+            partial(hvd.elastic.TorchState, self.model, self.optimizer),
+        )
         self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)
         losses = construct_losses(
             objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size

@@ -1,33 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The progress of a Keras run, and how it continues in another world of an elastic job.
+"""The progress of a Keras run, which `ElasticRun` commits.
 
-After a world fails, the remaining processes go back to the last commit: weights, optimizer, metrics
-and position in the data belong to one step. The rest of that epoch is a separate `fit`, which
-callbacks do not notice.
+In another world, the rest of an epoch is a separate `fit`, which callbacks do not notice.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole.keras import elastic
 from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
 from farandole.stores import durable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from farandole.spark.keras.training.feed import BatchFeed, DataModuleFeed
     from farandole.spark.keras.training.publish import RunPublisher
-
-COMMIT_INTERVAL_STEPS = 10
-"""Steps from one commit to the next; commits are also made at the ends of epochs."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +50,6 @@ class KerasRunProgress:
     stopped: bool = False
 
 
-class KerasElasticRun:
-    """A run that continues through the worlds of an elastic job.
-
-    Args:
-        model: compiled and built, with a distributed optimizer.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.reached = KerasRunProgress()
-        self._state: Any = elastic.KerasState(model, reached=self.reached)
-
-    def run_in_each_world(self, train: Callable[[], None]) -> None:
-        """Calls a function that trains from the last commit to the end, in each world until one has
-        finished.
-
-        Args:
-            train: the function; it begins with a collective call that reads the progress so far.
-        """
-
-        def train_in_world(state: Any) -> None:
-            self.reached = state.reached
-            train()
-
-        elastic.run(train_in_world)(self._state)
-
-    def commit_progress(self, **changes: Any) -> None:
-        """Updates the progress of the run and commits it; a collective call.
-
-        Args:
-            **changes: new values of fields of `KerasRunProgress`.
-        """
-        self.reached = self._state.reached = replace(self.reached, **changes)
-        self._state.commit()
-
-
 class CommitCallback(keras.callbacks.Callback):
     """A callback that commits at an interval of steps and at the end of an epoch; the last callback
     on all ranks.
@@ -101,7 +61,10 @@ class CommitCallback(keras.callbacks.Callback):
     """
 
     def __init__(
-        self, course: KerasElasticRun, feed: BatchFeed | DataModuleFeed, publisher: RunPublisher
+        self,
+        course: ElasticRun[KerasRunProgress],
+        feed: BatchFeed | DataModuleFeed,
+        publisher: RunPublisher,
     ) -> None:
         super().__init__()
         self._elastic_run = course
