@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,12 @@ import torch
 
 import farandole.torch as hvd
 from farandole.numpy.plain import allgather_plain
-from farandole.spark import task
 from farandole.spark.common.runs.finite_loss import check_finite_loss
-from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.epoch_reports import (
+    EpochReporter,
+    write_epoch_checkpoints,
+    write_history,
+)
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
 from farandole.spark.lightning.step_loss import StepLossScaler
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from farandole.spark.lightning.job import LightningTrainingJob
     from farandole.spark.lightning.loader import LightningLoader
 
-_REPORT_INTERVAL_SECONDS = 0.2
 _TENSOR_STATE_KEYS = ("model", "optimizer")
 _CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the files of Lightning's checkpoint callbacks."""
@@ -76,7 +77,8 @@ class LightningRunRecorder:
         self.history = history
         self.rank, self.size = rank, size
         self.best: dict[str, Any] | None = None
-        self.started = self.reported = time.monotonic()
+        self.started = time.monotonic()
+        self.reporter = EpochReporter(job.base.loop.epochs)
         self.rows = 0
         self.val_rows = 0
         self.total = 0.0
@@ -168,22 +170,11 @@ class LightningRunRecorder:
             self.total += value * rows
         if self.halt.should_stop_after_step(self.rank):
             trainer.should_stop = True
-        now = time.monotonic()
-        if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
+        if self.rank != 0 or not self.reporter.is_step_due():
             return
-        self.reported = now
-        speed = self.rows * self.size / max(now - self.started, 1e-9)
-        place = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
-        steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
-        task.report(
-            {
-                "kind": "step",
-                **place,
-                **steps,
-                "rows_per_second": speed,
-                "loss": self.total / max(self.rows, 1),
-            }
-        )
+        speed = self.rows * self.size / max(time.monotonic() - self.started, 1e-9)
+        steps, loss = int(trainer.num_training_batches), self.total / max(self.rows, 1)
+        self.reporter.report_step(trainer.current_epoch, index + 1, steps, speed, loss)
 
     def end_epoch(self, trainer: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
@@ -230,18 +221,8 @@ class LightningRunRecorder:
         self.history.append(entry)
         self._publish_epoch(trainer)
         if self.rank == 0:
-            told_steps = {
-                "epochs": self.job.base.loop.epochs,
-                "steps": int(trainer.num_training_batches),
-            }
-            task.report(
-                {
-                    "kind": "epoch",
-                    "entry": entry,
-                    **told_steps,
-                    "rows_per_second": rows / max(seconds, 1e-9),
-                }
-            )
+            steps = int(trainer.num_training_batches)
+            self.reporter.report_epoch(entry, steps, rows / max(seconds, 1e-9))
         stopping = self.job.base.loop.early_stopping
         if (
             stopping is not None and stopping.is_over(self.history)
@@ -281,20 +262,9 @@ class LightningRunRecorder:
         trainer.save_checkpoint(str(path))  # all ranks take part
         if self.rank != 0:
             return
-        data, name = path.read_bytes(), self.store.checkpoint_filename
-        if is_best:
-            self.store.write_checkpoint(f"{name}.best", data)
-        if every is not None and len(self.history) % every == 0:
-            self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
-        self.store.write_checkpoint(name, data)
-        logs = self.store.logs_subdir
-        self.store.write_log(
-            f"{logs}/history.jsonl",
-            "".join(json.dumps(one) + "\n" for one in self.history).encode(),
-        )
-        self.store.write_log(
-            f"{logs}/events.out.tfevents.farandole", encode_scalar_events(self.history)
-        )
+        count = len(self.history)
+        write_epoch_checkpoints(self.store, path.read_bytes(), count, is_best=is_best, every=every)
+        write_history(self.store, self.history)
         self.publish_files()
 
     def publish_files(self) -> None:
