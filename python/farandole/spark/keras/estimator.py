@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -21,9 +23,8 @@ from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.signature import input_signature
-from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.common.runs.tracking import ModelExample
+from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.keras import model_compilation
 from farandole.spark.keras.arrays import (
     create_keras_inputs,
@@ -32,7 +33,7 @@ from farandole.spark.keras.arrays import (
     model_inputs,
     refuse_nested_columns,
 )
-from farandole.spark.keras.fingerprint_parts import add_totals, model_parts
+from farandole.spark.keras.fingerprint_parts import model_parts, optimizer_totals
 from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
@@ -48,12 +49,9 @@ from farandole.spark.keras.saving.persistence import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
-    from farandole.spark.common.show.progress import ProgressDisplay
     from farandole.spark.keras.job import KerasTrainingResult
     from farandole.spark.keras.model_compilation import CompiledModelCopy
 
@@ -93,6 +91,8 @@ class KerasEstimator(
     parameters that it was started with. Otherwise `fit` raises an error that lists the differences.
     Each fit of a tuner or with a map of parameters has its own run.
     """
+
+    _flavor = "keras"
 
     def _check_params(self) -> None:
         super()._check_params()
@@ -149,17 +149,8 @@ class KerasEstimator(
         )
         return inputs, outputs
 
-    def _train_model(
-        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
-    ) -> KerasModel:
-        job, copy, outputs, fingerprint = self._create_job(prepared)
-        fingerprint = add_totals(
-            fingerprint,
-            copy.model,
-            self.getOptimizer(),
-            backend.num_processes(),
-            self.getBatchSize() * self.getBackwardPassesPerStep(),
-        )
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+        job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
         if self.getDataModule() is None:
             job = check_loss_form(
                 job,
@@ -169,33 +160,27 @@ class KerasEstimator(
                 processes=max_processes(backend),
                 names=self._column_roles().stored_columns,
             )
-        shown.show_message(describe_mapping(job.shape, job.labels, outputs))
-        with (
-            self._hold_run(job, fingerprint, shown) as job,
-            create_trackers(self, job, prepared, fingerprint) as tracker,
-        ):
-            trained = cast(
-                "KerasTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
-            )
+
+        def load_result(trained: KerasTrainingResult) -> Any:
             payload.load_state(copy.model, trained.model)
-            tracker.log_model(copy.model, "keras", self._model_example(job, prepared, copy.model))
-        return KerasModel(
-            history=trained.history,
-            model=copy.model,
-            feature_columns=self.getFeatureCols(),
-            label_columns=self.getLabelCols(),
-            custom_objects=copy.custom_objects,
-            run_id=job.run_id,
-            signature=input_signature(job.shape.inputs),
-            **self._inherited_params(prepared),
-            paths=job.file_paths(),
+            return copy.model
+
+        return TrainingPlan(
+            job=job,
+            fingerprint=fingerprint,
+            train=train_rank,
+            inputs=job.shape.inputs,
             outputs=[
-                ModelOutput(one.column.dtype, bool(one.column.shape), _element_count(output))
+                ModelOutput(one.column.dtype, bool(one.column.shape), math.prod(output))
                 for one, output in zip(job.labels, outputs, strict=True)
             ],
+            load_result=load_result,
+            create_example=partial(self._create_example, job, prepared),
+            mapping=describe_mapping(job.shape, job.labels, outputs),
+            model_params={"custom_objects": copy.custom_objects},
         )
 
-    def _model_example(
+    def _create_example(
         self, job: KerasTrainingJob, prepared: Prepared, model: Any
     ) -> ModelExample | None:
         """Returns some rows for MLflow; `None` if MLflow is not used, or if the model has several
@@ -229,7 +214,7 @@ class KerasEstimator(
         return model_parts(self.getModel(), self.getOptimizer(), self.getLoss())
 
     def _create_job(
-        self, prepared: Prepared
+        self, prepared: Prepared, processes: int
     ) -> tuple[KerasTrainingJob, CompiledModelCopy, list[tuple[int, ...]], Fingerprint]:
         """Returns the run's description, an own copy of the model, its outputs' rows, and a
         fingerprint.
@@ -279,8 +264,9 @@ class KerasEstimator(
         shape, arrays, outputs = model_compilation.try_model(
             copy, shape, label_columns, self.getLabelShapes(), weight is not None
         )
-        fingerprint = self._fit_fingerprint(prepared)  # of a model that is built by now
-        run_id = self._new_run_id("keras", fingerprint)
+        totals = optimizer_totals(copy.model, self.getOptimizer(), processes)
+        fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
+        run_id = self._new_run_id(fingerprint)
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
@@ -314,10 +300,3 @@ class KerasEstimator(
             loss_reduction=find_loss_reduction(copy.model, self.getLossReduction()),
         )
         return job, copy, outputs, fingerprint
-
-
-def _element_count(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -17,8 +17,6 @@ from farandole.common import check, pickling
 from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary
-from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.keras.arrays import input_keys, model_argument
@@ -71,11 +69,6 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
         "Classes and functions by name that loading the model needs.",
         check.converted_by(dict),
         default={},
-    )
-    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
-        "Description of the outputs; determined if omitted.",
-        check.converted_by(outputs_param),
-        default=None,
     )
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")

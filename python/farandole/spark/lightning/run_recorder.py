@@ -72,13 +72,13 @@ class LightningRunRecorder:
     ) -> None:
         self._earlier_totals = begun
         self._moves = moves
-        self.job, self.store = job, job.base.store
+        self.job, self.store = job, job.store
         self.scratch = scratch
         self.history = history
         self.rank, self.size = rank, size
         self.best: dict[str, Any] | None = None
         self.started = time.monotonic()
-        self.reporter = EpochReporter(job.base.loop.epochs)
+        self.reporter = EpochReporter(job.loop.epochs)
         self.rows = 0
         self.val_rows = 0
         self.total = 0.0
@@ -98,7 +98,7 @@ class LightningRunRecorder:
             val: of validation batches; `None` if there are none, or a data module reads them.
         """
         self._loaders = {"train": train, "val": val}
-        reduction = self.job.base.loss_reduction or "mean"
+        reduction = self.job.loss_reduction or "mean"
         self._scaler = StepLossScaler(train, reduction, self.size)
 
     def scale_loss(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
@@ -165,7 +165,7 @@ class LightningRunRecorder:
         self.meter.end_batch(rows)
         if isinstance(loss, torch.Tensor) and rows:
             value = float(loss.detach())
-            if self.job.base.loop.terminate_on_nan:
+            if self.job.loop.terminate_on_nan:
                 check_finite_loss(value, trainer.current_epoch, index, self.rank)
             self.total += value * rows
         if self.halt.should_stop_after_step(self.rank):
@@ -223,7 +223,7 @@ class LightningRunRecorder:
         if self.rank == 0:
             steps = int(trainer.num_training_batches)
             self.reporter.report_epoch(entry, steps, rows / max(seconds, 1e-9))
-        stopping = self.job.base.loop.early_stopping
+        stopping = self.job.loop.early_stopping
         if (
             stopping is not None and stopping.is_over(self.history)
         ) or self.halt.should_stop_after_epoch(self.rank):
@@ -249,7 +249,7 @@ class LightningRunRecorder:
         return self._earlier_totals[1] + float(total)
 
     def _publish_epoch(self, trainer: Any) -> None:
-        best, every = self.job.base.loop.best, self.job.base.loop.checkpoint_every
+        best, every = self.job.loop.best, self.job.loop.checkpoint_every
         is_best = best is not None and best.best_index(self.history) == len(self.history) - 1
         if is_best and (self._moves or self.rank == 0):
             self.best = {
@@ -292,7 +292,7 @@ class LightningRunRecorder:
             return self.best
         found = (
             self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
-            if self.job.base.loop.best
+            if self.job.loop.best
             else None
         )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")

@@ -116,7 +116,7 @@ class TorchTrainingJob:
     inputs: tuple[TorchInput, ...]
     labels: tuple[TorchLabel, ...]
     weight: str | None
-    loss_weights: tuple[float, ...]
+    loss_weights: tuple[float, ...] = ()
     loss_reduction: str | None = None
     """The user's word for losses of an unknown form, see `columns.loss_terms`."""
 

@@ -13,8 +13,6 @@ from pyspark.ml.util import MLReadable
 from farandole.common import check
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
-from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.torch.predict import TorchPredictor
@@ -68,11 +66,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
     use_gpu: Parameter[bool] = Parameter(
         "Whether to predict on a GPU; without it, if Spark assigned one to the task.",
         check.boolean_flag,
-        default=None,
-    )
-    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
-        "Description of the outputs; determined if omitted.",
-        check.converted_by(outputs_param),
         default=None,
     )
 

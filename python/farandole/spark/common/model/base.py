@@ -16,16 +16,19 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from pyspark.ml import Model
 
-from farandole.common import pickling
+from farandole.common import check, pickling
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.encoding import ColumnEncoding
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.classes import AddedClassColumns, ClassificationParams
 from farandole.spark.common.model.outputs import (
+    ModelOutput,
     add_predictions,
+    parse_outputs,
     probe_outputs,
     rename_columns_to_numbers,
 )
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import ModelParams
 from farandole.spark.common.show.progress import ProgressLines
 from farandole.spark.common.transform import UserTransformation
@@ -56,6 +59,12 @@ _SHOWN_MESSAGES: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 class FarandoleModel(ClassificationParams, ModelParams, Model):
     """The base of the models of all frameworks."""
+
+    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
+        "Description of the outputs; determined if omitted.",
+        check.converted_by(parse_outputs),
+        default=None,
+    )
 
     _framework = "the framework"
     _onnx_extras: ClassVar[str] = "onnx"

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parts of a fit that the template `FarandoleEstimator._train` gets: the place where it runs,
+and the job that a framework makes of prepared data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.model.outputs import ModelOutput
+    from farandole.spark.common.runs.fingerprint import Fingerprint
+    from farandole.spark.common.runs.tracking import ModelExample
+    from farandole.spark.common.show.progress import ProgressDisplay
+
+
+@dataclass(frozen=True)
+class FitResources:
+    """The backend of a fit, and the display of its progress."""
+
+    backend: Backend
+    shown: ProgressDisplay
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The job of a fit, and what its framework does with the result.
+
+    Attributes:
+        job: description of the job, with `store`, `run_id`, `data` and `file_paths`.
+        fingerprint: of the fit.
+        train: trains one rank's part of the job; returns what rank 0 brings back.
+        inputs: of the model, with `columns`, `shape` and `dtype`.
+        outputs: of the model; `None` if the first prediction must find out.
+        load_result: returns the trained model, given the result of rank 0.
+        create_example: returns some rows for MLflow, given the trained model.
+        mapping: a sentence about inputs and outputs for the user.
+        model_params: parameters that only the fitted models of this framework have.
+    """
+
+    job: Any
+    fingerprint: Fingerprint
+    train: Callable[[Any], Any]
+    inputs: Sequence[Any]
+    outputs: list[ModelOutput] | None
+    load_result: Callable[[Any], Any]
+    create_example: Callable[[Any], ModelExample | None]
+    mapping: str | None = None
+    model_params: Mapping[str, Any] = field(default_factory=dict)

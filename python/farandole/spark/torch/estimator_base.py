@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parts of a fit that the estimators of PyTorch and Lightning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from farandole.data.columns import check_shapes_fit
+from farandole.runner.backend import max_processes
+from farandole.spark.common.data.reading import (
+    create_transformation,
+    missing_value_policy,
+    training_data_spec,
+)
+from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.torch import mapping
+from farandole.spark.torch.columns.losses import loss_output_form
+from farandole.spark.torch.columns.tensors import create_torch_inputs
+from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.job import TorchTrainingJob, TrainingLoopOptions
+from farandole.spark.torch.params import TorchParams
+from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReadable,
+    TorchEstimatorParamsWritable,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.data.columns import PreparedColumn
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
+    from farandole.spark.torch.job import TorchInput, TorchLabel
+
+_Job = TypeVar("_Job", bound=TorchTrainingJob)
+
+
+@dataclass(frozen=True)
+class SampledColumns:
+    """The columns that training processes will see, and some rows of them.
+
+    Attributes:
+        columns: by name.
+        rows: tensors of some rows, by name.
+        inputs: arguments of the model.
+        transformation: of rows, by the user; or `None`.
+    """
+
+    columns: dict[str, PreparedColumn]
+    rows: dict[str, torch.Tensor]
+    inputs: tuple[TorchInput, ...]
+    transformation: Any
+
+
+class TorchEstimatorBase(
+    TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
+):
+    """The base of the estimators of PyTorch and Lightning."""
+
+    _flavor = "pytorch"
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        if not isinstance(self.getModel(), torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
+
+    def _check_optimizer(self) -> None:
+        mapping.check_optimizer(self.getModel(), self.getOptimizer())
+        mapping.check_scheduler(self.getLrScheduler(), self.getOptimizer())
+
+    def _label_losses(self) -> list[Any]:
+        """Returns the losses, or their constructors, one per label."""
+        loss, constructors = self.getLoss(), self.getLossConstructors()
+        if loss is not None and constructors is not None:
+            raise ValueError(
+                "at most one of parameters loss and loss_constructors may be specified"
+            )
+        given = constructors if loss is None else loss
+        if given is None:
+            raise ValueError("loss is required")
+        losses = list(given) if isinstance(given, list | tuple) else [given]
+        count = len(self.getLabelCols())
+        losses = losses * count if len(losses) == 1 else losses
+        for one in losses:
+            if not callable(one):
+                raise TypeError(f"loss must be a function of (output, label): {one!r}")
+        if len(losses) != count:
+            raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
+        return losses
+
+    def _metric_groups(self) -> list[list[Any]]:
+        metrics = self.getMetrics() or []
+        return [list(one) if isinstance(one, list | tuple) else [one] for one in metrics]
+
+    def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
+        """Reads some rows, and checks model and columns against each other."""
+        mapping.check_embeddings(self.getModel(), max_processes(backend))
+        transformation, shapes = create_transformation(self), self.getInputShapes()
+        columns, rows = mapping.transformed_columns(
+            prepared,
+            self._column_roles().stored_columns,
+            transformation,
+            missing_value_policy(self, prepared),
+        )
+        inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
+        check_shapes_fit(columns, inputs, shapes, "feature")
+        check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
+        mapping.check_weight_column(prepared, self.getSampleWeightCol())
+        made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
+        return SampledColumns(columns, rows, made, transformation)
+
+    def _create_torch_job(
+        self,
+        kind: type[_Job],
+        prepared: Prepared,
+        fingerprint: Fingerprint,
+        objects: bytes,
+        inputs: tuple[TorchInput, ...],
+        labels: Sequence[TorchLabel],
+        **more: Any,
+    ) -> _Job:
+        """Returns the description of a job.
+
+        Args:
+            kind: class of the description.
+            prepared: the data.
+            fingerprint: of the fit.
+            objects: the user's, packed.
+            inputs: of the model.
+            labels: one per output.
+            **more: further fields of the description.
+        """
+        run_id, unseeded = self._new_run_id(fingerprint), 0 if self.getDeterministic() else None
+        return kind(
+            objects=objects,
+            store=self._filesystem_store().to_remote(run_id, prepared.index),
+            run_id=run_id,
+            data=training_data_spec(
+                self, prepared, self._column_roles().stored_columns, unseeded=unseeded
+            ),
+            loop=TrainingLoopOptions.from_estimator(self),
+            inputs=inputs,
+            labels=tuple(labels),
+            weight=self.getSampleWeightCol(),
+            loss_reduction=self.getLossReduction(),
+            **more,
+        )
+
+    def _model_params(self, prepared: Prepared, inputs: Sequence[TorchInput]) -> dict[str, Any]:
+        """Returns the parameters that the fitted models of PyTorch and Lightning have."""
+        known = [one.dtype for one in inputs]
+        return {
+            "input_shapes": self.getInputShapes(),
+            "input_dtypes": known if prepared.encoding else self.getInputDtypes(),
+            "loss": self.getLoss(),
+            "loss_constructors": self.getLossConstructors(),
+        }
+
+    def _loss_output_form(self) -> str | None:
+        loss = self.getLoss()
+        return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
+
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
+        return model_parts(self.getModel(), self.getOptimizer())
