@@ -158,7 +158,6 @@ class KerasEstimator(
                 create_transformation(self),
                 wanted=self.getLossReduction(),
                 processes=max_processes(backend),
-                names=self._column_roles().stored_columns,
             )
 
         def load_result(trained: KerasTrainingResult) -> Any:

@@ -116,14 +116,11 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
                 for one, output in zip(job.labels, found, strict=True)
             ]
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
-            known: dict[str, Any] = {
-                "processes": max_processes(backend),
-                "names": self._column_roles().stored_columns,
-            }
+            most, changes = max_processes(backend), objects.transformation
             if is_plain:
-                check_loss_forms(job, losses, module.model, objects.transformation, **known)
+                check_loss_forms(job, losses, module.model, changes, processes=most)
             else:
-                check_training_step(job, module, objects.transformation, **known)
+                check_training_step(job, module, changes, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])

@@ -89,14 +89,8 @@ class TorchEstimator(TorchEstimatorBase):
         outputs = mapping.try_model(job, objects, losses, sampled.rows)
         if self.getDataModule() is None:
             mapping.check_batch_norms(job, objects.model, sampled.rows, processes)
-        check_loss_forms(
-            job,
-            losses,
-            objects.model,
-            objects.transformation,
-            processes=max_processes(backend),
-            names=self._column_roles().stored_columns,
-        )
+        most = max_processes(backend)
+        check_loss_forms(job, losses, objects.model, objects.transformation, processes=most)
 
         def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
             state = payload.unpack_state(trained.checkpoint)

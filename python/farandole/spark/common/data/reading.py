@@ -7,21 +7,28 @@ frameworks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from farandole.spark.common.data.source import MissingValuePolicy
+from farandole.spark.common.data.source import MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData
     from farandole.data.ragged import Ragged
     from farandole.spark.common.params import EstimatorParams
     from farandole.stores.remote_store import RemoteStore
+
+PROBE_PART_ROWS = (3, 20, 9) * 8
+"""Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
+contain labels that only a few rows have. The parts are small, because the loss of a part with most
+of the rows is close to the loss of all rows, whatever the loss is.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,35 @@ class TrainingDataSpec:
             verbose=False,
             random_seed=self.order_seed,
         )
+
+    def read_probe_parts(
+        self, transformation: Any, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> list[ProbePart]:
+        """Returns rows from all parts of the data, on which a loss is tried, and then the parts of
+        these rows.
+
+        Args:
+            transformation: of rows, by the user; or `None`.
+            convert: changes the columns before they are divided into parts.
+        """
+        rows, names = sum(PROBE_PART_ROWS), list(self.columns)
+        columns = convert(
+            sample_rows(
+                self.train_url, names, rows, transformation, self.missing, self.ragged, spread=True
+            )
+        )
+        ends = list(itertools.accumulate(PROBE_PART_ROWS))
+        return [
+            ProbePart({name: one[first:last] for name, one in columns.items()}, last - first)
+            for first, last in [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
+        ]
+
+
+class ProbePart(NamedTuple):
+    """Some rows on which a loss is tried: arrays or tensors by column, and the number of rows."""
+
+    columns: dict[str, Any]
+    rows: int
 
 
 def training_data_spec(
