@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from farandole.spark.common.model.outputs import ModelOutput
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.runner.backend import Backend
-    from farandole.spark.common.model.outputs import ModelOutput
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.common.runs.tracking import ModelExample
     from farandole.spark.common.show.progress import ProgressDisplay
@@ -32,11 +33,12 @@ class TrainingPlan:
     """The job of a fit, and what its framework does with the result.
 
     Attributes:
-        job: description of the job, with `store`, `run_id`, `data` and `file_paths`.
+        job: description of the job, with `store`, `run_id`, `data`, `labels` and `file_paths`.
         fingerprint: of the fit.
         train: trains one rank's part of the job; returns what rank 0 brings back.
         inputs: of the model, with `columns`, `shape` and `dtype`.
-        outputs: of the model; `None` if the first prediction must find out.
+        output_sizes: elements of one row of each output; `None` if the first prediction must find
+            out.
         load_result: returns the trained model, given the result of rank 0.
         create_example: returns some rows for MLflow, given the trained model.
         mapping: a sentence about inputs and outputs for the user.
@@ -47,8 +49,18 @@ class TrainingPlan:
     fingerprint: Fingerprint
     train: Callable[[Any], Any]
     inputs: Sequence[Any]
-    outputs: list[ModelOutput] | None
+    output_sizes: Sequence[int] | None
     load_result: Callable[[Any], Any]
     create_example: Callable[[Any], ModelExample | None]
     mapping: str | None = None
     model_params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[ModelOutput] | None:
+        """The description of the outputs for the fitted model."""
+        if self.output_sizes is None:
+            return None
+        return [
+            ModelOutput(one.column.dtype, bool(one.column.shape), size)
+            for one, size in zip(self.job.labels, self.output_sizes, strict=True)
+        ]

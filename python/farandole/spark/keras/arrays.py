@@ -17,7 +17,8 @@ import numpy as np
 
 from farandole.data.columns import PreparedColumn, row_shape
 from farandole.data.ragged import is_nested
-from farandole.spark.keras.job import KerasInput, KerasLabel, KerasModelShape
+from farandole.spark.common.model.signature import ModelInput, format_batch_shape
+from farandole.spark.keras.job import KerasLabel, KerasModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,8 +50,8 @@ def create_keras_inputs(
     sizes = [sum(max(1, columns[name].element_count) for name in group) for group in groups]
     if not stated:
         made = [
-            KerasInput(
-                tuple(group), _columns_dtype([columns[name].dtype for name in group]), (-1, size)
+            ModelInput(
+                tuple(group), (-1, size), _columns_dtype([columns[name].dtype for name in group])
             )
             for group, size in zip(groups, sizes, strict=True)
         ]
@@ -72,10 +73,10 @@ def create_keras_inputs(
     made = []
     for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(
-            KerasInput(
+            ModelInput(
                 tuple(group),
-                _supported_dtype(str(one.dtype)),
                 (-1, *_fit_row_shape(group, size, one.shape[1:], index)),
+                _supported_dtype(str(one.dtype)),
             )
         )
     return tuple(made), names
@@ -290,7 +291,7 @@ def describe_misfit(shape: KerasModelShape, error: Exception) -> str:
         shape: shape of the model.
         error: exception of the model.
     """
-    shapes = ", ".join(f"{one.name} {_format_shape(one.shape)}" for one in shape.inputs)
+    shapes = ", ".join(f"{one.name} {format_batch_shape(one.shape)}" for one in shape.inputs)
     return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
 
 
@@ -305,15 +306,11 @@ def describe_mapping(
         outputs: shape of one row of each output.
     """
     goes = ", ".join(
-        f"{one.name} -> {one.dtype} {_format_shape(one.shape)}" for one in shape.inputs
+        f"{one.name} -> {one.dtype} {format_batch_shape(one.shape)}" for one in shape.inputs
     )
     comes = ", ".join(
-        f"{_format_shape((-1, *output))} with {one.column.name} {one.dtype} "
-        f"{_format_shape(one.shape)}"
+        f"{format_batch_shape((-1, *output))} with {one.column.name} {one.dtype} "
+        f"{format_batch_shape(one.shape)}"
         for one, output in zip(labels, outputs, strict=True)
     )
     return f"the model gets {goes}; it returns {comes}"
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"

@@ -22,7 +22,6 @@ from farandole.spark.common.data.reading import (
 from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.keras import model_compilation
@@ -169,10 +168,7 @@ class KerasEstimator(
             fingerprint=fingerprint,
             train=train_rank,
             inputs=job.shape.inputs,
-            outputs=[
-                ModelOutput(one.column.dtype, bool(one.column.shape), math.prod(output))
-                for one, output in zip(job.labels, outputs, strict=True)
-            ],
+            output_sizes=[math.prod(output) for output in outputs],
             load_result=load_result,
             create_example=partial(self._create_example, job, prepared),
             mapping=describe_mapping(job.shape, job.labels, outputs),

@@ -14,23 +14,8 @@ from farandole.spark.common.data.reading import run_file_paths
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
     from farandole.spark.common.data.reading import TrainingDataSpec
+    from farandole.spark.common.model.signature import ModelInput
     from farandole.stores.remote_store import RemoteStore
-
-
-@dataclass(frozen=True)
-class KerasInput:
-    """One input of the model: feature columns side by side, as one array."""
-
-    columns: tuple[str, ...]
-    dtype: str
-    """NumPy's name of the elements that the model gets."""
-    shape: tuple[int, ...]
-    """Shape of one batch, -1 for its rows."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,7 @@ class KerasLabel:
 class KerasModelShape:
     """The inputs and outputs of a model."""
 
-    inputs: tuple[KerasInput, ...]
+    inputs: tuple[ModelInput, ...]
     input_keys: tuple[str, ...] | None
     """Names of the inputs, for a model that takes a dict."""
     output_keys: tuple[str, ...] | None

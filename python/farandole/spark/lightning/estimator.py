@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import check_data_module
-from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import TrainingPlan
@@ -108,13 +107,10 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
         fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
         is_plain, losses = self._lightning_package() is None, self._constructed_losses()
         job, objects = self._create_job(prepared, fingerprint, sampled, losses)
-        module, outputs = objects.module, None
+        module, sizes = objects.module, None
         if is_plain:
             found = mapping.model_outputs(job.inputs, job.labels, module, sampled.rows)
-            outputs = [
-                ModelOutput(one.column.dtype, bool(one.column.shape), output[1:].numel())
-                for one, output in zip(job.labels, found, strict=True)
-            ]
+            sizes = [output[0].numel() for output in found]
         if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
             most, changes = max_processes(backend), objects.transformation
             if is_plain:
@@ -131,7 +127,7 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             fingerprint=fingerprint,
             train=train_rank,
             inputs=job.inputs,
-            outputs=outputs,
+            output_sizes=sizes,
             load_result=load_result,
             create_example=lambda model: self._create_example(job, model, sampled.rows),
             model_params=self._model_params(prepared, job.inputs),

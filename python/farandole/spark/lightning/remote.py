@@ -13,6 +13,7 @@ import logging
 import pickle
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -147,23 +148,13 @@ def _train_in_world(
     if not job.batches:
         objects.module.use_loaders(loader, held)
     module: Any = torch.compile(objects.module) if job.loop.compile else objects.module
-    if state is None:
-        trainer.fit(
-            module,
-            **data,
-            ckpt_path=None if resume is None else str(resume),
-            **_weights_only_argument(job, trainer),
-        )
-    else:
+    fit = trainer.fit
+    if state is not None:
         state.reached = replace(reached, begun=True, history=history)
         state.begin_world(loader, watch)
-        state.fit(
-            trainer,
-            module,
-            **data,
-            ckpt_path=None if resume is None else str(resume),
-            **_weights_only_argument(job, trainer),
-        )
+        fit = partial(state.fit, trainer)
+    path = None if resume is None else str(resume)
+    fit(module, **data, ckpt_path=path, **_weights_only_argument(job, trainer))
     if hvd.rank() != 0:
         return None
     return TorchTrainingResult(
@@ -184,13 +175,8 @@ def _create_trainer(
     own = [one for one in objects.callbacks if isinstance(one, checkpoint)]
     for one in own:
         one.dirpath = str(folder / "run")
-    loggers = (
-        objects.logger
-        if isinstance(objects.logger, list | tuple)
-        else [objects.logger]
-        if objects.logger
-        else []
-    )
+    given = objects.logger or []
+    loggers = given if isinstance(given, list | tuple) else [given]
     for logger in loggers:
         _redirect_logger(logger, folder / "run" / job.store.logs_subdir)
     callbacks = [*objects.callbacks, watch.create_callback(lightning.Callback)]

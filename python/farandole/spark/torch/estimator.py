@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.runner.backend import max_processes
 from farandole.spark.common.datamodule import check_data_module
-from farandole.spark.common.model.outputs import ModelOutput
 from farandole.spark.common.runs.fingerprint import FingerprintPart
 from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.torch import callbacks, mapping
@@ -103,10 +102,7 @@ class TorchEstimator(TorchEstimatorBase):
             fingerprint=fingerprint,
             train=train_rank,
             inputs=job.inputs,
-            outputs=[
-                ModelOutput(one.column.dtype, bool(one.column.shape), output[1:].numel())
-                for one, output in zip(job.labels, outputs, strict=True)
-            ],
+            output_sizes=[output[0].numel() for output in outputs],
             load_result=load_result,
             create_example=lambda _model: mapping.model_example(job, sampled.rows, outputs),
             mapping=describe_mapping(job.inputs, job.labels, outputs, losses),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.spark.common.data.reading import run_file_paths
+from farandole.spark.common.model.signature import ModelInput
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
@@ -37,22 +38,13 @@ class TorchLabel:
 
 
 @dataclass(frozen=True)
-class TorchInput:
-    """One argument of the model: the feature columns side by side, as one tensor."""
+class TorchInput(ModelInput):
+    """One argument of the model, as one tensor."""
 
-    columns: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Shape of one batch, -1 for its rows."""
-    dtype: str = "float32"
     ragged: bool = False
     """Whether the length of batches may differ from the one in `shape`."""
     nested: bool = False
     """Whether a batch is a nested tensor, with rows of different lengths."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from farandole.spark.common.data.source import MissingValuePolicy, sample_rows
+from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from farandole.data.ragged import Ragged
     from farandole.spark.common.params import EstimatorParams
     from farandole.stores.remote_store import RemoteStore
+
+_Source = TypeVar("_Source", bound=BatchSource)
 
 PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
@@ -92,6 +94,40 @@ class TrainingDataSpec:
             verbose=False,
             random_seed=self.order_seed,
         )
+
+    def open_sources(
+        self, kind: type[_Source], casts: dict[str, str | None], **more: Any
+    ) -> tuple[_Source, _Source | None]:
+        """Returns the sources of training and validation rows.
+
+        Args:
+            kind: class of the sources.
+            casts: columns to read, and the types that the reader casts them to.
+            **more: further arguments of the class, such as `rank` and `size`.
+        """
+
+        def open_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> _Source:
+            return kind(
+                url,
+                casts,
+                batch_size=batch_size,
+                seed=self.order_seed,
+                shuffle=shuffle,
+                threads=threads,
+                in_memory=self.in_memory,
+                missing=self.missing,
+                ragged=self.ragged,
+                **more,
+            )
+
+        train = open_source(
+            self.train_url, self.batch_size, self.train_threads, shuffle=self.shuffle
+        )
+        if self.val_url is None:
+            return train, None
+        # The order does not matter: sums over rows are the same. If shuffled, each byte is read
+        # once.
+        return train, open_source(self.val_url, self.val_batch_size, self.val_threads, shuffle=True)
 
     def read_probe_parts(
         self, transformation: Any, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict

@@ -7,6 +7,7 @@ In another world, the rest of an epoch is a separate `fit`, which callbacks do n
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
 from farandole.stores import durable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from farandole.spark.keras.training.feed import BatchFeed, DataModuleFeed
     from farandole.spark.keras.training.publish import RunPublisher
@@ -146,32 +147,30 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
         self._epoch = 0
         super().__init__(list(callbacks), add_history=True, **more)
 
+    @contextlib.contextmanager
+    def _only(self, callbacks: list[Any]) -> Iterator[None]:
+        """Calls only these callbacks inside the context."""
+        every, self.callbacks = self.callbacks, callbacks
+        yield
+        self.callbacks = every
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of the training."""
-        every, self.callbacks = (
-            self.callbacks,
-            self._user_callbacks.callbacks_to_call(self.callbacks, "begin"),
-        )
-        super().on_train_begin(logs)
-        self.callbacks = every
+        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, "begin")):
+            super().on_train_begin(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Calls all callbacks, if the whole training ends with this part."""
-        every = self.callbacks
         model: Any = self.model
-        self.callbacks = every if self._epoch + 1 >= self._last_epoch or model.stop_training else []
-        super().on_train_end(logs)
-        self.callbacks = every
+        ends = self._epoch + 1 >= self._last_epoch or model.stop_training
+        with self._only(self.callbacks if ends else []):
+            super().on_train_end(logs)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of this epoch."""
         self._epoch = epoch
-        every, self.callbacks = (
-            self.callbacks,
-            self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}"),
-        )
-        super().on_epoch_begin(epoch, logs)
-        self.callbacks = every
+        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}")):
+            super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls all callbacks with the number of the step in its epoch."""

@@ -313,17 +313,21 @@ class KerasTrainer:
         """Returns the feeds of training, from a position in an epoch on, and of validation."""
         if self.objects.data_module is not None:
             return self._create_module_feeds()
-        job, data = self.job, self.job.data
-        train = self._create_source(
-            data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle
+        job, data, objects = self.job, self.job.data, self.objects
+        casts: dict[str, str | None] = dict.fromkeys(data.columns)
+        if objects.transformation is None:
+            casts = reader_casts(job.shape, job.labels, job.weight)
+        train, source = data.open_sources(
+            BatchSource,
+            casts,
+            rank=self.rank,
+            size=self.size,
+            transformation=objects.transformation,
+            moves=self.moves,
+            fixed=True,  # Keras asks for one shape
         )
         val = None
-        if data.val_url is not None:
-            # The order does not matter: sums over rows are the same. If shuffled, each byte is read
-            # once.
-            source = self._create_source(
-                data.val_url, data.val_batch_size, data.val_threads, shuffle=True
-            )
+        if source is not None:
             # Processes that add up counts have the same number of steps.
             most = source.steps_until_end() if job.counts_losses else source.own_step_count
             steps = min(most, data.val_steps or most)
@@ -351,30 +355,6 @@ class KerasTrainer:
             return train, None
         return train, DataModuleFeed(
             module.val_data, val_steps, val_steps * data.val_batch_size * size
-        )
-
-    def _create_source(
-        self, url: str, batch_size: int, threads: int, *, shuffle: bool
-    ) -> BatchSource:
-        job, objects = self.job, self.objects
-        casts: dict[str, str | None] = dict.fromkeys(job.data.columns)
-        if objects.transformation is None:
-            casts = reader_casts(job.shape, job.labels, job.weight)
-        return BatchSource(
-            url,
-            casts,
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            seed=job.data.order_seed,
-            shuffle=shuffle,
-            threads=threads,
-            in_memory=job.data.in_memory,
-            transformation=objects.transformation,
-            missing=job.data.missing,
-            moves=self.moves,
-            ragged=job.data.ragged,
-            fixed=True,  # Keras asks for one shape
         )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from farandole.data.columns import row_shape
 from farandole.data.ragged import lengths_column
+from farandole.spark.common.model.signature import format_batch_shape
 from farandole.spark.torch.job import TorchInput
 
 if TYPE_CHECKING:
@@ -264,19 +265,16 @@ def describe_mapping(
         losses: one per label.
     """
     parts = [
-        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} {_format_shape(one.shape)}"
+        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} "
+        f"{format_batch_shape(one.shape)}"
         for one in inputs
     ]
     ends = [
-        f"{_format_shape((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by "
+        f"{format_batch_shape((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by "
         f"{_function_name(loss)}"
         for label, output, loss in zip(labels, outputs, losses, strict=True)
     ]
     return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
 
 
 def _function_name(function: Any) -> str:
