@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import secrets
-import sys
 import threading
 import time
 import uuid
@@ -31,11 +30,12 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import write_run_journal
 from farandole.runner.show.training import report_run
 from farandole.runner.timelines import collect_timelines
-from farandole.spark.common.backend import SparkBackend
+from farandole.spark.common.backend import DriverStream, SparkBackend
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.common.data.encoded_copies import use_encoded_copy
 from farandole.spark.common.data.existing_data import ExistingDataPaths, share_prepared_data
 from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
+from farandole.spark.common.data.reading import training_data_spec
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.data.training_statistics import with_statistics, with_stored_statistics
 from farandole.spark.common.model.base import (
@@ -511,6 +511,18 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         length = tuple(parameter_parts(self, (), LENGTH_PARAMS))
         return Fingerprint(parts, length).with_totals({**step_totals, **totals}, processes)
 
+    def _job_fields(
+        self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
+    ) -> dict[str, Any]:
+        """Returns the fields of a job that all frameworks have, but the user's objects."""
+        run_id, names = self._new_run_id(fingerprint), self._column_roles().stored_columns
+        return {
+            "store": self._filesystem_store().to_remote(run_id, prepared.index),
+            "run_id": run_id,
+            "data": training_data_spec(self, prepared, names, unseeded),
+            "weight": self.getSampleWeightCol(),
+        }
+
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         """Returns the framework's parts of a fingerprint: model, optimizer, loss."""
         raise NotImplementedError
@@ -550,7 +562,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             return cast("Backend", self.getBackend()).through(self._filesystem_store())
         verbose = self.getVerbose()
         streams: dict[str, Any] = {
-            name: _DriverStream(name) for name in ("stdout", "stderr") if verbose > 1
+            name: DriverStream(name) for name in ("stdout", "stderr") if verbose > 1
         }
         return SparkBackend(
             self.getNumProc(), verbose=verbose, store=self._filesystem_store(), **streams
@@ -644,20 +656,6 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
-
-
-class _DriverStream:
-    """The present `sys.stdout` or `sys.stderr`, which a progress bar replaces while it shows.
-
-    Args:
-        name: of the stream.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(sys, self._name), name)
 
 
 class _FitIterator:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from farandole._keras.values import as_array
-from farandole.data.columns import PreparedColumn, check_shapes_fit
+from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
+    EXAMPLE_ROWS,
+    array_columns,
     create_transformation,
-    missing_value_policy,
-    training_data_spec,
+    read_example_rows,
 )
-from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.common.runs.tracking import ModelExample
@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from farandole.spark.keras.model_compilation import CompiledModelCopy
 
 _TENSORFLOW_LOG_LEVEL = "2"
-_EXAMPLE_ROWS = 2
-"""Rows of an example."""
 
 
 class KerasEstimator(
@@ -183,16 +181,9 @@ class KerasEstimator(
         """
         if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
             return None
-        missing, transformation = missing_value_policy(self, prepared), create_transformation(self)
-        rows = sample_rows(
-            prepared.train_url,
-            self._column_roles().stored_columns,
-            _EXAMPLE_ROWS,
-            transformation,
-            missing,
-            prepared.ragged,
-        )
-        given = model_inputs(job.shape, rows, _EXAMPLE_ROWS)
+        names = self._column_roles().stored_columns
+        rows = read_example_rows(self, prepared, names, create_transformation(self))
+        given = model_inputs(job.shape, rows, EXAMPLE_ROWS)
         made = flat_outputs(
             model(keras.ops.convert_to_tensor(given), training=False),
             job.shape.output_keys,
@@ -220,23 +211,8 @@ class KerasEstimator(
         transformation = create_transformation(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample_rows(
-                prepared.train_url,
-                raw,
-                2,
-                transformation,
-                missing_value_policy(self, prepared),
-                prepared.ragged,
-            )
-            columns = {
-                name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
-                for name, one in made.items()
-            }
-            missing = [name for name in raw if name not in columns]
-            if missing:
-                raise ValueError(
-                    f"transformation_fn returns no columns with these names: {', '.join(missing)}"
-                )
+            made = read_example_rows(self, prepared, raw, transformation)
+            columns = array_columns(made, raw)
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
         model = self.getModel()
         inputs, keys = create_keras_inputs(model, groups, columns)
@@ -254,14 +230,12 @@ class KerasEstimator(
             self.getCustomObjects(),
             self.getBackwardPassesPerStep(),
         )
-        weight = self.getSampleWeightCol()
         label_columns = [columns[name] for name in labels]
         shape, arrays, outputs = model_compilation.try_model(
-            copy, shape, label_columns, self.getLabelShapes(), weight is not None
+            copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
         totals = optimizer_totals(copy.model, self.getOptimizer(), processes)
         fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
-        run_id = self._new_run_id(fingerprint)
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
@@ -276,12 +250,9 @@ class KerasEstimator(
         job = KerasTrainingJob(
             model=copy.packed,
             objects=pickle_objects(objects),
-            store=self._filesystem_store().to_remote(run_id, prepared.index),
-            run_id=run_id,
-            data=training_data_spec(self, prepared, raw),
+            **self._job_fields(prepared, fingerprint),
             shape=shape,
             labels=arrays,
-            weight=weight,
             epochs=self.getEpochs(),
             random_seed=self.getRandomSeed(),
             use_gpu=self.getUseGpu(),

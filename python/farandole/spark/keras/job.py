@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.data.reading import run_file_paths
+from farandole.spark.common.data.reading import TrainingJob
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
-    from farandole.spark.common.data.reading import TrainingDataSpec
     from farandole.spark.common.model.signature import ModelInput
-    from farandole.stores.remote_store import RemoteStore
 
 
 @dataclass(frozen=True)
@@ -39,20 +37,14 @@ class KerasModelShape:
     """Names of the outputs, in the order of the labels, for a model that returns a dict."""
 
 
-@dataclass(frozen=True)
-class KerasTrainingJob:
-    """One run."""
+@dataclass(frozen=True, kw_only=True)
+class KerasTrainingJob(TrainingJob):
+    """One run, with `KerasUserObjects`."""
 
     model: bytes
     """The compiled model, a `.keras` file."""
-    objects: bytes
-    """Pickled `KerasUserObjects`."""
-    store: RemoteStore
-    run_id: str
-    data: TrainingDataSpec
     shape: KerasModelShape
     labels: tuple[KerasLabel, ...]
-    weight: str | None
     epochs: int
     random_seed: int | None
     use_gpu: bool
@@ -79,10 +71,6 @@ class KerasTrainingJob:
     def step_rows(self) -> int:
         """Rows of a step of the optimizer on one process."""
         return self.data.batch_size * self.passes
-
-    def file_paths(self) -> dict[str, str]:
-        """Returns the paths of the run's files, if it has files."""
-        return run_file_paths(self.store, self.data)
 
 
 @dataclass

@@ -59,14 +59,11 @@ class KerasPredictor(BatchPredictor):
 
     def _model_shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
         """Returns the model's inputs, made of these columns."""
-        from farandole.data.columns import PreparedColumn
+        from farandole.spark.common.data.reading import array_columns
         from farandole.spark.keras.arrays import create_keras_inputs
         from farandole.spark.keras.job import KerasModelShape
 
-        columns = {
-            name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
-            for name, one in values.items()
-        }
+        columns = array_columns(values)
         return KerasModelShape(*create_keras_inputs(model, self.groups, columns), None)
 
     def call_model(

@@ -12,9 +12,9 @@ import torch
 from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
+    array_columns,
     create_transformation,
-    missing_value_policy,
-    training_data_spec,
+    read_example_rows,
 )
 from farandole.spark.common.estimator import FarandoleEstimator
 from farandole.spark.torch import mapping
@@ -27,6 +27,7 @@ from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,
     TorchEstimatorParamsWritable,
 )
+from farandole.spark.torch.training.source import to_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,12 +102,12 @@ class TorchEstimatorBase(
         """Reads some rows, and checks model and columns against each other."""
         mapping.check_embeddings(self.getModel(), max_processes(backend))
         transformation, shapes = create_transformation(self), self.getInputShapes()
-        columns, rows = mapping.transformed_columns(
-            prepared,
-            self._column_roles().stored_columns,
-            transformation,
-            missing_value_policy(self, prepared),
-        )
+        names = self._column_roles().stored_columns
+        arrays = read_example_rows(self, prepared, names, transformation)
+        rows = to_tensors(arrays)
+        columns = {name: prepared.columns[name] for name in names}
+        if transformation is not None:
+            columns = array_columns({name: arrays[name] for name in rows}, names)
         inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
         check_shapes_fit(columns, inputs, shapes, "feature")
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
@@ -135,18 +136,12 @@ class TorchEstimatorBase(
             labels: one per output.
             **more: further fields of the description.
         """
-        run_id, unseeded = self._new_run_id(fingerprint), 0 if self.getDeterministic() else None
         return kind(
+            **self._job_fields(prepared, fingerprint, 0 if self.getDeterministic() else None),
             objects=objects,
-            store=self._filesystem_store().to_remote(run_id, prepared.index),
-            run_id=run_id,
-            data=training_data_spec(
-                self, prepared, self._column_roles().stored_columns, unseeded=unseeded
-            ),
             loop=TrainingLoopOptions.from_estimator(self),
             inputs=inputs,
             labels=tuple(labels),
-            weight=self.getSampleWeightCol(),
             loss_reduction=self.getLossReduction(),
             **more,
         )

@@ -12,13 +12,13 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from farandole.data.columns import PreparedColumn
 from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData
     from farandole.data.ragged import Ragged
     from farandole.spark.common.params import EstimatorParams
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _Source = TypeVar("_Source", bound=BatchSource)
 
+EXAMPLE_ROWS = 2
+"""Rows of an example, with which a model is tried."""
 PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
 contain labels that only a few rows have. The parts are small, because the loss of a part with most
@@ -152,6 +154,30 @@ class TrainingDataSpec:
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """The description of a run for its training processes: the parts of all frameworks."""
+
+    objects: bytes
+    """The user's objects, pickled."""
+    store: RemoteStore
+    run_id: str
+    data: TrainingDataSpec
+    weight: str | None
+    """Column of the weights of rows."""
+
+    def file_paths(self) -> dict[str, str]:
+        """Returns the paths of the run's files, if it has files."""
+        run, name = self.store.checkpoint_path, self.store.checkpoint_filename
+        named = {
+            "training data": self.data.train_url,
+            "validation data": self.data.val_url,
+            "checkpoint": None if run is None else f"{run}/{name}",
+            "logs": self.store.logs_path,
+        }
+        return {what: path for what, path in named.items() if path is not None}
+
+
 class ProbePart(NamedTuple):
     """Some rows on which a loss is tried: arrays or tensors by column, and the number of rows."""
 
@@ -236,18 +262,41 @@ def create_transformation(estimator: EstimatorParams) -> UserTransformation | No
     return UserTransformation(function, edits or (), removed or ())
 
 
-def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]:
-    """Returns the paths of a run's files, if it has files.
+def read_example_rows(
+    estimator: EstimatorParams, prepared: PreparedData, names: Sequence[str], transformation: Any
+) -> dict[str, Any]:
+    """Returns `EXAMPLE_ROWS` rows as training processes will see them, arrays by column.
 
     Args:
-        store: of the run.
-        data: that it reads.
+        estimator: whose parameters count.
+        prepared: the data.
+        names: columns that are read.
+        transformation: of rows, by the user; or `None`.
     """
-    run, name = store.checkpoint_path, store.checkpoint_filename
-    named = {
-        "training data": data.train_url,
-        "validation data": data.val_url,
-        "checkpoint": None if run is None else f"{run}/{name}",
-        "logs": store.logs_path,
+    missing = missing_value_policy(estimator, prepared)
+    return sample_rows(
+        prepared.train_url, names, EXAMPLE_ROWS, transformation, missing, prepared.ragged
+    )
+
+
+def array_columns(
+    arrays: Mapping[str, Any], names: Sequence[str] = ()
+) -> dict[str, PreparedColumn]:
+    """Returns the columns that arrays belong to, of which a transformation may have made some.
+
+    Args:
+        arrays: some rows.
+        names: columns that are needed.
+
+    Raises:
+        ValueError: the transformation leaves out a column that is needed.
+    """
+    lacking = [name for name in names if name not in arrays]
+    if lacking:
+        raise ValueError(
+            f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
+        )
+    return {
+        name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
+        for name, one in arrays.items()
     }
-    return {what: path for what, path in named.items() if path is not None}
