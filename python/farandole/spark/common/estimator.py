@@ -44,7 +44,7 @@ from farandole.spark.common.model.base import (
     require_output_form,
 )
 from farandole.spark.common.model.classes import ClassificationParams
-from farandole.spark.common.model.signature import input_signature
+from farandole.spark.common.model.signature import describe_mapping, input_signature
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.digests import value_digest
 from farandole.spark.common.runs.driver import (
@@ -316,8 +316,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
     def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
         """Trains on prepared data, and returns the fitted model."""
         plan = self._plan_training(prepared, fit.backend)
-        if plan.mapping:
-            fit.shown.show_message(plan.mapping)
+        if plan.output_words:
+            fit.shown.show_message(describe_mapping(plan.inputs, plan.output_words))
         with (
             self._hold_run(plan.job, plan.fingerprint, fit.shown) as job,
             create_trackers(self, job, prepared, plan.fingerprint) as tracker,

@@ -295,22 +295,12 @@ def describe_misfit(shape: KerasModelShape, error: Exception) -> str:
     return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
 
 
-def describe_mapping(
-    shape: KerasModelShape, labels: Sequence[KerasLabel], outputs: Sequence[Sequence[int]]
-) -> str:
-    """Describes for the user how columns become inputs of the model and its outputs become columns.
+def describe_output(label: KerasLabel, output: Sequence[int]) -> str:
+    """Describes for the user what an output is compared with.
 
     Args:
-        shape: of the model.
-        labels: of the run.
-        outputs: shape of one row of each output.
+        label: the label column.
+        output: shape of one row of the output.
     """
-    goes = ", ".join(
-        f"{one.name} -> {one.dtype} {format_batch_shape(one.shape)}" for one in shape.inputs
-    )
-    comes = ", ".join(
-        f"{format_batch_shape((-1, *output))} with {one.column.name} {one.dtype} "
-        f"{format_batch_shape(one.shape)}"
-        for one, output in zip(labels, outputs, strict=True)
-    )
-    return f"the model gets {goes}; it returns {comes}"
+    shapes = [format_batch_shape(one) for one in ((-1, *output), label.shape)]
+    return f"{shapes[0]} with {label.column.name} {label.dtype} {shapes[1]}"

@@ -27,7 +27,7 @@ from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.keras import model_compilation
 from farandole.spark.keras.arrays import (
     create_keras_inputs,
-    describe_mapping,
+    describe_output,
     flat_outputs,
     model_inputs,
     refuse_nested_columns,
@@ -169,7 +169,7 @@ class KerasEstimator(
             output_sizes=[math.prod(output) for output in outputs],
             load_result=load_result,
             create_example=partial(self._create_example, job, prepared),
-            mapping=describe_mapping(job.shape, job.labels, outputs),
+            output_words=list(map(describe_output, job.labels, outputs)),
             model_params={"custom_objects": copy.custom_objects},
         )
 

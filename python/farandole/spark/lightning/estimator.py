@@ -207,13 +207,11 @@ class LightningEstimator(LightningParams, TorchEstimatorBase):
             compression="gradient_compression",
             transformation="transformation_fn",
         )
-        job = self._create_torch_job(
-            LightningTrainingJob,
-            prepared,
-            fingerprint,
-            packed,
-            sampled.inputs,
-            labels,
+        job = LightningTrainingJob(
+            **self._job_fields(prepared, fingerprint),
+            objects=packed,
+            inputs=sampled.inputs,
+            labels=labels,
             package=package or installed,
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),

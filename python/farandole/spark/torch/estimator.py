@@ -13,7 +13,7 @@ from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.torch import callbacks, mapping
 from farandole.spark.torch.columns.loss_terms import check_weighable, find_loss_reduction
 from farandole.spark.torch.columns.losses import construct_losses
-from farandole.spark.torch.columns.tensors import describe_mapping
+from farandole.spark.torch.columns.tensors import describe_output
 from farandole.spark.torch.estimator_base import TorchEstimatorBase
 from farandole.spark.torch.fingerprint_parts import optimizer_totals
 from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TorchUserObjects
@@ -105,7 +105,7 @@ class TorchEstimator(TorchEstimatorBase):
             output_sizes=[output[0].numel() for output in outputs],
             load_result=load_result,
             create_example=lambda _model: mapping.model_example(job, sampled.rows, outputs),
-            mapping=describe_mapping(job.inputs, job.labels, outputs, losses),
+            output_words=list(map(describe_output, job.labels, outputs, losses)),
             model_params={
                 **self._model_params(prepared, job.inputs),
                 "optimizer": objects.optimizer,
@@ -152,13 +152,13 @@ class TorchEstimator(TorchEstimatorBase):
             TorchLabel(*one, ranges.get(one[0].name))
             for one in mapping.map_labels(names, sampled.columns, losses, shapes)
         ]
-        job = self._create_torch_job(
-            TorchTrainingJob,
-            prepared,
-            fingerprint,
-            packed,
-            sampled.inputs,
-            mapping.find_index_lists(labels, losses, sampled.inputs, mine.model, sampled.rows),
+        job = TorchTrainingJob(
+            **self._job_fields(prepared, fingerprint),
+            objects=packed,
+            inputs=sampled.inputs,
+            labels=mapping.find_index_lists(
+                labels, losses, sampled.inputs, mine.model, sampled.rows
+            ),
             loss_weights=tuple(self.getLossWeights() or [1.0 / len(names)] * len(names)),
         )
         return job, mine, losses

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from farandole.spark.torch import mapping
 from farandole.spark.torch.columns.losses import loss_output_form
 from farandole.spark.torch.columns.tensors import create_torch_inputs
 from farandole.spark.torch.fingerprint_parts import model_parts
-from farandole.spark.torch.job import TorchTrainingJob, TrainingLoopOptions
+from farandole.spark.torch.job import TrainingLoopOptions
 from farandole.spark.torch.params import TorchParams
 from farandole.spark.torch.saving.persistence import (
     TorchEstimatorParamsReadable,
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
-    from farandole.spark.torch.job import TorchInput, TorchLabel
-
-_Job = TypeVar("_Job", bound=TorchTrainingJob)
+    from farandole.spark.torch.job import TorchInput
 
 
 @dataclass(frozen=True)
@@ -115,36 +113,15 @@ class TorchEstimatorBase(
         made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
         return SampledColumns(columns, rows, made, transformation)
 
-    def _create_torch_job(
-        self,
-        kind: type[_Job],
-        prepared: Prepared,
-        fingerprint: Fingerprint,
-        objects: bytes,
-        inputs: tuple[TorchInput, ...],
-        labels: Sequence[TorchLabel],
-        **more: Any,
-    ) -> _Job:
-        """Returns the description of a job.
-
-        Args:
-            kind: class of the description.
-            prepared: the data.
-            fingerprint: of the fit.
-            objects: the user's, packed.
-            inputs: of the model.
-            labels: one per output.
-            **more: further fields of the description.
-        """
-        return kind(
-            **self._job_fields(prepared, fingerprint, 0 if self.getDeterministic() else None),
-            objects=objects,
-            loop=TrainingLoopOptions.from_estimator(self),
-            inputs=inputs,
-            labels=tuple(labels),
-            loss_reduction=self.getLossReduction(),
-            **more,
-        )
+    def _job_fields(
+        self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
+    ) -> dict[str, Any]:
+        unseeded = 0 if self.getDeterministic() else unseeded
+        return {
+            **super()._job_fields(prepared, fingerprint, unseeded),
+            "loop": TrainingLoopOptions.from_estimator(self),
+            "loss_reduction": self.getLossReduction(),
+        }
 
     def _model_params(self, prepared: Prepared, inputs: Sequence[TorchInput]) -> dict[str, Any]:
         """Returns the parameters that the fitted models of PyTorch and Lightning have."""

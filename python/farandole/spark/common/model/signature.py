@@ -32,6 +32,21 @@ def format_batch_shape(shape: Sequence[int]) -> str:
     return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
 
 
+def describe_mapping(inputs: Iterable[Any], outputs: Iterable[str]) -> str:
+    """Describes for the user how columns become inputs of a model, and what it returns.
+
+    Args:
+        inputs: of the model.
+        outputs: words for each output.
+    """
+    goes = ", ".join(
+        f"{one.name} -> {'nested ' if getattr(one, 'nested', False) else ''}{one.dtype} "
+        f"{format_batch_shape(one.shape)}"
+        for one in inputs
+    )
+    return f"the model gets {goes}; it returns {', '.join(outputs)}"
+
+
 def input_signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:
     """Returns the inputs of a model as plain values, for its parameter `signature`.
 

@@ -23,7 +23,6 @@ from farandole.stores import durable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from farandole.spark.common.runs.stop_request import StopCheck
     from farandole.spark.keras.job import KerasTrainingJob
     from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 
@@ -61,30 +60,6 @@ class StepTimingCallback(keras.callbacks.Callback):
         """Reports the measured times."""
         del epoch, logs
         self._meter.finish_report()
-
-
-class StopRequestCallback(keras.callbacks.Callback):
-    """A callback that ends the run on all ranks after an epoch in which the fit was stopped.
-
-    It does not end the run within an epoch, because some backends call the callbacks of a step from
-    another thread and after the step.
-
-    Args:
-        halt: check whether the fit was stopped.
-        rank: rank of this process.
-    """
-
-    def __init__(self, halt: StopCheck, rank: int) -> None:
-        super().__init__()
-        self._stop_check = halt
-        self._rank = rank
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Asks."""
-        del epoch, logs
-        if self._stop_check.should_stop_after_epoch(self._rank):
-            model: Any = self.model
-            model.stop_training = True
 
 
 class UserCheckpointCallback(keras.callbacks.Callback):

@@ -52,7 +52,6 @@ from farandole.spark.keras.training.loss_counts import count_losses
 from farandole.spark.keras.training.publish import (
     RunPublisher,
     StepTimingCallback,
-    StopRequestCallback,
     UserCheckpointCallback,
 )
 from farandole.spark.keras.training.scores import (
@@ -277,7 +276,7 @@ class KerasTrainer:
             callbacks += boards
         if self.rank == 0 or self.moves:
             callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
-        return [*callbacks, StopRequestCallback(self.halt, self.rank), AgreedStopCallback()]
+        return [*callbacks, AgreedStopCallback(self.halt, self.rank)]
 
     def _create_publisher(self, directory: Path) -> RunPublisher:
         kept = None

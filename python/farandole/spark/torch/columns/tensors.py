@@ -250,35 +250,16 @@ def describe_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error:
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
 
 
-def describe_mapping(
-    inputs: Sequence[TorchInput],
-    labels: Sequence[TorchLabel],
-    outputs: Sequence[torch.Tensor],
-    losses: Sequence[Callable[..., Any]],
-) -> str:
-    """Describes for the user how columns become inputs of the model and its outputs become columns.
+def describe_output(label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any]) -> str:
+    """Describes for the user what an output is compared with.
 
     Args:
-        inputs: the arguments of the model.
-        labels: the label columns.
-        outputs: outputs of the model for some rows.
-        losses: one per label.
+        label: the label column.
+        output: output of the model for some rows.
+        loss: of the label.
     """
-    parts = [
-        f"{one.name} -> {'nested ' if one.nested else ''}{one.dtype} "
-        f"{format_batch_shape(one.shape)}"
-        for one in inputs
-    ]
-    ends = [
-        f"{format_batch_shape((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by "
-        f"{_function_name(loss)}"
-        for label, output, loss in zip(labels, outputs, losses, strict=True)
-    ]
-    return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
-
-
-def _function_name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    shape, name = format_batch_shape((-1, *output.shape[1:])), type(loss).__name__
+    return f"{shape} with {label.column.name} {label.dtype} by {getattr(loss, '__name__', name)}"
 
 
 def _describe_type(value: Any) -> str:
