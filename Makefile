@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -112,11 +112,15 @@ test-readers: bytecode .tools/pyspark-4.1/ready .tools/table-jars/ready
 
 # Stores against real services: S3 as in `test`, and GCS, Azure and HDFS, with and without Kerberos,
 # which this target installs below .tools.
-test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
+test-storage: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath .tools/s3proxy/classpath
 	$(BIN)/python -m pytest tests/storage
 
 .tools/azurite:
 	npm install --silent --prefix $@ azurite@3.37.0
+
+# An S3 service with its objects in files.
+.tools/s3proxy/classpath: jvm-shim/s3proxy/pom.xml
+	mvn -q -B -f $< dependency:build-classpath -Dmdep.outputFile=$(CURDIR)/$@
 
 .tools/bin/fake-gcs-server:
 	GOBIN=$(CURDIR)/.tools/bin go install github.com/fsouza/fake-gcs-server@v1.56.1
@@ -318,6 +322,10 @@ docs: $(VENV)/.packages
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -r pyproject.toml --extra docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html -d target/docs/doctrees docs target/docs/html
 	@echo "make docs: target/docs/html/index.html"
+
+# Lines of product code, by crate and by Python package.
+size:
+	@cargo xtask size
 
 # Opens the external links of the pages, which needs the internet. `make test` checks only their
 # form.

@@ -10,6 +10,7 @@ import errno
 import io
 import itertools
 import logging
+import os
 import zipfile
 from pathlib import Path
 
@@ -111,6 +112,54 @@ class Recorder(durable.DurableFiles):
                         for name, file in names.items()
                     },
                 )
+
+
+def contents(data):
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        return {name: file.read(name) for name in file.namelist()}
+
+
+def flip_bit(data, bit):
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_no_flipped_bit_of_an_archive_is_another_error_or_another_content():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as out:
+        out.writestr("weights", b"0123456789" * 3)
+        out.writestr("more", b"")
+        out.comment = b"note"
+    data = file.getvalue()
+    assert durable.find_damage(data) is None
+    found = [bit for bit in range(8 * len(data)) if durable.find_damage(flip_bit(data, bit))]
+    assert len(found) > 4 * len(data)
+    for bit in set(range(8 * len(data))) - set(found):
+        assert contents(flip_bit(data, bit)) == contents(data)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_with_a_compressed_member_is_refused(method):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as out:
+        out.writestr("stored", bytes(99))
+        out.writestr("weights", os.urandom(99), compress_type=method)
+    assert "weights" in (durable.find_damage(file.getvalue()) or "")
+
+
+def test_a_run_whose_checkpoint_has_a_flipped_bit_continues_from_the_one_before(tmp_path):
+    """Each bit that once led to an exception instead: flags, method of compression, sizes."""
+    run = LocalStore(str(tmp_path)).to_remote("r")
+    for text in ("before", "last"):
+        run.write_checkpoint("checkpoint", archive(text))
+    last, store = archive("last"), native.Store(run.run_path)
+    directory = last.rindex(b"PK\x01\x02")
+    for bit in range(8 * directory, 8 * directory + 8 * 30):
+        store.write("checkpoint", flip_bit(last, bit))
+        found = durable.read_last_intact(store, "checkpoint")
+        assert text_of(found) in ("before", "last")
+        store.write("checkpoint.previous", archive("before"))
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -93,6 +93,37 @@ def test_data_that_fit_on_parquet_reads_is_in_use_until_the_fit_ends(tmp_path):
     assert f"intermediate_train_data.{mine.index}" in store.gc(0), "the fit has ended"
 
 
+def data_files(store):
+    """Identities of the data files of a store, by directory."""
+    return {
+        folder.name: {file.stat().st_ino for file in folder.glob("*.parquet")}
+        for folder in store.glob("intermediate_train_data*")
+    }
+
+
+@pytest.mark.parametrize("days", [6, 8])
+@pytest.mark.parametrize("options", [{}, {"fill": {"a": "mean"}}], ids=["as it is", "encoded"])
+def test_fit_on_parquet_takes_a_place_only_for_a_copy_and_only_one_that_a_fit_has_left(
+    tmp_path, options, days
+):
+    store, columns = tmp_path / "store", {"feature_cols": [["a", "b"]], "epochs": 1}
+    prepare_data(rows(0), store, label_cols=["y"]).release()
+    estimator(store, linear(), **columns).fit(rows(1))
+    asked_for, of_a_fit = sorted(store.glob("intermediate_train_data*"))
+    for folder in (asked_for, of_a_fit):
+        aged(folder, days)
+        (folder / "_used.json").write_text(json.dumps({"time": time.time() - days * DAY}))
+    before = data_files(store)
+    path = tmp_path / "rows.parquet"
+    rows(2).to_parquet(path)
+    estimator(store, linear(), **columns, **options).fit_on_parquet(path=str(path))
+    after = data_files(store)
+    is_emptied = bool(options) and days > 7
+    assert after.pop(asked_for.name) == before[asked_for.name]
+    assert (after.pop(of_a_fit.name) == before[of_a_fit.name]) == (not is_emptied)
+    assert len(after) == (bool(options) and not is_emptied)
+
+
 def test_data_that_another_process_deletes_is_not_trained_on(tmp_path):
     data = prepare_data(rows(0), tmp_path, feature_cols=["a", "b"], label_cols=["y"])
     data.release()

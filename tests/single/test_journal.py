@@ -156,6 +156,19 @@ def test_what_ranks_print_is_kept_also_when_the_job_starts_again(remote, tmp_pat
     assert (tmp_path / "output/rank.00/stdout").read_text() == ""
 
 
+@pytest.mark.parametrize("fits", range(1, 4))
+def test_a_repeated_fit_adds_to_the_output_of_the_one_that_crashed(remote, tmp_path, fits):
+    for number in range(fits):
+        book = RunJournal(remote, {}, output=tmp_path / "output")
+        book.put_row("r", "run", {"size": 2})
+        for rank in range(2):
+            book.write_line(rank, "stderr", f"fit {number}")
+        book.close()
+    for rank in range(2):
+        text = (tmp_path / f"output/rank.{rank}/stderr").read_text()
+        assert text.splitlines() == [f"fit {number}" for number in range(fits)]
+
+
 def test_output_that_cannot_be_kept_fails_no_run(remote, tmp_path, caplog):
     (tmp_path / "output").write_text("not a directory")
     book = RunJournal(remote, {}, output=tmp_path / "output")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,14 +15,17 @@ import time
 from typing import Any
 
 import pytest
+from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.training import estimator, line, linear, write
 
 from farandole.common import elastic
 from farandole.common.commits import StoredCommits
+from farandole.runner.show.journal import OUTPUT_DIRECTORY
+from farandole.runner.timelines import TRACE_FILE
 from farandole.spark.common import LocalStore
 from farandole.spark.common.runs.driver import RunInUseError, hold_run_lease
 from farandole.spark.job.spill import TaskSpill
-from farandole.stores import lease_files, run_lease
+from farandole.stores import durable, lease_files, run_lease
 
 KILLED = """
 import os, sys
@@ -100,7 +104,15 @@ def test_a_run_of_any_allowed_name_is_not_taken_for_leavings_of_a_job(tmp_path, 
     spill.delete_directory()
 
 
-@pytest.mark.parametrize("name", ["_spill", "_spill/x", "_use", "a/_run.json", "a/logs", "a//b"])
+OWN_NAMES = ["logs", OUTPUT_DIRECTORY, TRACE_FILE]
+"""Names of files and directories in the directory of a run that are not reserved by `_`."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_spill", "_spill/x", "_use", "a/_run.json", "a//b"]
+    + [f"a/{own}{more}" for own in OWN_NAMES for more in ("", "/b")],
+)
 def test_reserved_names_are_refused_as_runs(tmp_path, name):
     store = LocalStore(str(tmp_path))
     with pytest.raises(ValueError, match=f"run_id must .*{name!r}"):
@@ -115,6 +127,32 @@ def test_reserved_names_are_refused_as_runs(tmp_path, name):
 def test_a_checkpoint_is_a_file_of_its_run(tmp_path, name):
     with pytest.raises(ValueError, match="checkpoint_filename must be the name of a file"):
         LocalStore(str(tmp_path), checkpoint_filename=name)
+
+
+ADDED_SUFFIXES = [durable.PREVIOUS_SUFFIX, ".best", ".epoch-0001", ".epoch-12345"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*OWN_NAMES, *(stem + more for stem in ("m", "m.pt", "") for more in ADDED_SUFFIXES)],
+)
+def test_a_name_that_the_run_gives_to_another_file_is_refused_for_checkpoints(tmp_path, name):
+    with pytest.raises(ValueError, match=f"checkpoint_filename must .*{re.escape(repr(name))}"):
+        LocalStore(str(tmp_path), checkpoint_filename=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["best", "previous", "m.epoch", "m.best.pt", "output.pt", "x.logs"]
+)
+def test_an_allowed_name_of_checkpoints_is_written_and_resumed(tmp_path, name):
+    run = LocalStore(str(tmp_path), checkpoint_filename=name).to_remote("r")
+    for text in ("one", "two"):
+        for more in ("", ".best", ".epoch-0001"):
+            run.write_checkpoint(name + more, archive(text + more))
+    assert text_of(run.resume()) == "two"
+    (tmp_path / "runs/r" / name).write_bytes(b"damaged")
+    assert text_of(run.resume()) == "one"
+    assert text_of(run.read_checkpoint(f"{name}.best")) == "two.best"
 
 
 def elsewhere(file, **changes):

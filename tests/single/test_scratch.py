@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from farandole.common import scratch
-from farandole.runner import warm_workers
+from farandole.runner import forkserver, warm_workers
 from farandole.runner.errors import FarandoleJobError
 from farandole.spark.common.backend import LocalBackend
 
@@ -88,6 +88,54 @@ def test_a_new_directory_deletes_files_of_killed_processes_and_keeps_those_in_us
         for process in (killed, living):
             process.communicate()
     assert not used.exists()
+
+
+DAY = 24 * 3600
+
+
+@pytest.mark.parametrize("host", ["same host", "other host"])
+@pytest.mark.parametrize(
+    ("boot", "lock"),
+    [
+        ("same boot", "held"),
+        ("same boot", "free"),
+        ("other boot", "held"),
+        ("other boot", "free"),
+        ("other boot", "invisible"),  # a kernel tells of its own locks
+    ],
+)
+@pytest.mark.parametrize("days", [0, 1, 29, 31, 400])
+def test_a_directory_of_another_host_stays_in_a_shared_place(
+    place, monkeypatch, host, boot, days, lock
+):
+    """NFS and Lustre keep the lock of a directory on its host, so other hosts can lock it, too."""
+    names = {"same": "node-a", "other": "node-b"}
+    monkeypatch.setattr(scratch, "gethostname", lambda: "node-a")
+    monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0")
+    with scratch.open_locked_directory() as made:
+        used = made.with_name(made.name + "x") if lock == "free" else made
+        used.mkdir(exist_ok=True)
+        if lock == "invisible":
+            monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+        (used / "model.keras").touch()
+        os.utime(used, (used.stat().st_atime, used.stat().st_mtime - days * DAY))
+        monkeypatch.setattr(scratch, "gethostname", lambda: names[host.split()[0]])
+        same_boot = boot == "same boot"
+        monkeypatch.setattr(scratch, "boot_id", lambda: "aaaaaaaa-0" if same_boot else "bbbb-0")
+        with scratch.open_locked_directory():
+            gone = not (used / "model.keras").exists()
+        may_go = same_boot or (host == "same host" and days > 30)
+        assert gone == (may_go and lock != "held")
+
+
+def test_the_socket_of_a_fork_server_of_another_host_stays_in_a_shared_place(place, monkeypatch):
+    for boot, expected in (("aaaaaaaa-0", True), (scratch.boot_id(), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(scratch, "boot_id", lambda boot=boot: boot)
+            (place / "warm-1.lock").write_text(f"1 1 {forkserver._pid_namespace()}")
+        (place / "warm-1").touch()
+        forkserver.remove_stale_files(place)
+        assert (place / "warm-1").exists() == expected
 
 
 def test_where_there_is_something_else_in_its_place_a_directory_is_made_all_the_same(place):

@@ -94,6 +94,53 @@ def test_several_trackers_get_a_run_and_all_end_if_one_cannot_start(wandb):
         none.log_report(epoch(0, 1.0))
 
 
+class Failing(Tracker):
+    """A service that is lost after the start."""
+
+    def __init__(self, error, calls):
+        self.error, self.calls, self.used = error, calls, []
+
+    def _call(self, name):
+        self.used.append(name)
+        if name in self.calls:
+            raise self.error
+
+    def log_report(self, *_):
+        self._call("log_report")
+
+    def log_model(self, *_):
+        self._call("log_model")
+
+    def __exit__(self, *of):
+        self._call("__exit__")
+
+
+CALLS = ("log_report", "log_report", "log_model", "__exit__")
+
+
+@pytest.mark.parametrize("calls", [set(CALLS), *({one} for one in set(CALLS))], ids=str)
+@pytest.mark.parametrize("error", [ConnectionError("no server"), ValueError("not a tensor")])
+def test_a_service_that_fails_after_the_start_is_a_warning_and_the_others_go_on(
+    caplog, calls, error
+):
+    trackers = [Failing(error, calls), Failing(error, set()), Failing(error, calls)]
+    with caplog.at_level("WARNING"), TrackerGroup(trackers) as group:
+        group.log_report(epoch(0, 1.0))
+        group.log_report(epoch(1, 1.0))
+        group.log_model(None, "pytorch")
+    assert [tracker.used for tracker in trackers] == [list(CALLS)] * 3
+    warnings = [one.getMessage() for one in caplog.records]
+    assert len(warnings) == 2 * len(calls), "one for each tracker and kind of call"
+    assert all(str(error) in one and "Failing" in one for one in warnings)
+
+
+def test_the_error_of_a_fit_is_not_replaced_by_that_of_a_service():
+    with pytest.raises(KeyError), TrackerGroup([Failing(OSError("no server"), set(CALLS))]):
+        raise KeyError
+    with pytest.raises(KeyboardInterrupt), TrackerGroup([Failing(KeyboardInterrupt(), set(CALLS))]):
+        pass
+
+
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match="pip install wandb"):

@@ -334,20 +334,23 @@ sys.stdin.read()
             os.kill(pid, signal.SIGKILL)
         driver.kill()
     assert {path.suffix for path in left} == {"", ".lock"}
-    # Those of others stay: who lives may start it again, and in another container the numbers are
-    # others.
+    # Those of others stay: who lives may start it again, and in another container, or on another
+    # host that shares the directory, the numbers are others.
     theirs = [
-        folder / name for name in ("warm-1", "warm-1.lock", "warm-2", "warm-2.lock", "warm-3.lock")
+        folder / name
+        for name in ("warm-1", "warm-1.lock", "warm-2", "warm-2.lock", "warm-3.lock", "warm-4.lock")
     ]
     numbers = os.readlink("/proc/self/ns/pid")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     for path, told in zip(
         theirs,
         (
             "",
-            f"{os.getpid()} {warm_workers.process_start_ticks(os.getpid())} {numbers}",
+            f"{os.getpid()} {warm_workers.process_start_ticks(os.getpid())} {boot}/{numbers}",
             "",
-            "1 1 pid:[7]",
+            f"1 1 {boot}/pid:[7]",
             "",
+            f"1 1 another-boot/{numbers}",
         ),
         strict=True,
     ):

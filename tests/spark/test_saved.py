@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -103,6 +105,48 @@ def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
     assert read(place, spark) == {"weights": b"new"}
     SaveDirectory(place, spark).write_save(METADATA, {"weights": b"newest"}, overwrite=True)
     assert read(place, spark) == {"weights": b"newest"}
+    assert len(files(place)) == 2
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.txt",
+        "src/main.py",
+        "data/train.csv",
+        "metadata/owner.json",
+        "metadata.txt",
+        "stages/0/x",
+    ],
+)
+def test_files_of_others_are_never_deleted_where_no_object_is(spark, place, name, overwrite):
+    theirs = native.Store(place)
+    theirs.write(name, b"of the user")
+    theirs.write("data/save=0123/part-0.parquet", b"remains of a save that was cut off")
+    shown = name if name.startswith(("data/", "metadata/")) else name.partition("/")[0]
+    with pytest.raises(FileExistsError, match=re.escape(shown)) if overwrite else suppress(OSError):
+        SaveDirectory(place, spark).write_save(METADATA, {"weights": b"x"}, overwrite=overwrite)
+    assert theirs.read(name) == b"of the user"
+    if overwrite:
+        assert files(place) == sorted([name, "data/save=0123/part-0.parquet"])
+
+
+def test_a_save_that_does_not_overwrite_deletes_nothing(spark, tmp_path):
+    (tmp_path / "notes.txt").write_text("of the user")
+    SaveDirectory(str(tmp_path), spark).write_save(METADATA, {"weights": b"x"}, overwrite=False)
+    assert (tmp_path / "notes.txt").read_text() == "of the user"
+    assert read(str(tmp_path), spark) == {"weights": b"x"}
+
+
+def test_remains_of_a_first_save_that_was_cut_off_are_replaced(spark, place, monkeypatch):
+    for call in WRITES:
+        failing = SaveDirectory(place, spark)
+        breaking(monkeypatch, failing, call, after=call == WRITES[0])
+        with pytest.raises(Broken):
+            failing.write_save(METADATA, {"weights": b"cut"}, overwrite=True)
+    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
+    assert read(place, spark) == {"weights": b"new"}
     assert len(files(place)) == 2
 
 

@@ -221,6 +221,42 @@ def kerberos_privacy(tmp_path_factory):
         yield cluster
 
 
+@pytest.fixture
+def s3_on_disk_options(tmp_path):
+    """S3Proxy with its objects in files and one bucket: moto keeps objects in memory, several
+    times over while it completes or copies one.
+    """
+    classpath = tool(ROOT / ".tools" / "s3proxy" / "classpath", "S3Proxy").read_text()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    (tmp_path / "objects" / "bucket").mkdir(parents=True)
+    settings = {
+        "s3proxy.endpoint": url,
+        "s3proxy.authorization": "aws-v2-or-v4",
+        "s3proxy.identity": "key",
+        "s3proxy.credential": "secret",
+        "jclouds.provider": "filesystem-nio2",
+        "jclouds.identity": "key",
+        "jclouds.credential": "secret",
+        "jclouds.filesystem.basedir": tmp_path / "objects",
+    }
+    properties = tmp_path / "s3proxy.conf"
+    properties.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    log_settings = tmp_path / "logback.xml"
+    log_settings.write_text('<configuration><root level="OFF"/></configuration>')
+    command = ["java", "-Xmx512m", f"-Dlogback.configurationFile={log_settings}"]
+    command += ["-cp", classpath, "org.gaul.s3proxy.Main", "--properties", properties]
+    with service(command) as process:
+        listening(port, process)
+        yield {
+            "endpoint_url": url,
+            "aws_access_key_id": "key",
+            "aws_secret_access_key": "secret",
+            "region": "us-east-1",
+        }
+    shutil.rmtree(tmp_path / "objects")
+
+
 @pytest.fixture(scope="session")
 def s3_options():
     """moto's S3 server in this process, with one bucket; the storage options that reach it."""

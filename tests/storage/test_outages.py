@@ -317,5 +317,6 @@ def test_a_checkpoint_needs_two_parts_of_memory_for_each_stream(s3_options, pref
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_six_gigabytes_is_written_copied_and_read(s3_options, prefix):
-    measure_memory(s3_options, prefix, 6 << 30, 1700)
+@pytest.mark.timeout(1800)
+def test_a_checkpoint_of_six_gigabytes_is_written_copied_and_read(s3_on_disk_options, prefix):
+    measure_memory(s3_on_disk_options, prefix, 6 << 30, 1700)

@@ -195,13 +195,14 @@ def test_a_model_that_was_exported_is_there_and_so_is_the_one_before_until_then(
     for number in range(2):
         with write_atomically(folder / "model.onnx") as made:
             made.write_bytes(b"%d" % number * 5_000)
-            made.with_name("weights").write_bytes(b"w%d" % number * 5_000)
+            weights = f"{made.name}.data"
+            made.with_name(weights).write_bytes(b"w%d" % number * 5_000)
             if number:
                 with lose_power() as after:
                     assert (after / "model.onnx").read_bytes() == b"0" * 5_000
         with lose_power() as after:
             assert (after / "model.onnx").read_bytes() == b"%d" % number * 5_000
-            assert (after / "weights").read_bytes() == b"w%d" % number * 5_000
+            assert (after / weights).read_bytes() == b"w%d" % number * 5_000
 
 
 def followed(patch, owner, name, step):

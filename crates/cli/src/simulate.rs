@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use farandole::config::{Config, environment_variable};
-use farandole::simulator::{
+use farandole_simulator::{
     AllreduceEstimate, AllreduceSimulator, ControlRound, FormationEstimate, ModelProfile,
     PUBLISHED_EFFICIENCIES, PassTiming, SimulatedCluster, StepEstimate, goal_format,
 };
@@ -150,7 +150,7 @@ fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
 /// Writes a temporary file beside `path`, which replaces `path` when it is complete.
 fn save_file(
     path: &Path,
-    write: impl FnOnce(&mut BufWriter<File>) -> farandole::simulator::Result<()>,
+    write: impl FnOnce(&mut BufWriter<File>) -> farandole_simulator::Result<()>,
 ) -> Result<()> {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");

@@ -22,7 +22,6 @@ pub use farandole_prepare as prepare;
 pub use farandole_reader as reader;
 pub use farandole_registrar as registrar;
 pub use farandole_session as session;
-pub use farandole_simulator as simulator;
 pub use farandole_store as store;
 pub use farandole_telemetry as telemetry;
 pub use farandole_transport as transport;

@@ -7,7 +7,7 @@ use std::collections::HashSet;
 
 use bytes::Bytes;
 use farandole_dataset::{MANIFEST_FILE_NAME, Manifest, ManifestColumn};
-use farandole_store::Store;
+use farandole_store::{Store, is_part_name};
 use serde::Serialize;
 
 use crate::convert::format_shape;
@@ -145,8 +145,7 @@ fn publish_manifest(store: &Store, manifest: &Manifest) -> Result<()> {
     store.write(MANIFEST_FILE_NAME, Bytes::from(manifest.to_json()?))?;
     let named: HashSet<&str> = manifest.files.iter().map(|file| file.path.as_str()).collect();
     for entry in store.list("")? {
-        let ours = entry.path.starts_with("part-") && entry.path.ends_with(".parquet");
-        if ours && !named.contains(entry.path.as_str()) {
+        if is_part_name(&entry.path) && !named.contains(entry.path.as_str()) {
             store.delete(&entry.path)?;
         }
     }

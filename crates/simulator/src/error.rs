@@ -38,9 +38,6 @@ pub enum Error {
         /// Steps that were not done.
         left: usize,
     },
-    /// A communicator of a live simulation failed.
-    #[error(transparent)]
-    Collectives(#[from] farandole_collectives::Error),
     /// A setting cannot be read.
     #[error(transparent)]
     Config(#[from] farandole_config::KnobError),
@@ -55,7 +52,6 @@ impl Error {
         match self {
             Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => FaultOrigin::Usage,
             Self::Stuck { .. } => FaultOrigin::Bug,
-            Self::Collectives(error) => error.fault(),
             Self::Write(_) => FaultOrigin::Environment,
         }
     }

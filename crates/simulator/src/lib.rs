@@ -14,7 +14,6 @@
 //!    |-- AllreduceSimulator        schedules of `collectives` -> events over cores, memory, interfaces
 //!    |-- StepEstimate              layers of a model -> tree, fusion -> allreduces, backward pass
 //!    |-- FormationEstimate         membership -> calls, answers, dialled links
-//!    |-- modeled_links             real communicators over modelled links, for small worlds
 //!    `-- goal_format               the steps in the GOAL format
 //! ```
 //!
@@ -35,10 +34,11 @@ mod error;
 mod events;
 mod formation;
 pub mod goal_format;
-pub mod modeled_links;
 mod models;
 mod network;
 mod published_results;
+#[cfg(test)]
+mod tests;
 mod training_step;
 
 pub use allreduce::{AllreduceEstimate, AllreduceSimulator};

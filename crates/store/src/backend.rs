@@ -17,6 +17,7 @@ use crate::credentials::OpenedBackend;
 use crate::error::Result;
 use crate::location::{StorageService, StoreLocation};
 use crate::options::{self, BackendOptions};
+use crate::process_value::ProcessValue;
 use crate::remote;
 use crate::store_operation::StoreOperation;
 
@@ -24,13 +25,11 @@ use crate::store_operation::StoreOperation;
 static MEMORY_STORES: LazyLock<Mutex<HashMap<String, Arc<InMemory>>>> =
     LazyLock::new(Mutex::default);
 
-/// Identity of a remote backend: stores with the same identity share connections. The process id is
-/// part of it, because a forked child cannot use its parent's connections.
-type BackendKey = (u32, String, BackendOptions, Duration);
+/// Identity of a remote backend: stores with the same identity share connections.
+type BackendKey = (String, BackendOptions, Duration);
 
-/// The remote backends of this process.
-static REMOTE_BACKENDS: LazyLock<Mutex<HashMap<BackendKey, OpenedBackend>>> =
-    LazyLock::new(Mutex::default);
+/// The remote backends of this process. A forked child cannot use its parent's connections.
+static REMOTE_BACKENDS: ProcessValue<HashMap<BackendKey, OpenedBackend>> = ProcessValue::new();
 
 /// The backend that a store reads from and writes to.
 #[derive(Clone, Debug)]
@@ -99,15 +98,15 @@ impl StoreBackend {
                 Ok(OpenedBackend { backend: Arc::clone(backend), credentials: None })
             }
             Self::Remote { service, root, options, timeout } => {
-                let recipe = (std::process::id(), root.clone(), options.clone(), *timeout);
-                let backends = || REMOTE_BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(backend) = backends().get(&recipe) {
-                    return Ok(backend.clone());
+                let key = (root.clone(), options.clone(), *timeout);
+                if let Some(backend) = REMOTE_BACKENDS.with(|backends| backends.get(&key).cloned())
+                {
+                    return Ok(backend);
                 }
                 // The lock is free here: opening reads the environment, which may wait for a thread
                 // that waits for this lock. The first of two equal backends stays.
                 let backend = remote::open_backend(*service, root, options, *timeout)?;
-                Ok(backends().entry(recipe).or_insert(backend).clone())
+                Ok(REMOTE_BACKENDS.with(|backends| backends.entry(key).or_insert(backend).clone()))
             }
         }
     }

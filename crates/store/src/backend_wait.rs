@@ -4,21 +4,21 @@
 //! Waits for a backend on the calling thread.
 
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::error::{Error, Result};
+use crate::process_value::ProcessValue;
 
 /// Threads that drive connections; the requests themselves wait on the callers' threads.
 const RUNTIME_THREADS: usize = 2;
 
 /// The runtime of this process, created when a store over the network is first used. A forked child
-/// has none of its parent's threads, so it creates another runtime. It never drops the parent's
-/// runtime, because dropping would wait for those threads.
-static PROCESS_RUNTIME: Mutex<Option<(u32, std::mem::ManuallyDrop<Runtime>)>> = Mutex::new(None);
+/// has none of its parent's threads, so it creates another runtime.
+static PROCESS_RUNTIME: ProcessValue<Option<Runtime>> = ProcessValue::new();
 
 /// A way to wait for a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,22 +47,18 @@ impl BackendWaiter {
 /// # Errors
 /// Threads that cannot be started.
 pub(crate) fn runtime_handle() -> Result<Handle> {
-    let mut runtime = PROCESS_RUNTIME.lock().unwrap_or_else(PoisonError::into_inner);
-    let pid = std::process::id();
-    if let Some((owner, runtime)) = &*runtime
-        && *owner == pid
-    {
-        return Ok(runtime.handle().clone());
-    }
-    let fresh = Builder::new_multi_thread()
-        .worker_threads(RUNTIME_THREADS)
-        .thread_name("farandole-store")
-        .enable_all()
-        .build()
-        .map_err(|source| Error::Runtime { source })?;
-    let handle = fresh.handle().clone();
-    *runtime = Some((pid, std::mem::ManuallyDrop::new(fresh)));
-    Ok(handle)
+    PROCESS_RUNTIME.with(|runtime| {
+        if let Some(runtime) = runtime {
+            return Ok(runtime.handle().clone());
+        }
+        let fresh = Builder::new_multi_thread()
+            .worker_threads(RUNTIME_THREADS)
+            .thread_name("farandole-store")
+            .enable_all()
+            .build()
+            .map_err(|source| Error::Runtime { source })?;
+        Ok(runtime.insert(fresh).handle().clone())
+    })
 }
 
 struct ThreadUnparker(Thread);

@@ -268,10 +268,13 @@ fn delete_unused(
         }
         if let Some((train, lease)) = &lease {
             // If this process is killed, the next sweep continues.
-            prepared_files::mark_deletion(train).inspect_err(|_| {
-                // The first error is reported. A lease that stays is valid until this process ends.
-                drop(train.delete(lease));
-            })?;
+            prepared_files::mark_deletion(train)
+                .and_then(|()| lease::complete_lease(train, lease))
+                .inspect_err(|_| {
+                    // The first error is reported. A lease that stays is valid until this process
+                    // ends.
+                    drop(train.delete(lease));
+                })?;
         }
         for one in &set {
             if lease.is_none() || !one.path.starts_with(TRAIN_DATA_PREFIX) {
@@ -514,6 +517,35 @@ mod tests {
     }
 
     #[test]
+    fn st_9_files_that_listings_hide_stay_and_are_reported() {
+        let data = ["intermediate_train_data.0", "intermediate_val_data.0"];
+        for (at, name, is_ours) in [
+            (0, "draft#2", false),
+            (1, "link", false),
+            (1, "mine.parquet#7", false),
+            (0, "pipe", false),
+            (0, "part.parquet#31", true),
+            (1, "_manifest.json#5", true),
+            (0, "_statistics.json#6", true),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let store = Store::open(folder.path().to_str().unwrap()).unwrap();
+            data.iter().for_each(|path| prepare(&store, path, &["part.parquet"]));
+            let path = folder.path().join(data[at]).join(name);
+            match name {
+                "link" => std::os::unix::fs::symlink("/not/mounted/data", &path).unwrap(),
+                "pipe" => {
+                    rustix::fs::mkfifoat(rustix::fs::CWD, &path, 0o644.into()).unwrap();
+                }
+                _ => std::fs::write(&path, "text").unwrap(),
+            }
+            let swept = sweep_all(&store);
+            assert_eq!(std::fs::symlink_metadata(&path).is_err(), is_ours, "{name}: {swept:?}");
+            assert_eq!(swept.left.is_empty(), is_ours, "{name}: {swept:?}");
+        }
+    }
+
+    #[test]
     fn the_remains_of_a_killed_preparation_and_of_a_killed_sweep_are_deleted() {
         let (train, val) = ("intermediate_train_data.0", "intermediate_val_data.0");
         let store = Store::open("memory://killed").unwrap();
@@ -527,14 +559,14 @@ mod tests {
         // A sweep that is killed after any number of deletions, in any order of the names.
         let all = [
             format!("{val}/{MANIFEST_FILE}"),
-            format!("{val}/part-1.parquet"),
+            format!("{val}/part-00001-a.parquet"),
             format!("{train}/{MANIFEST_FILE}"),
-            format!("{train}/part-1.parquet"),
+            format!("{train}/part-00001-a.parquet"),
         ];
         for deleted in 0..=all.len() {
             for start in 0..all.len() {
-                prepare(&store, train, &["part-1.parquet"]);
-                prepare(&store, val, &["part-1.parquet"]);
+                prepare(&store, train, &["part-00001-a.parquet"]);
+                prepare(&store, val, &["part-00001-a.parquet"]);
                 prepared_files::mark_deletion(&store.open_child(train).unwrap()).unwrap();
                 for path in all.iter().cycle().skip(start).take(deleted) {
                     store.delete(path).unwrap();

@@ -6,7 +6,9 @@
 //! and errors name the service without a Java stack trace.
 
 use std::fmt;
+use std::io::ErrorKind;
 use std::ops::Range;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -14,13 +16,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, BoxStream};
-use futures::{StreamExt, TryStreamExt};
+use futures::{FutureExt, Stream, StreamExt, TryFutureExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
     CopyOptions, Error, GetOptions, GetRange, GetResult, GetResultPayload, ListResult,
     MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
-    PutOptions, PutPayload, PutResult, RenameOptions, Result,
+    PutOptions, PutPayload, PutResult, RenameOptions, Result, UploadPart,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -97,20 +99,22 @@ impl<S: ObjectStore> RetryingHdfs<S> {
     where
         F: Future<Output = Result<T>>,
     {
+        let limit = transfer_timeout(self.answer_timeout, bytes);
+        self.ask_without_limit(|| within(limit, question())).await
+    }
+
+    /// Repeats a request, which limits its time itself.
+    async fn ask_without_limit<T, F>(&self, mut question: impl FnMut() -> F) -> Result<T>
+    where
+        F: Future<Output = Result<T>>,
+    {
         let (started, mut pause) = (Instant::now(), FIRST_RETRY_PAUSE);
-        let limit = self.answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND);
         loop {
-            let (error, transient) = match timeout(limit, question()).await {
-                Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(error)) => {
-                    let transient = is_transient(&error);
-                    (translate_error(error), transient)
-                }
-                Err(_) => (generic_error(format!("no answer within {limit:?}")), true),
+            let error = match question().await {
+                Ok(answer) => return Ok(answer),
+                Err(error) if is_transient(&error) => translate_error(error),
+                Err(error) => return Err(translate_error(error)),
             };
-            if !transient {
-                return Err(error);
-            }
             note_failed_attempt(&error.to_string());
             if started.elapsed() > self.retry_timeout {
                 return Err(error);
@@ -119,6 +123,32 @@ impl<S: ObjectStore> RetryingHdfs<S> {
             pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
     }
+}
+
+/// Collects the items of a stream, each of which may take `limit`.
+async fn collect_within<T>(
+    limit: Duration,
+    items: impl Stream<Item = Result<T>>,
+) -> Result<Vec<T>> {
+    let mut items = pin!(items);
+    let mut found = Vec::new();
+    while let Some(item) = within(limit, items.try_next()).await? {
+        found.push(item);
+    }
+    Ok(found)
+}
+
+/// Returns the longest time for a request that transfers `bytes`.
+fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
+    answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
+}
+
+/// Waits for an answer, at most for `limit`.
+async fn within<T>(limit: Duration, answer: impl Future<Output = Result<T>>) -> Result<T> {
+    timeout(limit, answer).await.unwrap_or_else(|_| {
+        let text = format!("no answer within {limit:?}");
+        Err(generic_error(HdfsError::IOError(std::io::Error::new(ErrorKind::TimedOut, text))))
+    })
 }
 
 /// Returns the HDFS error in the chain of sources, if there is one.
@@ -135,7 +165,6 @@ fn hdfs_error(error: &Error) -> Option<&HdfsError> {
 
 /// Returns whether the same request may succeed soon.
 fn is_transient(error: &Error) -> bool {
-    use std::io::ErrorKind;
     match hdfs_error(error) {
         Some(HdfsError::RPCError(class, _) | HdfsError::FatalRPCError(class, _)) => {
             TRANSIENT_EXCEPTIONS.iter().any(|name| class.ends_with(name))
@@ -233,7 +262,9 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         location: &Path,
         opts: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone())).await
+        let upload =
+            self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone()));
+        Ok(Box::new(TimedUpload { inner: upload.await?, answer_timeout: self.answer_timeout }))
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
@@ -282,9 +313,12 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
         let (this, prefix) = (self.clone(), prefix.cloned());
         let found = async move {
-            let found = this
-                .ask_with_retries(0, || this.inner.list(prefix.as_ref()).try_collect::<Vec<_>>())
-                .await?;
+            // A large tree needs a request for each directory, so each answer has its own deadline.
+            let list = || {
+                let entries = this.inner.list(prefix.as_ref());
+                collect_within(this.answer_timeout, entries)
+            };
+            let found = this.ask_without_limit(list).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
         };
         stream::once(found).try_flatten().boxed()
@@ -302,6 +336,30 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
         self.inner.rename_opts(from, to, options).await.map_err(translate_error)
+    }
+}
+
+/// An upload whose steps have deadlines, because the client waits for ever for a silent data node.
+/// A step is not repeated, because the client writes the file as one stream.
+#[derive(Debug)]
+struct TimedUpload {
+    inner: Box<dyn MultipartUpload>,
+    answer_timeout: Duration,
+}
+
+#[async_trait]
+impl MultipartUpload for TimedUpload {
+    fn put_part(&mut self, data: PutPayload) -> UploadPart {
+        let limit = transfer_timeout(self.answer_timeout, data.content_length() as u64);
+        within(limit, self.inner.put_part(data)).map_err(translate_error).boxed()
+    }
+
+    async fn complete(&mut self) -> Result<PutResult> {
+        within(self.answer_timeout, self.inner.complete()).await.map_err(translate_error)
+    }
+
+    async fn abort(&mut self) -> Result<()> {
+        within(self.answer_timeout, self.inner.abort()).await.map_err(translate_error)
     }
 }
 
@@ -394,6 +452,53 @@ mod tests {
             self.mood()?;
             self.inner.copy_opts(from, to, options).await
         }
+    }
+
+    /// An upload to a data node that fell silent.
+    #[derive(Debug)]
+    struct SilentUpload;
+
+    #[async_trait]
+    impl MultipartUpload for SilentUpload {
+        fn put_part(&mut self, _: PutPayload) -> UploadPart {
+            std::future::pending().boxed()
+        }
+
+        async fn complete(&mut self) -> Result<PutResult> {
+            std::future::pending().await
+        }
+
+        async fn abort(&mut self) -> Result<()> {
+            std::future::pending().await
+        }
+    }
+
+    #[tokio::test]
+    async fn every_step_of_an_upload_has_a_deadline() {
+        let answer_timeout = Duration::from_millis(50);
+        let mut upload = TimedUpload { inner: Box::new(SilentUpload), answer_timeout };
+        let part = upload.put_part(PutPayload::from_static(b"1")).await.unwrap_err();
+        let end = upload.complete().await.unwrap_err();
+        let abort = upload.abort().await.unwrap_err();
+        for error in [part, end, abort] {
+            assert!(error.to_string().contains("no answer within 50ms"), "{error}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_listing_may_take_longer_than_an_answer() {
+        let timeout = Duration::from_millis(60);
+        let limit = RetryingHdfs::new(Moody::default(), timeout).answer_timeout;
+        let slow = |count| {
+            stream::iter(0..count).then(move |number| async move {
+                sleep(limit / 2).await;
+                Ok::<_, Error>(number)
+            })
+        };
+        let listed = collect_within(limit, slow(10)).await.unwrap();
+        assert_eq!(listed.len(), 10);
+        let stuck = slow(2).chain(stream::pending());
+        assert!(collect_within(limit, stuck).await.is_err(), "it fell silent");
     }
 
     fn standby() -> HdfsError {

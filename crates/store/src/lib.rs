@@ -49,6 +49,7 @@ mod mark_names;
 mod opened_file;
 mod options;
 mod prepared_files;
+mod process_value;
 mod ranged_reads;
 mod remote;
 mod store;
@@ -67,7 +68,7 @@ pub use lease::{
 pub use location::{full_path, localized_path};
 pub use opened_file::OpenedFile;
 pub use options::{BackendOptions, configure_options, configured_options};
-pub use prepared_files::find_foreign_file;
+pub use prepared_files::{find_foreign_file, is_part_name};
 pub use remote::object_store_options;
 pub use store::{DirectoryItem, FileEntry, Store, read_stable};
 pub use upload::StoreUpload;

@@ -5,17 +5,19 @@
 //! (new buffers cost more in page faults and clearing than the copy out of the page cache),
 //! exclusive creation of files, and deletion of files that killed uploads left.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{Error, ErrorKind, Read as _, Result, Seek as _, SeekFrom, Write as _};
 use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
+use rustix::fs::OFlags;
 
 use crate::local_tree;
 use crate::mark_names;
+use crate::process_value::ProcessValue;
 
 /// Largest gap between two ranges that are read together.
 const MAX_JOINED_GAP_BYTES: u64 = 64 << 10;
@@ -25,7 +27,7 @@ const MIN_POOLED_BYTES: usize = 64 << 10;
 const MAX_POOLED_BYTES: usize = 96 << 20;
 
 /// Unused buffers.
-static FREE_BUFFERS: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
+static FREE_BUFFERS: ProcessValue<Vec<Vec<u8>>> = ProcessValue::new();
 
 /// A buffer that returns to the pool when its last slice is dropped.
 struct PooledFileBuffer(Vec<u8>);
@@ -39,40 +41,59 @@ impl AsRef<[u8]> for PooledFileBuffer {
 impl Drop for PooledFileBuffer {
     fn drop(&mut self) {
         let mut buffer = std::mem::take(&mut self.0);
-        let mut free = FREE_BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept: usize = free.iter().map(Vec::capacity).sum();
-        if kept + buffer.capacity() <= MAX_POOLED_BYTES {
-            buffer.clear();
-            free.push(buffer);
-        }
+        FREE_BUFFERS.with(|free| {
+            let kept: usize = free.iter().map(Vec::capacity).sum();
+            if kept + buffer.capacity() <= MAX_POOLED_BYTES {
+                buffer.clear();
+                free.push(buffer);
+            }
+        });
     }
 }
 
 /// Returns an empty buffer with capacity for `bytes`: the smallest pooled one of up to four times
 /// that size, or else a new one.
 fn take_buffer(bytes: usize) -> Vec<u8> {
-    let mut free = FREE_BUFFERS.lock().unwrap_or_else(PoisonError::into_inner);
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
-    let best = (0..free.len())
-        .filter(|index| fits(&free[*index]))
-        .min_by_key(|index| free[*index].capacity());
-    match best {
-        Some(index) => free.swap_remove(index),
-        None => Vec::with_capacity(bytes),
-    }
+    let found = FREE_BUFFERS.with(|free| {
+        let best = (0..free.len())
+            .filter(|index| fits(&free[*index]))
+            .min_by_key(|index| free[*index].capacity());
+        best.map(|index| free.swap_remove(index))
+    });
+    found.unwrap_or_else(|| Vec::with_capacity(bytes))
 }
 
-/// Opens a file and returns its size. A directory is no file.
+/// Opens a file and returns its size. A directory is no file. Another user's pipe in a shared
+/// directory must not block this process, so it is opened without waiting and refused.
 ///
 /// # Errors
 /// The operating system's error.
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
-    let file = File::open(path)?;
-    let found = file.metadata()?;
+    let no_wait = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(no_wait).open(path)?;
+    let bytes = check_regular(&file.metadata()?)?.len();
+    Ok((file, bytes))
+}
+
+/// Returns the metadata of a file. A directory is no file.
+///
+/// # Errors
+/// The operating system's error, and a pipe or device.
+pub(crate) fn file_metadata(path: &Path) -> Result<Metadata> {
+    let found = std::fs::metadata(path)?;
+    check_regular(&found)?;
+    Ok(found)
+}
+
+fn check_regular(found: &Metadata) -> Result<&Metadata> {
     if found.is_dir() {
         return Err(Error::new(ErrorKind::NotFound, "it is a directory"));
     }
-    Ok((file, found.len()))
+    if !found.is_file() {
+        return Err(Error::new(ErrorKind::InvalidInput, "it is a pipe, socket or device"));
+    }
+    Ok(found)
 }
 
 /// Returns the bytes of each range.
@@ -80,7 +101,7 @@ pub(crate) fn open_file(path: &Path) -> Result<(File, u64)> {
 /// # Errors
 /// The system's; a range past the end is an `UnexpectedEof`.
 pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
-    let mut file = File::open(path)?;
+    let (mut file, _) = open_file(path)?;
     let mut order: Vec<usize> = (0..ranges.len()).collect();
     order.sort_by_key(|index| ranges[*index].start);
     let mut found = vec![Bytes::new(); ranges.len()];

@@ -16,6 +16,9 @@ use rustix::io::Errno;
 
 use crate::store::FileEntry;
 
+/// Deepest nesting of directories in a store. Each level needs an open file.
+const MAX_DEPTH: usize = 100;
+
 /// Files below a directory.
 #[derive(Debug, Default)]
 pub(crate) struct LocalTree {
@@ -23,6 +26,9 @@ pub(crate) struct LocalTree {
     pub(crate) files: Vec<FileEntry>,
     /// Links to directories, whose content is not listed.
     pub(crate) linked_directories: Vec<String>,
+    /// Entries that no listing shows: files with the name of an unfinished upload, links to
+    /// nothing, pipes, sockets and devices.
+    pub(crate) hidden: Vec<String>,
 }
 
 /// Returns whether an error means that there is no such file. All others mean that the file system
@@ -63,16 +69,21 @@ pub(crate) fn list_tree(directory: &Path) -> Result<LocalTree> {
     let mut tree = LocalTree::default();
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     match openat(CWD, directory, flags, Mode::empty()) {
-        Ok(opened) => list_directory(&File::from(opened), "", &mut tree)?,
+        Ok(opened) => list_directory(&File::from(opened), "", MAX_DEPTH, &mut tree)?,
         Err(Errno::NOENT | Errno::NOTDIR) => {}
         Err(error) => return Err(error.into()),
     }
     tree.files.sort_by(|a, b| a.path.cmp(&b.path));
     tree.linked_directories.sort();
+    tree.hidden.sort();
     Ok(tree)
 }
 
-fn list_directory(opened: &File, above: &str, tree: &mut LocalTree) -> Result<()> {
+fn list_directory(opened: &File, above: &str, depth: usize, tree: &mut LocalTree) -> Result<()> {
+    if depth == 0 {
+        let text = format!("directories are nested more than {MAX_DEPTH} deep: {above}");
+        return Err(Error::new(ErrorKind::InvalidData, text));
+    }
     for entry in Dir::read_from(opened)? {
         let entry = entry?;
         let name = entry.file_name();
@@ -92,7 +103,7 @@ fn list_directory(opened: &File, above: &str, tree: &mut LocalTree) -> Result<()
                 let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let inner = present(openat(opened.as_fd(), name, flags, Mode::empty()))?;
                 if let Some(inner) = inner {
-                    list_directory(&File::from(inner), &path, tree)?;
+                    list_directory(&File::from(inner), &path, depth - 1, tree)?;
                 }
             }
             FileType::Symlink => match statat(opened, name, AtFlags::empty()) {
@@ -101,7 +112,7 @@ fn list_directory(opened: &File, above: &str, tree: &mut LocalTree) -> Result<()
                 }
                 Ok(target) => push_file(path, &target, tree),
                 // The target does not exist, or the link leads to itself.
-                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => tree.hidden.push(path),
                 Err(error) => return Err(error.into()),
             },
             _ => push_file(path, &found, tree),
@@ -123,7 +134,7 @@ fn present<T>(asked: rustix::io::Result<T>) -> Result<Option<T>> {
 fn push_file(path: String, found: &Stat, tree: &mut LocalTree) {
     let regular = FileType::from_raw_mode(found.st_mode).is_file();
     if !regular || is_staged_name(&path) {
-        return;
+        return tree.hidden.push(path);
     }
     let seconds = u64::try_from(found.st_mtime).ok();
     let nanoseconds = u32::try_from(found.st_mtime_nsec).unwrap_or_default();
@@ -136,9 +147,13 @@ fn push_file(path: String, found: &Stat, tree: &mut LocalTree) {
 /// Returns whether a path is the temporary name of a file that is being written: it ends in `#` and
 /// a number. Listings do not show such files.
 pub(crate) fn is_staged_name(path: &str) -> bool {
-    path.rsplit('/').next().and_then(|name| name.rsplit_once('#')).is_some_and(|(_, number)| {
-        !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
-    })
+    final_name(path).is_some()
+}
+
+/// Returns the path that a file will have after it has been written, for its temporary name.
+pub(crate) fn final_name(path: &str) -> Option<&str> {
+    let (name, number) = path.rsplit_once('#')?;
+    (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())).then_some(name)
 }
 
 /// Deletes a directory and everything in it, links as links. If the path itself is a link, only the

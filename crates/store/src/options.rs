@@ -5,7 +5,9 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::LazyLock;
+
+use arc_swap::ArcSwap;
 
 /// Options as the user wrote them. Names of fsspec's file systems and of `object_store` are both
 /// accepted.
@@ -19,15 +21,21 @@ impl fmt::Debug for BackendOptions {
 }
 
 /// Options from `configure_options`, by URL prefix.
-static CONFIGURED_OPTIONS: LazyLock<Mutex<BTreeMap<String, BackendOptions>>> =
-    LazyLock::new(Mutex::default);
+///
+/// A forked child keeps them, and reads take no lock that its parent may have held.
+static CONFIGURED_OPTIONS: LazyLock<ArcSwap<BTreeMap<String, BackendOptions>>> =
+    LazyLock::new(ArcSwap::default);
 
 /// Sets the options with which this process opens every store at or below `prefix`. The longest
 /// matching prefix decides, and a later call for the same prefix replaces the earlier one. Stores
 /// are opened by URL in many places and processes, so this is the only way to pass options.
 pub fn configure_options(prefix: &str, options: BackendOptions) {
-    let mut configured = CONFIGURED_OPTIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    configured.insert(prefix.trim_end_matches('/').to_owned(), options);
+    let prefix = prefix.trim_end_matches('/');
+    CONFIGURED_OPTIONS.rcu(|configured| {
+        let mut configured = BTreeMap::clone(configured);
+        configured.insert(prefix.to_owned(), options.clone());
+        configured
+    });
 }
 
 /// Returns the options that were set for `url`, by the names that were given.
@@ -37,7 +45,7 @@ pub fn configured_options(url: &str) -> BackendOptions {
 
 /// Returns the options of `url`; empty if none were set.
 pub(crate) fn options_for_url(url: &str) -> BackendOptions {
-    let configured = CONFIGURED_OPTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let configured = CONFIGURED_OPTIONS.load();
     let holds = |prefix: &str| {
         url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     };

@@ -15,8 +15,9 @@ use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::hdfs_retry::is_partial_upload;
+use crate::local_tree::final_name;
 use crate::mark_names::is_mark;
-use crate::store::{FileEntry, Store};
+use crate::store::Store;
 
 /// File that names the files of complete data.
 pub(crate) const MANIFEST_FILE: &str = "_manifest.json";
@@ -24,6 +25,8 @@ pub(crate) const MANIFEST_FILE: &str = "_manifest.json";
 pub(crate) const PREPARATION_FILE: &str = "_preparation.json";
 /// Further files of a preparation: the time of the last use, statistics, encodings.
 const OTHER_PREPARED_FILES: [&str; 3] = ["_used.json", "_statistics.json", "_encoding.json"];
+/// Fewest digits of a partition's number in the name of its part.
+const MIN_PARTITION_DIGITS: usize = 5;
 /// Prefix of the notes about finished partitions.
 const FINISHED_PARTITION_PREFIX: &str = "_done-";
 
@@ -71,30 +74,45 @@ pub fn find_foreign_file(train: &Store, val: &Store) -> Result<Option<String>> {
 }
 
 /// Returns the first file of a directory that no manifest names and that is not the work of an
-/// unfinished preparation.
+/// unfinished preparation. Links and files that listings hide count, too.
 ///
 /// # Errors
 /// A backend that does not answer.
 pub(crate) fn foreign_file_of(directory: &Store, unfinished: bool) -> Result<Option<String>> {
     let names = manifest_names(directory)?;
     let is_marked = names.is_some() || unfinished;
-    let named = |file: &FileEntry| {
-        let path = file.path.as_str();
+    let named = |path: &str| {
         let by_manifest = names.as_ref().is_some_and(|names| names.contains(path));
         let kept_beside = path == MANIFEST_FILE && names.is_some()
             || path == PREPARATION_FILE
             || OTHER_PREPARED_FILES.contains(&path)
             || path.starts_with(FINISHED_PARTITION_PREFIX) && path.ends_with(".json");
-        let part = unfinished
-            && !path.contains('/')
-            && path.starts_with("part-")
-            && path.ends_with(".parquet");
+        let part = unfinished && is_part_name(path);
         is_mark(path)
             || is_marked && (by_manifest || kept_beside || part || is_partial_upload(path))
     };
     let (files, links) = directory.list_with_links("")?;
-    let foreign = files.iter().find(|file| !named(file)).map(|file| &file.path);
-    Ok(links.first().or(foreign).map(|path| directory.display_path(path)))
+    let hidden = directory.list_hidden()?;
+    let is_ours = |path: &&String| match final_name(path) {
+        // The manifest is written last, when nothing names it yet.
+        Some(MANIFEST_FILE) => is_marked,
+        Some(path) => named(path),
+        None => false,
+    };
+    let foreign = files.iter().map(|file| &file.path).find(|path| !named(path));
+    let foreign = foreign.or(links.first()).or(hidden.iter().find(|path| !is_ours(path)));
+    Ok(foreign.map(|path| directory.display_path(path)))
+}
+
+/// Returns whether a preparation gives a part this name: `part-00007-` and the text of its attempt.
+pub fn is_part_name(path: &str) -> bool {
+    let parts = path.strip_prefix("part-").and_then(|rest| rest.strip_suffix(".parquet"));
+    parts.and_then(|rest| rest.split_once('-')).is_some_and(|(number, attempt)| {
+        number.len() >= MIN_PARTITION_DIGITS
+            && number.bytes().all(|byte| byte.is_ascii_digit())
+            && !attempt.is_empty()
+            && !path.contains('/')
+    })
 }
 
 /// Marks a directory as one whose content is being deleted, so that a later sweep may continue.

@@ -9,14 +9,15 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::process_value::ProcessValue;
+
 /// Time after which repeated attempts are logged. Object stores answer single requests with
 /// "slow down" all the time.
 const UNLOGGED_WAIT: Duration = Duration::from_secs(1);
 
-/// Number of waiting operations, and the begin of the first wait, by process and service. A forked
-/// child has none of its parent's operations.
-static WAITING_OPERATIONS: Mutex<BTreeMap<(u32, String), (usize, Instant)>> =
-    Mutex::new(BTreeMap::new());
+/// Number of waiting operations, and the begin of the first wait, by service. A forked child has
+/// none of its parent's operations.
+static WAITING_OPERATIONS: ProcessValue<BTreeMap<String, (usize, Instant)>> = ProcessValue::new();
 
 tokio::task_local! {
     /// The operation to which requests of the current task belong.
@@ -83,11 +84,13 @@ impl StoreOperation {
         if self.started.elapsed() < UNLOGGED_WAIT || self.waits.swap(true, Ordering::Relaxed) {
             return;
         }
-        let mut waiting = WAITING_OPERATIONS.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = waiting.entry((std::process::id(), self.service.clone()));
-        let (count, _) = entry.or_insert_with(|| (0, self.started));
-        *count += 1;
-        if *count == 1 {
+        let count = WAITING_OPERATIONS.with(|waiting| {
+            let (count, _) =
+                waiting.entry(self.service.clone()).or_insert_with(|| (0, self.started));
+            *count += 1;
+            *count
+        });
+        if count == 1 {
             tracing::warn!(
                 "{} does not serve requests: {reason}. Waiting to {} {}, for at most {:?} \
                  (FARANDOLE_STORE_TIMEOUT)",
@@ -105,14 +108,18 @@ impl Drop for StoreOperation {
         if !self.waits.load(Ordering::Relaxed) {
             return;
         }
-        let key = (std::process::id(), self.service.clone());
-        let mut waiting = WAITING_OPERATIONS.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some((count, since)) = waiting.get_mut(&key) else { return };
-        *count = count.saturating_sub(1);
-        if *count == 0 {
-            let seconds = since.elapsed().as_secs_f64();
-            tracing::warn!("no operation waits for {} any more, after {seconds:.1} s", key.1);
-            waiting.remove(&key);
+        let ended = WAITING_OPERATIONS.with(|waiting| {
+            let (count, since) = waiting.get_mut(&self.service)?;
+            *count = count.saturating_sub(1);
+            let seconds = (*count == 0).then(|| since.elapsed().as_secs_f64())?;
+            waiting.remove(&self.service);
+            Some(seconds)
+        });
+        if let Some(seconds) = ended {
+            tracing::warn!(
+                "no operation waits for {} any more, after {seconds:.1} s",
+                self.service
+            );
         }
     }
 }

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use object_store::{MultipartUpload, ObjectMeta, PutPayload};
@@ -25,6 +25,13 @@ const PARTS_OF_ONE_SIZE: usize = 2000;
 
 /// Longest time to delete the parts of an upload that has failed. The service may be unreachable.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest time for which a service may join parts after it has answered that the upload is
+/// unknown. S3 needs about a minute for the largest files.
+const JOINING_TIME: Duration = Duration::from_secs(60);
+
+/// Interval at which the file is sought meanwhile.
+const JOINING_POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A file in progress. It is invisible before [`StoreUpload::finish`]; dropping the upload leaves
 /// no file.
@@ -163,15 +170,22 @@ impl StoreUpload {
     }
 
     /// Returns whether an earlier attempt completed the file although its answer was lost. Then the
-    /// service does not know the upload any more, but has another file than `before`.
+    /// service does not know the upload any more, but has another file than `before`. It may still
+    /// be joining the parts of a large file.
     fn was_completed(&self, before: Option<&ObjectMeta>) -> bool {
         let repeated = self.operation.as_ref().is_some_and(|operation| operation.was_repeated());
         if !repeated {
             return false;
         }
-        match self.store.file_version(&self.name) {
-            Ok(Some(found)) => found.size == self.bytes && before != Some(&found),
-            Ok(None) | Err(_) => false,
+        let deadline = Instant::now() + JOINING_TIME;
+        loop {
+            match self.store.file_version(&self.name) {
+                Ok(Some(found)) if found.size == self.bytes && before != Some(&found) => {
+                    return true;
+                }
+                Ok(_) if Instant::now() < deadline => std::thread::sleep(JOINING_POLL_INTERVAL),
+                Ok(_) | Err(_) => return false,
+            }
         }
     }
 }

@@ -113,7 +113,8 @@ impl ViewerSite {
             .iter()
             .map(|(path, (bytes, _))| json!({"path": path, "bytes": bytes, "text": is_text_file(path)}))
             .collect();
-        let record = record::read_record(&found.directory, &found.files);
+        // The reason in the summary names a damaged record.
+        let record = record::read_record(&found.directory, &found.files).unwrap_or_default();
         Ok(ViewerReply::json(&json!({
             "summary": found.summary,
             "url": found.directory.url(),

@@ -11,6 +11,7 @@ use farandole_store::Store;
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use crate::error::{Error, Result};
 use crate::series::{self, MAX_SERIES_BYTES, RunSeries, replace_non_finite_words};
 use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles};
 
@@ -58,15 +59,18 @@ pub(crate) struct BestEpoch {
     pub(crate) epoch: f64,
 }
 
-/// Returns the run's record, as its driver wrote it; empty where there is none or it cannot be
-/// read.
-pub(crate) fn read_record(directory: &Store, files: &RunFiles) -> Map<String, Value> {
+/// Returns the run's record, as its driver wrote it; empty if there is none.
+///
+/// # Errors
+/// [`Error::Damaged`], and a store that cannot be read.
+pub(crate) fn read_record(directory: &Store, files: &RunFiles) -> Result<Map<String, Value>> {
     read_json_object(directory, files, RECORD_FILE)
 }
 
 /// Returns the arguments of a run: each part's name and a short description.
 pub(crate) fn read_fingerprint(directory: &Store, files: &RunFiles) -> BTreeMap<String, String> {
-    let told = read_json_object(directory, files, FINGERPRINT_FILE);
+    // A damaged fingerprint ends the next fit with this run, which names the file.
+    let told = read_json_object(directory, files, FINGERPRINT_FILE).unwrap_or_default();
     let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();
     parts
         .filter_map(|part| {
@@ -75,11 +79,24 @@ pub(crate) fn read_fingerprint(directory: &Store, files: &RunFiles) -> BTreeMap<
         .collect()
 }
 
-fn read_json_object(directory: &Store, files: &RunFiles, name: &str) -> Map<String, Value> {
-    let fits = files.get(name).is_some_and(|(bytes, _)| *bytes <= MAX_RECORD_BYTES);
-    let text = if fits { directory.read(name).ok() } else { None };
-    let value = text.and_then(|text| serde_json::from_slice(&replace_non_finite_words(&text)).ok());
-    if let Some(Value::Object(map)) = value { map } else { Map::new() }
+fn read_json_object(directory: &Store, files: &RunFiles, name: &str) -> Result<Map<String, Value>> {
+    let Some((bytes, _)) = files.get(name) else { return Ok(Map::new()) };
+    let damaged = |reason: &str| Error::Damaged {
+        file: directory.display_path(name),
+        reason: reason.to_owned(),
+    };
+    if *bytes > MAX_RECORD_BYTES {
+        return Err(damaged("it is larger than any record"));
+    }
+    let text = match directory.read(name) {
+        Ok(text) => text,
+        Err(farandole_store::Error::Missing { .. }) => return Ok(Map::new()),
+        Err(error) => return Err(error.into()),
+    };
+    match serde_json::from_slice(&replace_non_finite_words(&text)) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) | Err(_) => Err(damaged("it is no JSON object")),
+    }
 }
 
 /// Returns the summary of a run.
@@ -89,7 +106,10 @@ pub(crate) fn summarize_run(
     directory: &Store,
     files: &RunFiles,
 ) -> RunSummary {
-    let record = read_record(directory, files);
+    let (record, problem) = match read_record(directory, files) {
+        Ok(record) => (record, None),
+        Err(error) => (Map::new(), Some(error.to_string())),
+    };
     let of = |name: &str| text_value(record.get(name));
     let number = |name: &str| record.get(name).and_then(Value::as_f64);
     let mut summary = RunSummary {
@@ -100,7 +120,7 @@ pub(crate) fn summarize_run(
         model: of("model"),
         data: text_value(record.get("data").and_then(|data| data.get("told"))),
         user: of("user"),
-        reason: of("reason"),
+        reason: problem.unwrap_or_else(|| of("reason")),
         started: number("started"),
         ended: number("ended"),
         updated: number("updated"),
@@ -240,6 +260,22 @@ mod tests {
         );
         assert_eq!(told.last["val_loss"], 0.9);
         assert_eq!(told.started, Some(5000.0));
+    }
+
+    #[test]
+    fn a_damaged_record_is_named_and_a_missing_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::open(&folder.path().to_string_lossy()).unwrap();
+        let reason = |files: &RunFiles| summarize_run("0/r".to_owned(), "r", &store, files).reason;
+        for text in ["{\"name\": ", "[1]", ""] {
+            std::fs::write(folder.path().join(RECORD_FILE), text).unwrap();
+            let found = reason(&files(&[RECORD_FILE]));
+            assert!(found.starts_with("damaged: ") && found.contains(RECORD_FILE), "{found}");
+        }
+        let large: RunFiles = [(RECORD_FILE.to_owned(), (MAX_RECORD_BYTES + 1, None))].into();
+        assert!(reason(&large).contains("larger than any record"));
+        std::fs::remove_file(folder.path().join(RECORD_FILE)).unwrap();
+        assert_eq!(reason(&files(&[RECORD_FILE])), "", "deleted after the listing");
     }
 
     #[test]

@@ -11,11 +11,9 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use farandole_config::{FARANDOLE_PREFIX, HOROVOD_PREFIX, JOB_VARIABLES, KNOBS};
 
-use crate::source_files::tracked_files;
+use crate::source_files::{PYTHON_NAMES, tracked_files};
 
 const CONFIGURATION_PAGE: &str = "docs/reference/configuration.md";
-/// Generated names of variables.
-pub(crate) const PYTHON_NAMES: &str = "python/farandole/_variables.py";
 /// A program that imports nothing of the package, and therefore contains names of variables.
 const STANDALONE_PROGRAM: &str = "python/farandole/runner/proxy.py";
 

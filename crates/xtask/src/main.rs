@@ -3,11 +3,11 @@
 
 //! Tasks of the workspace: `cargo xtask check` (all checks), `cargo xtask docs` (refreshes
 //! generated pages), `cargo xtask proto` (refreshes generated code), `cargo xtask quiz SEED` (draws
-//! names for a reader who does not know the code).
+//! names for a reader who does not know the code), `cargo xtask size` (lines of product code).
 //!
 //! ```text
 //! check ── crate_dependencies, config_docs, proto, source_files, doc_openings, comment_width,
-//!          naming ───────> an error that names each file
+//!          naming, glossary ───────> an error that names each file
 //! docs ─── config_docs ──> docs/reference/configuration.md, python/farandole/_variables.py
 //! proto ── proto ────────> crates/registrar/src/generated
 //! ```
@@ -17,6 +17,7 @@ mod config_docs;
 mod crate_dependencies;
 mod doc_openings;
 mod file_circles;
+mod glossary;
 mod naming;
 mod proto;
 mod source_files;
@@ -38,19 +39,21 @@ fn main() -> Result<()> {
             doc_openings::check_first_words(&root)?;
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)?;
+            glossary::check_glossary(&root)?;
             file_circles::check_circles(&root)
         }
         Some("circles") => file_circles::print_circles(&root),
         Some("deps") => crate_dependencies::check_dependencies(&root),
         Some("docs") => config_docs::write_pages(&root),
         Some("proto") => proto::write_generated(&root),
+        Some("size") => source_files::print_sizes(&root),
         Some("names") => naming::check_names(&root),
         Some("quiz") => {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)
         }
         other => {
-            bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz, not {other:?}")
+            bail!("usage: cargo xtask check|circles|deps|docs|names|proto|quiz|size, not {other:?}")
         }
     }
 }

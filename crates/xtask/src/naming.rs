@@ -25,8 +25,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 
-use crate::config_docs::PYTHON_NAMES;
-use crate::source_files::tracked_files;
+use crate::source_files::{package_of_path, product_files};
 
 const MAX_PERCENT_ONE_WORD_TYPES: usize = 25;
 const MAX_PERCENT_ONE_WORD_FUNCTIONS: usize = 40;
@@ -200,34 +199,6 @@ fn package_problems(name: &str, package: &NamingStatistics) -> Vec<String> {
         ));
     }
     problems
-}
-
-/// Returns path and text of each Rust and Python file that ships.
-fn product_files(root: &Path) -> Result<Vec<(String, String)>> {
-    let mut files = Vec::new();
-    for path in tracked_files(root)? {
-        let name = path.to_string_lossy().into_owned();
-        let is_product = (name.starts_with("crates/") || name.starts_with("python/"))
-            && [".rs", ".py"].iter().any(|end| name.ends_with(end))
-            && !["tests", "testkit", "benches", "examples", "generated", "horovod-compat"]
-                .iter()
-                .any(|folder| name.split('/').any(|part| part == *folder))
-            && name != PYTHON_NAMES
-            && !name.ends_with("tests.rs");
-        if let (true, Ok(text)) = (is_product, fs::read_to_string(root.join(&path))) {
-            let product = text.split("\n#[cfg(test)]\nmod tests {").next().unwrap_or_default();
-            files.push((name, product.to_owned()));
-        }
-    }
-    Ok(files)
-}
-
-/// Returns the crate, or the first folder below the Python package.
-fn package_of_path(path: &str) -> String {
-    let depth = if path.starts_with("python/farandole/") { 3 } else { 2 };
-    let parts: Vec<&str> = path.split('/').collect();
-    let end = depth.min(parts.len() - 1);
-    parts[..end].join("/")
 }
 
 /// Returns the Python names that users call: those in an `__all__`, and Horovod's.

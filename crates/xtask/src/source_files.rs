@@ -3,6 +3,7 @@
 
 //! House rules about files and crates that no linter knows: SPDX lines and sizes.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,19 @@ const MAX_RUST_LINES: usize = 700;
 const MAX_PYTHON_LINES: usize = 700;
 /// Limit of the product code of a crate. A larger crate has several responsibilities.
 const MAX_CRATE_LINES: usize = 8000;
+/// Folders and files whose code is no product code.
+const FOLDERS_OF_OTHERS: [&str; 8] = [
+    "tests",
+    "testkit",
+    "benches",
+    "examples",
+    "generated",
+    "simulation",
+    "load_test",
+    "horovod-compat",
+];
+/// Generated names of variables.
+pub(crate) const PYTHON_NAMES: &str = "python/farandole/_variables.py";
 const SPDX_LINE: &str = "SPDX-License-Identifier: Apache-2.0";
 
 /// Fails when a tracked source file lacks its SPDX line or is longer than the house allows.
@@ -39,23 +53,11 @@ pub(crate) fn check_files(root: &Path) -> Result<()> {
     if wrong.is_empty() { Ok(()) } else { bail!("files:\n  {}", wrong.join("\n  ")) }
 }
 
-/// Fails when a crate has more product code than the house allows. Tests, simulations and generated
-/// code do not count.
+/// Fails when a crate has more product code than the house allows.
 pub(crate) fn check_crate_sizes(root: &Path) -> Result<()> {
-    let mut crate_lines: BTreeMap<String, usize> = BTreeMap::new();
-    for path in tracked_files(root)? {
-        let name = path.to_string_lossy().into_owned();
-        let Some((member, file)) = name.split_once("/src/") else { continue };
-        let exempt = ["tests", "simulation", "generated"].iter().any(|part| file.contains(part));
-        if exempt || path.extension().is_none_or(|extension| extension != "rs") {
-            continue;
-        }
-        let Ok(text) = fs::read_to_string(root.join(&path)) else { continue };
-        *crate_lines.entry(member.to_owned()).or_default() += product_lines(&text);
-    }
-    let wrong: Vec<String> = crate_lines
+    let wrong: Vec<String> = package_lines(root)?
         .into_iter()
-        .filter(|(_, lines)| *lines > MAX_CRATE_LINES)
+        .filter(|(package, lines)| package.starts_with("crates/") && *lines > MAX_CRATE_LINES)
         .map(|(member, lines)| {
             format!(
                 "{member}: {lines} lines of product code, the house allows {MAX_CRATE_LINES}: move \
@@ -64,6 +66,55 @@ pub(crate) fn check_crate_sizes(root: &Path) -> Result<()> {
         })
         .collect();
     if wrong.is_empty() { Ok(()) } else { bail!("crates:\n  {}", wrong.join("\n  ")) }
+}
+
+/// Prints the lines of product code: of each crate and each Python package, and of all.
+pub(crate) fn print_sizes(root: &Path) -> Result<()> {
+    let mut sizes: Vec<_> = package_lines(root)?.into_iter().collect();
+    sizes.sort_by_key(|(package, lines)| (Reverse(*lines), package.clone()));
+    for (package, lines) in &sizes {
+        println!("{lines:>7}  {package}");
+    }
+    println!("{:>7}  all", sizes.iter().map(|(_, lines)| lines).sum::<usize>());
+    Ok(())
+}
+
+/// Returns the lines of product code of each crate and each Python package that ships.
+fn package_lines(root: &Path) -> Result<BTreeMap<String, usize>> {
+    let mut sizes = BTreeMap::new();
+    for (path, text) in product_files(root)? {
+        let package = package_of_path(&path);
+        if package != "crates/xtask" {
+            *sizes.entry(package).or_default() += text.lines().count();
+        }
+    }
+    Ok(sizes)
+}
+
+/// Returns path and text of each Rust and Python file without its tests. Files of tests and
+/// generated files are left out.
+pub(crate) fn product_files(root: &Path) -> Result<Vec<(String, String)>> {
+    let mut files = Vec::new();
+    for path in tracked_files(root)? {
+        let name = path.to_string_lossy().into_owned();
+        let is_product = (name.starts_with("crates/") || name.starts_with("python/"))
+            && [".rs", ".py"].iter().any(|end| name.ends_with(end))
+            && !name.split(['/', '.']).any(|part| FOLDERS_OF_OTHERS.contains(&part))
+            && name != PYTHON_NAMES;
+        if let (true, Ok(text)) = (is_product, fs::read_to_string(root.join(&path))) {
+            let product: Vec<&str> = text.lines().take(product_lines(&text)).collect();
+            files.push((name, product.join("\n")));
+        }
+    }
+    Ok(files)
+}
+
+/// Returns the crate, or the first folder below the Python package.
+pub(crate) fn package_of_path(path: &str) -> String {
+    let depth = if path.starts_with("python/farandole/") { 3 } else { 2 };
+    let parts: Vec<&str> = path.split('/').collect();
+    let end = depth.min(parts.len() - 1);
+    parts[..end].join("/")
 }
 
 /// Returns the number of lines before the tests at the end of a file.

@@ -6,17 +6,25 @@ An agent opens a directory for its worker and removes it when the worker has end
 worker was killed. If the agent itself is killed, its directory is removed when the same user opens
 the next one on this host. A process holds a lock on its directory, and the kernel releases the lock
 when the process ends.
+
+Hosts may share the directory for temporary files, and NFS and Lustre keep the lock of a directory
+on its host. Therefore the name of a directory contains the boot of its host, and a process removes
+directories of its own boot only. Directories of an earlier boot of this host are removed after 30
+days.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
 import tempfile
+import time
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
 from farandole import _variables as variables
@@ -28,6 +36,12 @@ SCRATCH_VARIABLE: Final = variables.SCRATCH
 """Environment variable that contains the directory of a worker's agent."""
 
 _DIRECTORY_PREFIX: Final = "work-"
+_ID_CHARACTERS: Final = 8
+"""Characters of the ids of the host and its boot in the name of a directory."""
+_EARLIER_BOOT_RETENTION_SECONDS: Final = 30 * 24 * 3600.0
+"""Age of directories that are removed although they are from another boot. Host names may not be
+unique, so a directory of this host's name may be in use on another host.
+"""
 _MAX_CREATE_ATTEMPTS: Final = 100
 
 
@@ -63,14 +77,31 @@ def open_locked_directory() -> Iterator[Path]:
         os.close(lock)
 
 
+def boot_id() -> str:
+    """Returns the id of the kernel's boot, which no other host has.
+
+    Raises:
+        OSError: The kernel does not tell it.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def remove_abandoned_directories(folder: Path) -> None:
-    """Removes the directories that no process holds.
+    """Removes the directories of this host that no process holds.
 
     Args:
         folder: Where they are.
+
+    Raises:
+        OSError: The kernel does not tell its boot.
     """
-    for path in folder.glob(f"{_DIRECTORY_PREFIX}*"):
+    own_boot, own_host = _boot_and_host()
+    for path in folder.glob(f"{_DIRECTORY_PREFIX}*-*-*"):
+        boot, host, _ = path.name.removeprefix(_DIRECTORY_PREFIX).split("-", 2)
         with contextlib.suppress(OSError):
+            age = time.time() - path.lstat().st_mtime
+            if boot != own_boot and (host != own_host or age < _EARLIER_BOOT_RETENTION_SECONDS):
+                continue
             lock = _try_lock_directory(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
@@ -124,6 +155,12 @@ def _other_places() -> list[Path]:
     return [place for place in places if place.is_absolute()]
 
 
+def _boot_and_host() -> tuple[str, str]:
+    """Returns the ids of the kernel's boot and of the host in the names of directories."""
+    host = hashlib.sha256(gethostname().encode()).hexdigest()
+    return boot_id()[:_ID_CHARACTERS], host[:_ID_CHARACTERS]
+
+
 def _create_locked_directory() -> tuple[Path, int] | None:
     """Returns a new directory and the descriptor that holds it; `None` where there is no place
     for one or no locks.
@@ -131,8 +168,9 @@ def _create_locked_directory() -> tuple[Path, int] | None:
     try:
         folder = _first_private_directory([_temporary_place()])
         remove_abandoned_directories(folder)
+        prefix = _DIRECTORY_PREFIX + "-".join([*_boot_and_host(), ""])
         for _ in range(_MAX_CREATE_ATTEMPTS):
-            path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=folder))
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
             try:
                 lock = _try_lock_directory(path)
             except FileNotFoundError:  # another process swept it before it was held

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,9 @@ _MEMORY_SHARE = 4
 memory, too.
 """
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_CACHE_FILE_PREFIX = "farandole-cache-"
+"""Begin of the names of the native reader's cache files."""
+_STAT_BLOCK_BYTES = 512
 
 DECODED_ELEMENT_BYTES = {
     "bool": 1,
@@ -52,6 +56,78 @@ def default_byte_budget() -> int:
     return min(_MAX_BYTE_BUDGET, max(_MIN_BYTE_BUDGET, share))
 
 
+class MemoryReservation:
+    """Memory that this process is going to fill. It counts as long as this object lives.
+
+    Attributes:
+        needed: Its bytes.
+        filled: Bytes that are filled.
+    """
+
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+        self.filled = 0
+        _reservations.add(self)
+
+
+_reservations: weakref.WeakSet[MemoryReservation] = weakref.WeakSet()
+
+
+def reserve_memory(needed: int) -> MemoryReservation | None:
+    """Reserves memory for rows that each rank of this host keeps for itself.
+
+    Args:
+        needed: Bytes that this process needs.
+
+    Returns:
+        The reservation. `None`, with a warning, if an equal share for each rank of the memory that
+        is free and not promised is too small.
+    """
+    ranks = max(1, int(os.environ.get("HOROVOD_LOCAL_SIZE") or 1))
+    free = _unpromised_bytes() // ranks
+    if free >= needed * _FREE_SPACE_FACTOR:
+        return MemoryReservation(needed)
+    _log.warning(
+        "inmemory_cache_all: the rows of this process are not kept, because %.1f GiB of memory are "
+        "free for each rank of this host, and %.1f GiB are needed: each epoch reads them again, in "
+        "the order of the first one",
+        free / 2**30,
+        needed / 2**30,
+    )
+    return None
+
+
+def _unpromised_bytes() -> int:
+    """Returns the memory that is free, without the memory that this process will still fill."""
+    reserved = sum(max(0, one.needed - one.filled) for one in list(_reservations))
+    return max(0, available_memory_bytes() - _unfilled_cache_bytes() - reserved)
+
+
+def _unfilled_cache_bytes() -> int:
+    """Returns the bytes that the readers of this process will still write into their cache files in
+    memory. A new cache file has its full size, and takes memory when it is written.
+    """
+    unfilled: dict[tuple[int, int], int] = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            path = descriptor.readlink()
+            if path.name.startswith(_CACHE_FILE_PREFIX) and _is_in_memory(path.parent):
+                found = descriptor.stat()
+                taken = found.st_blocks * _STAT_BLOCK_BYTES
+                unfilled[found.st_dev, found.st_ino] = max(0, found.st_size - taken)
+    return sum(unfilled.values())
+
+
+def _is_in_memory(folder: Path) -> bool:
+    return folder == _SHARED_MEMORY_PATH or _file_system_kind(str(folder)) in _MEMORY_FILE_SYSTEMS
+
+
+def _free_cache_bytes(folder: Path | str) -> int:
+    """Returns the bytes for new cache files in a directory that is in memory."""
+    on_device = shutil.disk_usage(folder).free - _unfilled_cache_bytes()
+    return max(0, min(on_device, _unpromised_bytes()))
+
+
 def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | None:
     """Returns a directory in shared memory if that is large enough, and if the cgroups of this
     process allow so much memory. Otherwise returns the directory for temporary files, whose pages
@@ -68,7 +144,7 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
         DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
     )
     if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
-        free = min(shutil.disk_usage(_SHARED_MEMORY_PATH).free, available_memory_bytes())
+        free = _free_cache_bytes(_SHARED_MEMORY_PATH)
         if free >= needed * _FREE_SPACE_FACTOR:
             return str(_SHARED_MEMORY_PATH)
         _log.warning(
@@ -82,8 +158,7 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
     if _file_system_kind(folder) not in _MEMORY_FILE_SYSTEMS:
         _log.warning("inmemory_cache_all: decoded data goes to %s", folder)
         return folder
-    free = min(shutil.disk_usage(folder).free, available_memory_bytes())
-    if free >= needed * _FREE_SPACE_FACTOR:
+    if _free_cache_bytes(folder) >= needed * _FREE_SPACE_FACTOR:
         return folder
     _log.warning(
         "inmemory_cache_all: decoded data is not kept, because %s is in memory, too: each epoch "

@@ -155,6 +155,7 @@ class _ActorSlot:
     node: str | None
     number: int = 0
     given_up: threading.Event = field(default_factory=threading.Event)
+    refusals_in_row: int = 0
     task: int | None = None
     actor: Any = None
     thread: threading.Thread | None = None
@@ -193,6 +194,7 @@ class RayAgentPool:
         self._slots: dict[_SlotKey, _ActorSlot] = {}
         self._found: list[_SlotKey] = []
         self._watch: threading.Thread | None = None
+        self._running: set[int] = set()
         self.endings: dict[int, TaskOutcome] = {}
         self.refusals: list[str] = []
         self.dismissed: set[int] = set()
@@ -218,6 +220,15 @@ class RayAgentPool:
         for thread in (self._watch, *(seat.thread for seat in seats)):
             if thread is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def is_running(self, task: int) -> bool:
+        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
+        return task in self._running
+
+    def fewest_refusals(self) -> int:
+        """Returns how often in a row no worker could start, in the slot with the fewest."""
+        with self._lock:
+            return min((seat.refusals_in_row for seat in self._slots.values()), default=0)
 
     def _watch_slots(self) -> None:
         while not self._stopped.wait(_SLOT_CHECK_INTERVAL):
@@ -270,7 +281,11 @@ class RayAgentPool:
         pause: float | None = None
         while not seat.given_up.is_set():
             task, began = next(self._numbers), time.monotonic()
-            ending = self._run_actor(seat, task)
+            self._running.add(task)
+            try:
+                ending = self._run_actor(seat, task)
+            finally:
+                self._running.discard(task)
             if ending is not None and ending.has_succeeded and task not in self.dismissed:
                 return  # its function has returned
             if task in self.dismissed:
@@ -301,7 +316,9 @@ class RayAgentPool:
             self._kill_actor(seat)
         if ending.refused is not None:
             self.refusals.append(f"{ending.host}: {ending.refused}")
+            seat.refusals_in_row += 1
             return None
+        seat.refusals_in_row = 0
         self.endings[ending.task] = ending
         return ending
 

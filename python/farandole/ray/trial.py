@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +38,6 @@ class RankSession:
         storage: The file system of the experiment.
         folder: Folder in which rank 0 writes checkpoints for the process of the trial.
         rank: The rank of this process.
-        copies: Number of checkpoints that rank 0 has written.
         world_rank: None: Ray recognizes a session of Tune by this value.
     """
 
@@ -50,7 +50,6 @@ class RankSession:
     storage: Any
     folder: str
     rank: int = -1
-    copies: int = 0
     world_rank: None = None
 
     @classmethod
@@ -87,17 +86,18 @@ class RankSession:
         if self.rank != 0:
             return
         told = json.loads(json.dumps(dict(metrics), default=_python_scalar))
-        number = self._copy_checkpoint(checkpoint) if checkpoint is not None else None
-        task.report({"kind": _TUNE_RECORD_KIND, "metrics": told, "checkpoint": number})
+        name = self._copy_checkpoint(checkpoint) if checkpoint is not None else None
+        task.report({"kind": _TUNE_RECORD_KIND, "metrics": told, "checkpoint": name})
 
-    def _copy_checkpoint(self, checkpoint: Any) -> int:
+    def _copy_checkpoint(self, checkpoint: Any) -> str:
         from pyarrow import fs  # noqa: PLC0415 - Ray Tune brings it
 
-        number, self.copies = self.copies, self.copies + 1
-        place = f"{self.folder}/{number}"
+        # Another process may have been rank 0 before, and its checkpoint may still be there.
+        name = uuid.uuid4().hex
+        place = f"{self.folder}/{name}"
         self.storage.create_dir(place, recursive=True)
         fs.copy_files(checkpoint.path, place, checkpoint.filesystem, self.storage)
-        return number
+        return name
 
     def forward_report(self, record: Mapping[str, Any]) -> None:
         """Passes a rank's report to Tune; called in the process of the trial.
@@ -110,11 +110,11 @@ class RankSession:
             return
         from ray import tune  # noqa: PLC0415 - loaded already in this process
 
-        number = record["checkpoint"]
-        if number is None:
+        name = record["checkpoint"]
+        if name is None:
             tune.report(record["metrics"])
             return
-        place = f"{self.folder}/{number}"
+        place = f"{self.folder}/{name}"
         tune.report(record["metrics"], checkpoint=tune.Checkpoint(place, self.storage))
         self.storage.delete_dir(place)
 

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from farandole.common import scratch
 from farandole.common.resource_limits import usable_cores
 from farandole.runner import worker
 from farandole.runner.warm_workers import process_start_ticks
@@ -112,7 +113,7 @@ def remove_stale_files(folder: Path) -> None:
         try:
             owner, born, numbers = lock.read_text().split()
             if numbers != _pid_namespace():
-                continue  # another container's process, which has another number here
+                continue  # a process of another container or host, which has another number here
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 if process_start_ticks(int(owner)) == int(born):
                     continue
@@ -123,8 +124,10 @@ def remove_stale_files(folder: Path) -> None:
 
 
 def _pid_namespace() -> str:
-    """Returns the namespace of the process ids that this process sees."""
-    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - no path
+    """Returns the boot of the kernel and the namespace of the process ids that this process sees.
+    The first namespace of each host has the same name.
+    """
+    return f"{scratch.boot_id()}/{os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115 - no path
 
 
 class ForkServer:

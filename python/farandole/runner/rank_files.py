@@ -6,7 +6,7 @@ Horovod writes them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,13 +18,15 @@ class RankFiles:
     Args:
         folder: Folder to write to; created if it does not exist.
         size: Number of ranks.
+        append: Whether lines that are there stay.
 
     Raises:
         OSError: The folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, *, append: bool = False) -> None:
         self._folder = folder
+        self._mode: Literal["a", "w"] = "a" if append else "w"
         self._width = len(str(size - 1))
         self._files: dict[tuple[int, str], TextIO] = {}
         for rank in range(size):
@@ -42,7 +44,7 @@ class RankFiles:
         own = self._folder / f"rank.{rank:0{self._width}d}"
         own.mkdir(parents=True, exist_ok=True)
         for stream in ("stdout", "stderr"):
-            self._files[rank, stream] = (own / stream).open("w", encoding="utf-8")
+            self._files[rank, stream] = (own / stream).open(self._mode, encoding="utf-8")
 
     def close(self) -> None:
         """Closes all files."""

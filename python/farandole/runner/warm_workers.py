@@ -28,7 +28,7 @@ from farandole import _variables as variables
 from farandole._native.launcher import ALLOCATOR
 from farandole._native.settings import read_setting
 from farandole.common.notebook import in_notebook
-from farandole.common.scratch import user_directory
+from farandole.common.scratch import boot_id, user_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -194,7 +194,7 @@ def _server_digest(warm: WarmWorkers, interpreter: str, env: Mapping[str, str], 
         part or str(Path.cwd()) for part in env.get("PYTHONPATH", "").split(os.pathsep)
     ] + sys.path
     facts = {
-        "owner": [owner, process_start_ticks(owner)],
+        "owner": [owner, process_start_ticks(owner), boot_id()],
         "python": [os.path.realpath(interpreter), sys.version],
         "preload": warm.preload,
         "packages": [[root, _packages_changed_at(root)] for root in dict.fromkeys(roots)],

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
 PREVIOUS_SUFFIX = ".previous"
 _UNSUPPORTED_SYNC_ERRNOS = (errno.EINVAL, errno.ENOTSUP)
 _UNSUPPORTED_LINK_ERRNOS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_ENCRYPTED_FLAG = 1
+"""Bit of the flags of an archive's member."""
+_DIRECTORY_END = b"PK\5\6"
+"""Begin of an archive's last record, whose bytes 10 and 11 are the number of members."""
+_LARGE_COUNT = 0xFFFF
+"""Number in that record if another record has the number."""
 _temporary_numbers = itertools.count(1)
 _log = logging.getLogger("farandole")
 
@@ -341,10 +347,20 @@ def find_damage(data: bytes) -> str | None:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
-            unpacked = sum(one.file_size for one in file.infolist())
+            members = file.infolist()
+            unpacked = sum(one.file_size for one in members)
             if unpacked > len(data):
                 return f"its {len(data)} bytes unpack to {unpacked}, but checkpoints are stored"
+            for one in members:
+                if one.flag_bits & _ENCRYPTED_FLAG or one.compress_type != zipfile.ZIP_STORED:
+                    return f"{one.filename} in it is compressed or encrypted, and no checkpoint is"
+            end = data.rindex(_DIRECTORY_END)
+            recorded = int.from_bytes(data[end + 10 : end + 12], "little")
+            if recorded not in (len(members), _LARGE_COUNT):
+                return f"it has {len(members)} of the {recorded} members that it had"
             broken = file.testzip()
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the bytes are in memory, so every other error of the archive's reader is damage
         return f"{len(data)} bytes that are no whole archive ({error})"
     return None if broken is None else f"{broken} in it does not match its checksum"

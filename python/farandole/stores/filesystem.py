@@ -60,6 +60,24 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         _name, size, modified, is_directory = store.stat(name)
         return self._file_entry(path.rstrip("/"), size, modified, is_directory)
 
+    def exists(self, path: str, **_: Any) -> bool:
+        """Returns whether something is there; a store that cannot be asked is an error."""
+        return self._kind_if_present(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        """Returns whether a file is there; errors as in `exists`."""
+        return self._kind_if_present(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        """Returns whether a directory is there; errors as in `exists`."""
+        return self._kind_if_present(path) == "directory"
+
+    def _kind_if_present(self, path: str) -> str | None:
+        try:
+            return self.info(path)["type"]
+        except FileNotFoundError:
+            return None
+
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """Returns the entries of a directory, or the file itself."""
         base = path.rstrip("/")
@@ -167,7 +185,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         if mode in ("wb", "xb"):
             if mode == "xb" and self.exists(path):
                 raise FileExistsError(path)
-            return _WriteOnCloseFile(self, path)
+            return _WriteOnCloseFile(self, path, "create" if mode == "xb" else "overwrite")
         raise ValueError(
             "files of a store can only be read or written as a whole, not opened with mode "
             f"{mode!r}: {path}"
@@ -182,18 +200,18 @@ class _RangeReadFile(AbstractBufferedFile):  # pyright: ignore[reportGeneralType
 
 
 class _WriteOnCloseFile(io.BytesIO):
-    """A file that appears when it is closed."""
+    """A file that appears when it is closed; with mode `create` only if there is none then."""
 
-    def __init__(self, fs: StoreFileSystem, path: str) -> None:
+    def __init__(self, fs: StoreFileSystem, path: str, mode: str) -> None:
         super().__init__()
-        self._fs, self._path = fs, path
+        self._fs, self._path, self._mode = fs, path, mode
 
     def close(self) -> None:
         """Writes it, once."""
         if not self.closed:
             data = self.getvalue()
             super().close()
-            self._fs.pipe_file(self._path, data)
+            self._fs.pipe_file(self._path, data, self._mode)
 
     def __del__(self) -> None:
         """Does not write a file that was not closed, because it may be incomplete."""

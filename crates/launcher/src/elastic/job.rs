@@ -435,7 +435,10 @@ impl ElasticJobRun<'_> {
             passed(since.as_ref(), EXIT_CONFIRMATION_TIMEOUT)
         };
         let given_up = |host: &RemoteHost| {
-            late || host.open_tasks.iter().all(|task| gone(task) || confirmed(host, task))
+            // A large result may be on its way for longer than any fixed limit.
+            let received_at = host.agent.last_received_at();
+            (late && passed(Some(&received_at), EXIT_CONFIRMATION_TIMEOUT))
+                || host.open_tasks.iter().all(|task| gone(task) || confirmed(host, task))
         };
         for (host, tasks) in self.agent_pool.close_connections(given_up) {
             tracing::info!(?tasks, host, "their ends are not waited for");

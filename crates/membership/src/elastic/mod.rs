@@ -107,6 +107,9 @@ struct ElasticWorker {
     stage: WorkerStage,
     /// The time of its dismissal, and the reason.
     dismissed: Option<(Duration, String)>,
+    /// Whether it was dismissed because its host has no slot for it.
+    #[serde(default)]
+    lacks_slot: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -415,6 +418,7 @@ impl ElasticWorker {
             presence: AgentPresence::seen_at(now),
             stage: WorkerStage::Starting,
             dismissed: None,
+            lacks_slot: false,
         }
     }
 

@@ -10,6 +10,14 @@ use farandole_world::TaskId;
 use super::{ElasticMembership, ElasticWorker, LEAVE_TIMEOUT, WorkerStage};
 use crate::decisions::MembershipDecision;
 
+impl ElasticWorker {
+    /// Returns whether the worker stays if its host has a slot.
+    fn can_stay(&self) -> bool {
+        let is_revocable = self.lacks_slot && self.stage == WorkerStage::Working;
+        (self.dismissed.is_none() || is_revocable) && self.stage != WorkerStage::Done
+    }
+}
+
 impl ElasticMembership {
     /// Starts workers on free slots, and dismisses workers without a slot.
     pub(super) fn plan_workers(&mut self, now: Duration, decisions: &mut Vec<MembershipDecision>) {
@@ -18,24 +26,38 @@ impl ElasticMembership {
         }
         let rank =
             |task: &TaskId| self.present.as_ref().and_then(|present| present.task_rank(*task));
-        // Workers without a rank leave first, then the workers with the highest ranks.
-        let mut living: Vec<(TaskId, &str)> = self
+        // Workers that were dismissed for lack of a slot leave first, then workers without a rank,
+        // then the workers with the highest ranks.
+        let mut candidates: Vec<(TaskId, &ElasticWorker)> = self
             .workers
             .iter()
-            .filter(|(_, worker)| worker.dismissed.is_none() && worker.stage != WorkerStage::Done)
-            .map(|(task, worker)| (*task, worker.host.as_str()))
+            .filter(|(_, worker)| worker.can_stay())
+            .map(|(task, worker)| (*task, worker))
             .collect();
-        living.sort_by_cached_key(|(task, _)| {
+        candidates.sort_by_cached_key(|(task, worker)| {
             let rank = rank(task);
-            (rank.is_none(), rank, *task)
+            (worker.dismissed.is_some(), rank.is_none(), rank, *task)
         });
+        let mut living: Vec<(TaskId, &str)> =
+            candidates.iter().map(|(task, worker)| (*task, worker.host.as_str())).collect();
         let surplus = self.hosts.surplus_workers(&living);
         living.retain(|(task, _)| !surplus.contains_key(task));
+        let kept: Vec<TaskId> = living.iter().map(|(task, _)| *task).collect();
         let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize)
             .saturating_sub(living.len());
         let vacant: Vec<String> = self.hosts.vacant_slots(now, &living).take(wanted).collect();
+        // A discovery that missed a host for a moment must not cost its workers.
+        for task in kept {
+            if let Some(worker) = self.workers.get_mut(&task) {
+                self.changed |= worker.dismissed.take().is_some();
+                worker.lacks_slot = false;
+            }
+        }
         for (task, reason) in surplus {
             self.dismiss_worker(now, task, reason);
+            if let Some(worker) = self.workers.get_mut(&task) {
+                worker.lacks_slot = true;
+            }
         }
         if self.present.as_ref().is_some_and(|present| self.has_returned_rank(present)) {
             return;

@@ -245,6 +245,35 @@ fn a_removed_host_is_no_failure_and_its_workers_leave_at_the_next_chance() {
 }
 
 #[test]
+fn a_worker_at_work_stays_if_its_slot_is_back_before_it_leaves() {
+    let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
+    job.all_ready();
+    for fewer in [&[("a", 2)][..], &[("a", 2), ("b", 1)], &[("a", 1), ("b", 1)], &[]] {
+        job.hosts(fewer);
+        job.pass(1.0);
+        job.hosts(&[("a", 2), ("b", 2)]);
+    }
+    assert!(job.started().is_empty(), "nobody has left");
+    for task in 0..4 {
+        job.ready(task, 1, &[]);
+    }
+    assert_eq!(job.world(), [0, 1, 2, 3]);
+}
+
+#[test]
+fn a_worker_that_leaves_by_itself_does_not_stay_for_a_slot() {
+    let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
+    job.all_ready();
+    job.say(MembershipInput::Leaves { task: TaskId(3), reason: "decommissioned".to_owned() });
+    job.hosts(&[("a", 2)]);
+    job.hosts(&[("a", 2), ("b", 2)]);
+    for task in 0..4 {
+        job.ready(task, 1, &[]);
+    }
+    assert_eq!(job.world(), [0, 1, 2]);
+}
+
+#[test]
 fn success_is_the_return_of_every_member_of_the_present_world() {
     let mut job = Job::new(RULES, &[("a", 3)]);
     job.all_ready();

@@ -229,11 +229,19 @@ impl MembershipJournal {
     }
 
     /// Replaces the file by a file that contains only these records, and the records collected
-    /// since [`Self::begin_replacement`].
+    /// since [`Self::begin_replacement`]. If there is no room for it, the file stays, which is
+    /// complete, and a later call tries again.
     pub(crate) fn replace_records(&self, records: &[JournalRecord]) {
-        if let Err(error) = self.write_replacement(records) {
-            self.abandon_journal(&mut self.writing.lock(), &error);
+        let Err(error) = self.write_replacement(records) else { return };
+        let mut writing = self.writing.lock();
+        let is_ours =
+            writing.file.as_ref().is_some_and(|file| path_names_open_file(file, &self.path));
+        if !is_ours {
+            return self.abandon_journal(&mut writing, &error);
         }
+        (writing.added_since, writing.grown_bytes) = (None, 0);
+        let path = self.path.display();
+        tracing::warn!(%error, %path, "the journal cannot be shortened now and keeps growing");
     }
 
     fn write_replacement(&self, records: &[JournalRecord]) -> io::Result<()> {

@@ -207,6 +207,28 @@ fn another_file_of_its_name_stays() {
 }
 
 #[test]
+fn a_journal_that_cannot_be_shortened_stays_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("journal");
+    let journal = started(&path);
+    journal.append_record(&put("a"));
+    // A full disk refuses the new file; here a directory has its name.
+    std::fs::create_dir(journal.replacement_path()).unwrap();
+    assert!(journal.begin_replacement());
+    journal.append_record(&put("b"));
+    journal.replace_records(&[put("state")]);
+    journal.append_record(&put("c"));
+    let text = std::fs::read_to_string(&path).unwrap();
+    let records =
+        ["a", "b", "c"].map(|key| String::from_utf8(json_line(&put(key)).unwrap()).unwrap());
+    assert!(text.ends_with(&records.concat()), "{text}");
+    std::fs::remove_dir(journal.replacement_path()).unwrap();
+    assert!(journal.begin_replacement(), "a later call tries again");
+    journal.replace_records(&[put("state")]);
+    assert!(!std::fs::read_to_string(&path).unwrap().contains(&records[0]));
+}
+
+#[test]
 fn a_journal_that_cannot_be_written_is_removed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("journal");

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use object_store::aws::AwsCredential;
 use serde::Deserialize;
 
-use super::{CredentialError, SourceEnvironment, parse_expiry};
+use super::{CredentialError, SourceEnvironment, parse_expiry, read_credential_file};
 
 /// Longest chain of profiles that name each other as `source_profile`.
 const MAX_PROFILE_CHAIN: usize = 8;
@@ -201,7 +201,7 @@ pub(crate) fn profile_region(
 /// # Errors
 /// A file that exists and cannot be read.
 fn read_if_present(path: &str) -> Result<String, CredentialError> {
-    match std::fs::read_to_string(path) {
+    match read_credential_file(path) {
         Ok(text) => Ok(text),
         Err(error)
             if matches!(
@@ -252,8 +252,7 @@ struct CachedToken {
 /// A missing, damaged or expired token.
 pub(super) fn read_sso_token(path: &str) -> Result<String, String> {
     let advice = "run `aws sso login`";
-    let text =
-        std::fs::read_to_string(path).map_err(|error| format!("{path}: {error}: {advice}"))?;
+    let text = read_credential_file(path).map_err(|error| format!("{path}: {error}: {advice}"))?;
     let token: CachedToken =
         serde_json::from_str(&text).map_err(|_| format!("{path} is damaged: {advice}"))?;
     let expires = parse_expiry(&token.expires_at.replace("UTC", "Z"))
@@ -301,6 +300,18 @@ sso_region = far
         assert!(!sections["default"].contains_key("max_concurrent_requests"));
         assert_eq!(sections["profile a b"]["role_arn"], "x=y");
         assert_eq!(sections["sso-session corp"]["sso_region"], "far");
+    }
+
+    #[test]
+    fn a_file_larger_than_any_file_of_credentials_is_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 40).unwrap();
+        let path = file.path().display().to_string();
+        for error in
+            [read_if_present(&path).unwrap_err().to_string(), read_sso_token(&path).unwrap_err()]
+        {
+            assert!(error.contains(&path) && error.contains("has more than"), "{error}");
+        }
     }
 
     #[test]

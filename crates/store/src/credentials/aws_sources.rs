@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant, SystemTime};
 
 use async_trait::async_trait;
@@ -335,6 +335,16 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
         .spawn()
         .map_err(|error| failed(error.to_string()))?;
     let deadline = Instant::now() + PROCESS_TIMEOUT;
+    // A process that it leaves behind may keep the pipe open, so a thread reads.
+    let (sender, output) = mpsc::channel();
+    let stdout = child.stdout.take();
+    std::thread::spawn(move || {
+        let mut output = String::new();
+        let mut reader = stdout.into_iter().map(|stdout| stdout.take(MAX_OUTPUT_BYTES));
+        let read = reader.try_for_each(|mut stdout| stdout.read_to_string(&mut output).map(drop));
+        // The send fails after the deadline, when its receiver is gone.
+        drop(sender.send(read.map(|()| output)));
+    });
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,
@@ -354,11 +364,11 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
     if !status.success() {
         return Err(failed(format!("it ended with {status}")));
     }
-    let mut output = String::new();
-    if let Some(stdout) = child.stdout.take() {
-        let read = stdout.take(MAX_OUTPUT_BYTES).read_to_string(&mut output);
-        read.map_err(|error| failed(error.to_string()))?;
-    }
+    let left = deadline.saturating_duration_since(Instant::now());
+    let output = output
+        .recv_timeout(left)
+        .map_err(|_| failed(format!("its output did not end within {PROCESS_TIMEOUT:?}")))?
+        .map_err(|error| failed(error.to_string()))?;
     let keys: ProcessOutput = serde_json::from_str(&output)
         .map_err(|_| failed("its output is not the JSON of credentials".to_owned()))?;
     if keys.version != 1 {

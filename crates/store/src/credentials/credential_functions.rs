@@ -4,9 +4,10 @@
 //! Functions of the user that return credentials.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::time::SystemTime;
 
+use arc_swap::ArcSwap;
 use async_trait::async_trait;
 use object_store::aws::AwsCredential;
 use object_store::azure::{AzureAccessKey, AzureCredential};
@@ -23,8 +24,8 @@ pub type CredentialValues = BTreeMap<String, String>;
 /// A function that returns credentials, or the reason why there are none.
 type CredentialFunction = Arc<dyn Fn() -> Result<CredentialValues, String> + Send + Sync>;
 
-static CREDENTIAL_FUNCTIONS: Mutex<BTreeMap<String, CredentialFunction>> =
-    Mutex::new(BTreeMap::new());
+static CREDENTIAL_FUNCTIONS: LazyLock<ArcSwap<BTreeMap<String, CredentialFunction>>> =
+    LazyLock::new(ArcSwap::default);
 
 /// Registers a function under the name that the storage option `credentials` then has. A name keeps
 /// its first function.
@@ -32,8 +33,12 @@ pub fn register_credential_function(
     name: &str,
     function: impl Fn() -> Result<CredentialValues, String> + Send + Sync + 'static,
 ) {
-    let mut functions = CREDENTIAL_FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    functions.entry(name.to_owned()).or_insert_with(|| Arc::new(function));
+    let function: CredentialFunction = Arc::new(function);
+    CREDENTIAL_FUNCTIONS.rcu(|functions| {
+        let mut functions = BTreeMap::clone(functions);
+        functions.entry(name.to_owned()).or_insert_with(|| Arc::clone(&function));
+        functions
+    });
 }
 
 /// Returns the source of the option's value.
@@ -41,7 +46,7 @@ pub fn register_credential_function(
 /// # Errors
 /// A name that is not registered in this process.
 pub(crate) fn find_credential_function(name: &str) -> Result<FunctionSource, CredentialError> {
-    let functions = CREDENTIAL_FUNCTIONS.lock().unwrap_or_else(PoisonError::into_inner);
+    let functions = CREDENTIAL_FUNCTIONS.load();
     let function = functions.get(name).cloned().ok_or_else(|| {
         CredentialError::new(FUNCTION_ORIGIN, "the option must be a Python function")
     })?;

@@ -91,8 +91,8 @@ impl<K> MergedSettings<K> {
     }
 }
 
-/// Merges the variables into the options. If any credential is an option, those of the environment
-/// do not count: the backend would prefer some of them.
+/// Merges the variables into the options. If any credential is an option, credentials of the
+/// environment do not count: the backend would prefer some of them.
 fn merge_settings<K: std::str::FromStr + AsRef<str>>(
     options: &BTreeMap<String, String>,
     environment: &SourceEnvironment,

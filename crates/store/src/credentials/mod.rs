@@ -6,17 +6,20 @@
 //!
 //! The chains of sources are our own code and not `aws-config`: that crate brings a second HTTP
 //! client, about 3 MB in a wheel that is already at its limit, and covers only one of three
-//! services. Machine and pod identities are those of `object_store`.
+//! services. `object_store` implements machine and pod identities.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
+use std::io::Read as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use arc_swap::ArcSwapOption;
 use async_trait::async_trait;
 use object_store::{CredentialProvider, ObjectStore};
 use tokio::sync::Mutex;
+use tokio::time::timeout;
 
 mod aws_profiles;
 mod aws_sources;
@@ -37,11 +40,15 @@ pub use source_environment::set_environment_guard;
 
 /// Longest time before the expiry at which a credential is renewed.
 const MAX_RENEWAL_LEAD: Duration = Duration::from_secs(300);
+/// Longest time for a renewal.
+const MAX_RENEWAL_TIME: Duration = Duration::from_secs(90);
 /// Shortest pause between two renewals before the expiry.
 const MIN_RENEWAL_PAUSE: Duration = Duration::from_millis(50);
 /// Shortest pause between two renewals after answers that do not say that the credential has
 /// expired: most of them mean that a permission is missing.
 const MIN_REFUSAL_PAUSE: Duration = Duration::from_secs(1);
+/// Most bytes of a file with profiles or with a token.
+const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Longest pause after a renewal that has failed while the earlier credential is still in use.
 const MAX_FAILURE_PAUSE: Duration = Duration::from_secs(10);
 
@@ -125,6 +132,8 @@ pub(crate) struct RenewingCredentials<C> {
     chooser: Arc<SourceChooser<C>>,
     prefixes: &'static [&'static str],
     state: Mutex<CredentialState<C>>,
+    /// The credential of the last request, for requests during a renewal.
+    latest: ArcSwapOption<NumberedCredential<C>>,
     /// Whether the source must be chosen again.
     is_stale: AtomicBool,
 }
@@ -155,7 +164,8 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
             environment,
         };
         let (chooser, state) = (Arc::new(chooser), Mutex::new(state));
-        Ok(Self { chooser, prefixes, state, is_stale: AtomicBool::new(false) })
+        let (latest, is_stale) = (ArcSwapOption::empty(), AtomicBool::new(false));
+        Ok(Self { chooser, prefixes, state, latest, is_stale })
     }
 
     /// Returns the credential for the next request.
@@ -163,17 +173,18 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
     /// # Errors
     /// A source without a credential.
     pub(crate) async fn current(&self) -> Result<NumberedCredential<C>, CredentialError> {
-        let mut state = self.state.lock().await;
+        // While another request renews the credential before its end, the present one is good.
+        let mut state = match self.state.try_lock() {
+            Ok(state) => state,
+            Err(_) => match self.latest.load_full() {
+                Some(latest) => return Ok(NumberedCredential::clone(&latest)),
+                None => self.state.lock().await,
+            },
+        };
         let is_due = state.renew_at.is_some_and(|time| time <= SystemTime::now());
         let is_stale = self.is_stale.swap(false, Ordering::Relaxed);
         if state.current.is_none() || is_due || is_stale {
-            let chosen =
-                if is_due || is_stale { self.choose_again(&mut state).await } else { Ok(()) };
-            let renewed = match chosen {
-                Ok(()) => fetch_next(&mut state).await,
-                Err(error) => Err(error),
-            };
-            if let Err(error) = renewed {
+            if let Err(error) = self.renew(&mut state, is_due || is_stale).await {
                 // The service decides whether the earlier credential is still good.
                 let Some(current) = &state.current else { return Err(error) };
                 tracing::warn!("{error}. The credentials from {} stay in use", current.origin);
@@ -184,7 +195,30 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
             accept(&mut state, credential);
         }
         let origin = state.source.origin();
-        state.current.clone().ok_or_else(|| CredentialError::new(origin, "it gave none"))
+        let current = state.current.clone();
+        let current = current.ok_or_else(|| CredentialError::new(origin, "it gave none"))?;
+        self.latest.store(Some(Arc::new(current.clone())));
+        Ok(current)
+    }
+
+    /// Gets the next credential. If `choose` is set, the source is chosen again first.
+    async fn renew(
+        &self,
+        state: &mut CredentialState<C>,
+        choose: bool,
+    ) -> Result<(), CredentialError> {
+        let origin = state.source.origin();
+        let renewal = async {
+            if choose {
+                self.choose_again(state).await?;
+            }
+            fetch_next(state).await
+        };
+        // A function of the user may never return.
+        timeout(MAX_RENEWAL_TIME, renewal).await.unwrap_or_else(|_| {
+            let reason = format!("no answer within {MAX_RENEWAL_TIME:?}");
+            Err(CredentialError::new(origin, reason))
+        })
     }
 
     /// Returns another credential after the service has refused the one with this number; `None`
@@ -204,8 +238,8 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
             && (says_expired || !was_just_renewed)
         {
             state.refused_at = Some(Instant::now());
-            self.choose_again(&mut state).await?;
-            fetch_next(&mut state).await?;
+            self.renew(&mut state, true).await?;
+            self.latest.store(state.current.clone().map(Arc::new));
         }
         Ok(state.current.clone().filter(|current| current.number != number))
     }
@@ -304,6 +338,20 @@ pub(crate) struct OpenedBackend {
     pub(crate) credentials: Option<Arc<dyn EnvironmentCheck>>,
 }
 
+/// Reads a file of profiles or with a token, on each call.
+///
+/// # Errors
+/// A file that cannot be read, is no text, or is larger than any such file.
+pub(crate) fn read_credential_file(path: &str) -> std::io::Result<String> {
+    let mut text = String::new();
+    std::fs::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_FILE_BYTES {
+        let reason = format!("it has more than {MAX_FILE_BYTES} bytes");
+        return Err(std::io::Error::new(std::io::ErrorKind::FileTooLarge, reason));
+    }
+    Ok(text)
+}
+
 /// Reads the expiry of a credential.
 ///
 /// # Errors
@@ -323,4 +371,47 @@ pub(crate) fn split_options(
         .iter()
         .map(|(name, value)| (name.clone(), value.clone()))
         .partition(|(name, _)| !names.contains(&name.as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+
+    /// A source that never answers a second time.
+    #[derive(Default)]
+    struct HangingSource(AtomicUsize);
+
+    #[async_trait]
+    impl CredentialSource<u32> for Arc<HangingSource> {
+        fn origin(&self) -> String {
+            "a vault".to_owned()
+        }
+
+        async fn fetch(&self) -> Result<FetchedCredential<u32>, CredentialError> {
+            if self.0.fetch_add(1, Ordering::Relaxed) > 0 {
+                std::future::pending::<()>().await;
+            }
+            Ok(FetchedCredential::Value { credential: 7, expires: Some(SystemTime::now()) })
+        }
+    }
+
+    #[tokio::test]
+    async fn a_source_that_hangs_stops_no_request_while_the_credential_is_good() {
+        let source = Arc::new(HangingSource::default());
+        let chosen = Arc::clone(&source);
+        let chooser: SourceChooser<u32> = Box::new(move |_| Ok(Arc::new(Arc::clone(&chosen))));
+        let credentials = Arc::new(RenewingCredentials::new(&[], chooser).unwrap());
+        assert_eq!(*credentials.current().await.unwrap().credential, 7);
+        tokio::time::sleep(MIN_RENEWAL_PAUSE * 2).await;
+        let renewing = Arc::clone(&credentials);
+        let renewal = tokio::spawn(async move { renewing.current().await.is_ok() });
+        while source.0.load(Ordering::Relaxed) < 2 {
+            tokio::time::sleep(MIN_RENEWAL_PAUSE / 10).await;
+        }
+        assert_eq!(*credentials.current().await.unwrap().credential, 7);
+        assert!(!renewal.is_finished());
+        renewal.abort();
+    }
 }

@@ -12,7 +12,7 @@ use object_store::client::{HttpClient, HttpConnector, HttpRequest, HttpRequestBo
 use serde::Deserialize;
 
 use super::aws_profiles::AssumedRole;
-use super::parse_expiry;
+use super::{parse_expiry, read_credential_file};
 use crate::http_deadlines::DeadlineConnector;
 
 /// First pause before a request is repeated.
@@ -106,8 +106,8 @@ impl TokenService {
         token_file: &str,
         role: &AssumedRole,
     ) -> Result<(AwsCredential, Option<SystemTime>), String> {
-        let token = std::fs::read_to_string(token_file)
-            .map_err(|error| format!("{token_file}: {error}"))?;
+        let token =
+            read_credential_file(token_file).map_err(|error| format!("{token_file}: {error}"))?;
         let more = [("WebIdentityToken", token.trim())];
         self.ask_for_role("AssumeRoleWithWebIdentity", role, &more, None).await
     }

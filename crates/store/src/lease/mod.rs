@@ -109,17 +109,22 @@ impl MarkHolder {
         job.is_some() && self.job.as_deref() == job && !self.is_this_process()
     }
 
+    /// Returns whether the kernel of this process would show the process. Each of the three facts
+    /// is equal on different hosts somewhere: the name in clusters of equal images, the boot id in
+    /// clones of a running machine, the namespace on all hosts without containers.
+    fn is_observable(&self) -> bool {
+        let is_same =
+            |theirs: &Option<String>, ours: Option<String>| theirs.is_some() && *theirs == ours;
+        is_same(&self.boot, boot_id())
+            && is_same(&self.namespace, process_namespace())
+            && self.host == host_name()
+    }
+
     /// Returns whether the mark is valid, given the time of its last write and the present time by
     /// the same clock.
     fn is_alive(&self, written: f64, now: f64) -> bool {
-        // Another boot id means another host, or an earlier boot of this host, whose processes are
-        // gone. The two cases cannot be distinguished, because hosts may have equal names.
-        let elsewhere = match (&self.boot, boot_id()) {
-            (Some(theirs), Some(ours)) => *theirs != ours,
-            _ => self.host != host_name(),
-        };
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
-        if elsewhere || (self.namespace.is_some() && self.namespace != process_namespace()) {
+        if !self.is_observable() {
             return recent();
         }
         match (observe_process(self.pid), self.started) {
@@ -298,7 +303,7 @@ pub fn acquire_lease(
 }
 
 /// Acquires the directory in order to delete its content. On a full disk the lease is an empty
-/// file, which needs no block, and is valid for a minute.
+/// file, which needs no block, and is valid for a minute; [`complete_lease`] completes it.
 ///
 /// # Errors
 /// Like [`acquire_lease`]. A disk may be so full that there is no room for an empty file.
@@ -307,6 +312,33 @@ pub(crate) fn acquire_for_deletion(store: &Store, now: SystemTime) -> Result<Opt
         Err(error) if error.is_no_space() => acquire_with_content(store, now, Bytes::new(), None),
         other => other,
     }
+}
+
+/// Completes a lease that is an empty file. Files of the directory are deleted until there is room,
+/// the manifest first.
+///
+/// # Errors
+/// A backend that does not answer, write or delete.
+pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
+    if store.size(lease)? > 0 {
+        return Ok(());
+    }
+    let holder = |text: &[u8]| {
+        text.is_empty().then(|| encode_holder(SystemTime::now(), None, None)).transpose()
+    };
+    store.delete(MANIFEST_FILE)?;
+    for file in store.list("")?.into_iter().filter(|file| is_content(&file.path)) {
+        match store.replace_existing(lease, holder) {
+            Err(error) if error.is_no_space() => store.delete(&file.path)?,
+            done => return done.map(drop),
+        }
+    }
+    Ok(())
+}
+
+/// Returns whether a file of a directory is deleted before the marks.
+fn is_content(path: &str) -> bool {
+    !is_mark(path) && path != PREPARATION_FILE
 }
 
 fn acquire_with_content(
@@ -439,8 +471,7 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
     store.delete(MANIFEST_FILE)?;
     let (entries, links) = store.list_with_links("")?;
     let paths = entries.iter().map(|entry| entry.path.as_str()).chain(links.iter().map(|p| &**p));
-    let files: Vec<&str> =
-        paths.filter(|path| !is_mark(path) && *path != PREPARATION_FILE).collect();
+    let files: Vec<&str> = paths.filter(|path| is_content(path)).collect();
     store.delete_files("", files.iter().copied())?;
     for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {
         store.delete_all(&item.name)?;

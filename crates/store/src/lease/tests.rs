@@ -200,6 +200,37 @@ fn the_dead_do_not_count_and_the_unseen_do_for_a_week() {
 }
 
 #[test]
+fn a_process_that_cannot_be_observed_is_not_dead() {
+    let now = SystemTime::now();
+    let pid = 4_000_000;
+    let dead = MarkHolder { pid, ..MarkHolder::of_this_process(now, None) };
+    assert!(!dead.is_alive(unix_seconds(now), unix_seconds(now)), "it is on this host");
+    let none = || MarkHolder { pid, ..MarkHolder::of_this_process(now, None) };
+    for (case, holder) in [
+        ("an unknown boot id", MarkHolder { boot: None, ..none() }),
+        ("an unknown namespace", MarkHolder { namespace: None, ..none() }),
+        ("a clone of the machine", MarkHolder { host: "clone".to_owned(), ..none() }),
+        ("another host of the same name", MarkHolder { boot: Some("b".to_owned()), ..none() }),
+    ] {
+        assert!(holder.is_alive(unix_seconds(now), unix_seconds(now)), "{case}");
+        let later = unix_seconds(now) + UNSEEN_HOLDER_LIFETIME.as_secs_f64() + 1.0;
+        assert!(!holder.is_alive(unix_seconds(now), later), "{case}");
+    }
+}
+
+#[test]
+fn an_empty_lease_is_completed_when_there_is_room() {
+    let (store, now) = (store("empty"), SystemTime::now());
+    let name = acquire_with_content(&store, now, Bytes::new(), None).unwrap().unwrap();
+    store.write(MANIFEST_FILE, Bytes::from_static(b"{}")).unwrap();
+    store.write("part", Bytes::from_static(b"1")).unwrap();
+    complete_lease(&store, &name).unwrap();
+    let holder: MarkHolder = serde_json::from_slice(&store.read(&name).unwrap()).unwrap();
+    assert!(holder.is_this_process() && store.exists("part").unwrap());
+    assert!(!store.exists(MANIFEST_FILE).unwrap(), "no reader finds one without its files");
+}
+
+#[test]
 fn a_mark_that_says_nothing_counts_while_it_may_be_written() {
     let (store, now) = (store("half"), SystemTime::now());
     store.write("_lease-1.json", Bytes::new()).unwrap();

@@ -26,6 +26,7 @@ use crate::ranged_reads::{self, MAX_SINGLE_REQUEST_BYTES};
 use crate::store_operation::StoreOperation;
 use crate::upload::StoreUpload;
 
+mod listing;
 mod replacement;
 
 pub(crate) use replacement::FileReplacement;
@@ -83,6 +84,11 @@ impl DirectoryItem {
         let name = meta.location.filename().unwrap_or_default().to_owned();
         let modified = Some(SystemTime::from(meta.last_modified));
         Self { name, bytes: meta.size, modified, is_directory: false }
+    }
+
+    fn from_local(path: &Path, found: &std::fs::Metadata) -> Self {
+        let name = path.filename().unwrap_or_default().to_owned();
+        Self { name, bytes: found.len(), modified: found.modified().ok(), is_directory: false }
     }
 
     fn from_directory_path(path: &Path) -> Self {
@@ -321,6 +327,11 @@ impl Store {
     /// Like [`Store::read`].
     pub fn size(&self, path: &str) -> Result<u64> {
         let at = self.object_path(path)?;
+        if let StoreLocation::Local(base) = &self.location {
+            return local_files::file_metadata(&local_file(base, path))
+                .map(|found| found.len())
+                .map_err(|source| self.local_error("look up", path, source));
+        }
         self.ask_backend("look up", path, async |backend| backend.head(&at).await)
             .map(|meta| meta.size)
     }
@@ -358,90 +369,6 @@ impl Store {
             }
             Err(error) => Err(error),
         }
-    }
-
-    /// Returns the item at `path`.
-    ///
-    /// # Errors
-    /// [`Error::Missing`] if there is none; otherwise like [`Store::read`].
-    pub fn stat(&self, path: &str) -> Result<DirectoryItem> {
-        let at = self.object_path(path)?;
-        match self.ask_backend("look up", path, async |backend| backend.head(&at).await) {
-            Ok(meta) => Ok(DirectoryItem::from_meta(&meta)),
-            Err(missing @ Error::Missing { .. }) => {
-                if self.exists(path)? {
-                    Ok(DirectoryItem::from_directory_path(&at))
-                } else {
-                    Err(missing)
-                }
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Returns files and directories directly in `path`, sorted by name.
-    ///
-    /// # Errors
-    /// A backend that cannot be asked.
-    pub fn list_directory(&self, path: &str) -> Result<Vec<DirectoryItem>> {
-        let at = self.object_path(path)?;
-        let found = self.ask_backend("list", path, async |backend| {
-            backend.list_with_delimiter(Some(&at)).await
-        })?;
-        let directories = found.common_prefixes.iter().map(DirectoryItem::from_directory_path);
-        let mut items: Vec<DirectoryItem> =
-            directories.chain(found.objects.iter().map(DirectoryItem::from_meta)).collect();
-        items.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(items)
-    }
-
-    /// Returns all files below `path`, sorted by path; none if the directory does not exist.
-    ///
-    /// # Errors
-    /// A backend that cannot be asked; a symbolic link to a directory, whose files would be
-    /// missing in the listing.
-    pub fn list(&self, path: &str) -> Result<Vec<FileEntry>> {
-        let (files, links) = self.list_with_links(path)?;
-        match links.first() {
-            None => Ok(files),
-            Some(link) => Err(Error::LinkedDirectory { path: self.display_path(link) }),
-        }
-    }
-
-    /// Returns all files below `path`, sorted by path, and the symbolic links to directories, which
-    /// are not followed. Only file systems have such links.
-    ///
-    /// # Errors
-    /// A backend that cannot be asked.
-    pub fn list_with_links(&self, path: &str) -> Result<(Vec<FileEntry>, Vec<String>)> {
-        let at = self.object_path(path)?;
-        if let StoreLocation::Local(base) = &self.location {
-            let tree = local_tree::list_tree(&local_file(base, path))
-                .map_err(|source| self.local_error("list", path, source))?;
-            let below = |inner: String| {
-                if path.is_empty() { inner } else { format!("{path}/{inner}") }
-            };
-            let files = tree.files.into_iter();
-            let files = files.map(|file| FileEntry { path: below(file.path), ..file }).collect();
-            return Ok((files, tree.linked_directories.into_iter().map(below).collect()));
-        }
-        let below = |whole: &str| {
-            whole
-                .strip_prefix(self.prefix.as_ref())
-                .unwrap_or(whole)
-                .trim_start_matches('/')
-                .to_owned()
-        };
-        let entry = |meta: object_store::ObjectMeta| FileEntry {
-            path: below(meta.location.as_ref()),
-            bytes: meta.size,
-            modified: Some(SystemTime::from(meta.last_modified)),
-        };
-        let mut entries: Vec<FileEntry> = self.ask_backend("list", path, async |backend| {
-            backend.list(Some(&at)).map_ok(entry).try_collect().await
-        })?;
-        entries.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok((entries, Vec::new()))
     }
 
     /// Writes a file that is visible completely or not at all; on a local file system even after a

@@ -187,6 +187,45 @@ fn a_child_that_is_a_link_is_deleted_as_a_link() {
 }
 
 #[test]
+fn a_pipe_in_the_place_of_a_file_blocks_nobody() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path().to_str().unwrap()).unwrap();
+    rustix::fs::mkfifoat(rustix::fs::CWD, directory.path().join("f"), 0o644.into()).unwrap();
+    type Request = fn(&Store) -> Result<()>;
+    let asked: [(&str, Request); 6] = [
+        ("read", |store| store.read("f").map(drop)),
+        ("size", |store| store.size("f").map(drop)),
+        ("stat", |store| store.stat("f").map(drop)),
+        ("copy", |store| store.copy("f", "g").map(drop)),
+        ("ranges", |store| store.read_ranges("f", std::slice::from_ref(&(0..1))).map(drop)),
+        ("open", |store| store.open_file("f").map(drop)),
+    ];
+    for (name, ask) in asked {
+        let error = ask(&store).unwrap_err();
+        assert!(!matches!(error, Error::Missing { .. }), "{name}: {error}");
+        let text = format!("{:?}", error_messages(&error));
+        assert!(text.contains("pipe"), "{name}: {text}");
+    }
+    assert_eq!(store.list("").unwrap(), []);
+}
+
+/// The messages of an error and of its sources.
+fn error_messages(error: &dyn std::error::Error) -> Vec<String> {
+    std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string).collect()
+}
+
+#[test]
+fn directories_nested_beyond_all_use_are_an_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let store = Store::open(directory.path().to_str().unwrap()).unwrap();
+    let mut deep = directory.path().to_path_buf();
+    (0..120).for_each(|_| deep.push("d"));
+    std::fs::create_dir_all(&deep).unwrap();
+    let error = store.list("").unwrap_err();
+    assert!(format!("{:?}", error_messages(&error)).contains("nested more than"), "{error}");
+}
+
+#[test]
 fn st_8_a_file_system_that_cannot_be_asked_is_an_error_and_not_absence() {
     let places = tempfile::tempdir().unwrap();
     std::fs::write(places.path().join("file"), b"x").unwrap();

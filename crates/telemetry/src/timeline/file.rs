@@ -18,6 +18,8 @@ pub const OLD_FILE_SUFFIX: &str = ".old";
 const MIN_FILE_BYTES: u64 = 32 << 10;
 /// Bytes of records that are written together at most.
 const MAX_WRITE_BYTES: u64 = 64 << 10;
+/// First bytes of a timeline; a record follows.
+pub(super) const TRACE_BEGIN: &str = "[\n";
 const TRACE_END: &str = "\n]\n";
 
 /// The file of records. It ends with `]` after every write; the next write begins by overwriting
@@ -33,10 +35,7 @@ pub(super) struct TraceFile {
 
 impl TraceFile {
     pub(super) fn new(path: &Path, limit: Option<u64>) -> io::Result<Self> {
-        match fs::remove_file(old_file_path(path)) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
+        remove_old_timeline(path, limit.is_some())?;
         let most = limit.map_or(u64::MAX, |limit| (limit / 2).max(MIN_FILE_BYTES));
         Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, max_bytes: most })
     }
@@ -73,6 +72,29 @@ impl TraceFile {
         self.offset += records;
         text.clear();
         Ok(())
+    }
+}
+
+/// Removes the earlier part of an earlier timeline. Another file of this name stays.
+///
+/// # Errors
+/// Another file, if this timeline `needs` its name.
+fn remove_old_timeline(path: &Path, needs: bool) -> io::Result<()> {
+    let old = old_file_path(path);
+    let mut begin = [0; TRACE_BEGIN.len() + 1];
+    match File::open(&old) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(file) => match file.read_exact_at(&mut begin, 0) {
+            Ok(()) if begin.strip_prefix(TRACE_BEGIN.as_bytes()) == Some(b"{") => {
+                fs::remove_file(old)
+            }
+            _ if !needs => Ok(()),
+            _ => {
+                let reason = format!("{} is no timeline, so it stays: move it", old.display());
+                Err(io::Error::new(io::ErrorKind::AlreadyExists, reason))
+            }
+        },
     }
 }
 

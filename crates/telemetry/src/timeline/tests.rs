@@ -175,7 +175,7 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
     const LIMIT: u64 = 128 << 10;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("0.json");
-    std::fs::write(old(&path), "of an earlier timeline").unwrap();
+    std::fs::write(old(&path), "[\n{}]").unwrap();
     let extent = TimelineOptions { max_bytes: Some(LIMIT), ..TimelineOptions::default() };
     let timeline = Timeline::default();
     timeline
@@ -208,6 +208,24 @@ fn a_limit_keeps_what_came_last_in_two_valid_files_that_name_their_tracks() {
             records.iter().filter(|record| record["name"] == "process_name").collect();
         assert!(names.iter().any(|one| one["args"]["name"] == "a" && one["pid"] == 1));
         assert!(names.iter().any(|one| one["args"]["name"] == "b" && one["pid"] == 2));
+    }
+}
+
+#[test]
+fn another_file_with_the_name_of_an_earlier_timeline_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("0.json");
+    let limited = TimelineOptions { max_bytes: Some(1), ..TimelineOptions::default() };
+    for other in ["", "[\n", "[{}]", "a user's notes"] {
+        std::fs::write(old(&path), other).unwrap();
+        let start = |options| {
+            let timeline = Timeline::default();
+            timeline.start_writing(&path, TimelineOwner::default(), options)
+        };
+        let error = start(limited).unwrap_err().to_string();
+        assert!(error.contains("0.json.old is no timeline"), "{error}");
+        start(TimelineOptions::default()).unwrap();
+        assert_eq!(std::fs::read_to_string(old(&path)).unwrap(), other);
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use super::event::{
     ProducedTensor, TimelineEvent, TimelineEventKind, TimelineOwner, TimelineTrack,
 };
-use super::file::TraceFile;
+use super::file::{TRACE_BEGIN, TraceFile};
 
 /// Name of the track with the phases of training steps.
 const PHASE_TRACK_NAME: &str = "steps";
@@ -235,7 +235,7 @@ impl TraceWriter {
 
     fn push_record(&mut self, record: &str) {
         let first = self.file.is_empty() && self.text.is_empty();
-        self.text.push_str(if first { "[\n" } else { ",\n" });
+        self.text.push_str(if first { TRACE_BEGIN } else { ",\n" });
         self.text.push_str(record);
     }
 

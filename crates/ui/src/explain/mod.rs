@@ -86,7 +86,8 @@ pub fn explain_run(url: &str) -> Result<RunExplanation> {
         .filter(|files| files.contains_key(RECORD_FILE));
     let files =
         files.ok_or_else(|| Error::Missing { what: directory.display_path(RECORD_FILE) })?;
-    Ok(explain_record(&record::read_record(&directory, &files), &files))
+    let record = record::read_record(&directory, &files)?;
+    Ok(explain_record(&record, &files))
 }
 
 /// Explains the run of a record, in whose directory these files are.

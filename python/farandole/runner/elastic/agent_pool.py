@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ class ThreadedAgentPool(ABC):
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            thread(self._run_workers, f"farandole-worker-{number}") for number in range(most)
+            thread(partial(self._run_workers, number), f"farandole-worker-{number}")
+            for number in range(most)
         ]
+        self._running: set[int] = set()
+        self._refusals_in_row = [0] * most
         self.endings: dict[int, TaskOutcome] = {}
         self.refusals: list[str] = []
         self.dismissed: set[int] = set()
@@ -69,15 +73,30 @@ class ThreadedAgentPool(ABC):
             for thread in self._threads:
                 thread.join(0.1)
 
-    def _run_workers(self) -> None:
+    def is_running(self, task: int) -> bool:
+        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
+        return task in self._running
+
+    def fewest_refusals(self) -> int:
+        """Returns how often in a row no worker could start, in the thread with the fewest."""
+        return min(self._refusals_in_row)
+
+    def _run_workers(self, number: int) -> None:
         self._prepare_thread()
         pause = _RESTART_DELAY
         while not self._stopped.is_set():
             with self._lock:
                 task = next(self._numbers)
-            refused = self._run_worker(task)
+            self._running.add(task)
+            try:
+                refused = self._run_worker(task)
+            finally:
+                self._running.discard(task)
             if refused is not None:
                 self.refusals.append(refused)
+            self._refusals_in_row[number] = (
+                0 if refused is None else self._refusals_in_row[number] + 1
+            )
             self._stopped.wait(pause)
             ending = self.endings.get(task)
             if ending is not None and ending.has_succeeded:

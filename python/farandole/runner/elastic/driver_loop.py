@@ -27,10 +27,15 @@ if TYPE_CHECKING:
 
 _EVENT_WAIT_SECONDS = 0.25
 _MAX_REFUSALS = 3
-"""Number of consecutive tasks without a worker, before the first world, after which the job
-fails.
+"""Number of consecutive attempts without a worker, in every thread or slot of the pool, after which
+a job that has had no world fails. So a bad host does not end a job that other hosts can run.
 """
 _RESULT_TIMEOUT = 15.0
+"""Seconds to wait for a result whose agent has ended."""
+_TRANSFER_TIMEOUT = 3600.0
+"""Seconds within which one more result must come while agents still send theirs: a result that is
+too large for the registrar comes by Spark's rows, Ray's objects or ssh.
+"""
 _NETWORK_EXCEPTIONS = (
     f"{FarandoleInternalError.__module__}.{FarandoleInternalError.__qualname__}",
 )
@@ -55,6 +60,16 @@ class ElasticAgentPool(Protocol):
 
     def end_workers(self) -> None:
         """Starts no more workers, and ends all that wait or run."""
+
+    def is_running(self, task: int) -> bool:
+        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
+        ...
+
+    def fewest_refusals(self) -> int:
+        """Returns how often in a row no worker could start, in the thread or slot with the
+        fewest.
+        """
+        ...
 
 
 class PlannedDepartures(Protocol):
@@ -143,7 +158,7 @@ class _ElasticJobRun(EventHandler):
                 raise error from origin
             if self.ends_on_error:
                 self.raise_function_error()
-            if not self.worlds and len(self.pool.refusals) >= _MAX_REFUSALS:
+            if not self.worlds and self.pool.fewest_refusals() >= _MAX_REFUSALS:
                 raise FarandoleJobError(f"no worker could be started: {self.pool.refusals[-1]}")
             for task, reason in (
                 self.departures.poll_departures() if self.departures is not None else ()
@@ -164,12 +179,22 @@ class _ElasticJobRun(EventHandler):
 
     def collect_results(self) -> list[Any]:
         seats = sorted(self.registrar.rank_assignment() or [], key=lambda seat: seat["rank"])
-        deadline = time.monotonic() + _RESULT_TIMEOUT
-        missing = [seat for seat in seats if self.task_outcome(seat["task"]).result is None]
-        while missing and time.monotonic() < deadline:
-            # Results that are too large for the registrar come with the exits of the workers.
+        missing = {seat["task"] for seat in seats}
+        progress = seen_running = time.monotonic()
+        while True:
+            # Asked before the results: an agent that ends leaves its result first.
+            running = any(self.pool.is_running(task) for task in missing)
+            left = {task for task in missing if self.task_outcome(task).result is None}
+            now = time.monotonic()
+            progress = now if left != missing else progress
+            seen_running = now if running else seen_running
+            if not left or now >= min(
+                progress + _TRANSFER_TIMEOUT, max(progress, seen_running) + _RESULT_TIMEOUT
+            ):
+                break
+            missing = left
             self.pump_events(_EVENT_WAIT_SECONDS)
-            missing = [seat for seat in seats if self.task_outcome(seat["task"]).result is None]
+            self.watcher.poll_updates()
         endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]
         return results_by_rank(endings, len(seats))
 
@@ -199,7 +224,10 @@ class _ElasticJobRun(EventHandler):
             task = self.last_lost_task  # whose error says more than its exit code
         if task is not None and task in self.exits:
             return task_failure(self.task_outcome(task))
-        return FarandoleJobError(event.text or "the job failed"), None
+        text = event.text or "the job failed"
+        if not self.worlds and self.pool.refusals:
+            text += f"; a worker could not be started: {self.pool.refusals[-1]}"
+        return FarandoleJobError(text), None
 
     def handle_event(self, event: Event) -> None:
         match event.kind:

@@ -131,13 +131,17 @@ class RunJournal(RunReporter):
         self._changed.set()
 
     def write_line(self, rank: int, stream: str, text: str) -> None:
-        """Writes the line of a rank into the run's directory. A restarted job appends its lines."""
+        """Writes the line of a rank into the run's directory. A restarted job and a repeated fit
+        append their lines.
+        """
         if self._output is None:
             return
         try:
             if self._files is None:
                 self._files = RankFiles(
-                    self._output, max(int(self._record.get("size") or 0), rank + 1)
+                    self._output,
+                    max(int(self._record.get("size") or 0), rank + 1),
+                    append=True,
                 )
             self._files.write_line(rank, stream, text)
         except OSError as error:

@@ -13,8 +13,8 @@ store, the driver gets progress and output when the job is over, or not at all.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 _DIAL_TIMEOUT: Final = 3.0
 _EVENT_INTERVAL: Final = 0.5
 _GRACE_AFTER_ABORT: Final = 5.0
+_LAST_WRITE_TIMEOUT: Final = 30.0
+"""Seconds for which the last events are written again when the store fails."""
+_MAX_WAITING_LINES: Final = 20_000
+"""Number of events that wait for the store."""
 _EVENT_FIELDS: Final = (
     "kind",
     "task",
@@ -44,6 +48,7 @@ _EVENT_FIELDS: Final = (
     "stderr_tail",
     "dropped",
 )
+_log = logging.getLogger("farandole")
 
 
 @dataclass(frozen=True)
@@ -86,20 +91,23 @@ class RendezvousHost:
     def _record_events(self) -> None:
         # Spark may start the gang again, with another first task. Its files have a later name, so
         # that the driver reads them as new events.
-        self._name = f"{time.time_ns():020d}"
-        number, waiting, written = 0, [], time.monotonic()
+        files = _EventFiles(self._rendezvous.spill, f"{time.time_ns():020d}")
+        written = time.monotonic()
         while (
             len(self._ended_tasks) < self._rendezvous.size and time.monotonic() < self._record_until
         ):
-            waiting += [
-                self._event_line(event) for event in self._registrar.events(_EVENT_INTERVAL)
-            ]
-            if waiting and time.monotonic() - written >= _EVENT_INTERVAL:
-                number, waiting, written = number + 1, [], self._write_lines(number, waiting)
-        waiting += [self._event_line(event) for event in self._registrar.events(0.0)]
-        self._write_lines(number, waiting)
+            for event in self._registrar.events(_EVENT_INTERVAL):
+                files.add_event(self._describe_event(event))
+            if time.monotonic() - written >= _EVENT_INTERVAL:
+                files.write_waiting()
+                written = time.monotonic()
+        for event in self._registrar.events(0.0):
+            files.add_event(self._describe_event(event))
+        deadline = time.monotonic() + _LAST_WRITE_TIMEOUT
+        while not files.write_waiting() and time.monotonic() < deadline:
+            time.sleep(_EVENT_INTERVAL)
 
-    def _event_line(self, event: Event) -> str:
+    def _describe_event(self, event: Event) -> dict[str, Any]:
         if event.kind == "exit" and event.task is not None:
             self._ended_tasks.add(event.task)
         if event.kind == "aborted":
@@ -110,16 +118,67 @@ class RendezvousHost:
             told["data"] = base64.b64encode(event.data or b"").decode()
         if event.kind == "assigned":
             told["seats"] = self._registrar.rank_assignment()
-        return json.dumps(told)
+        return told
 
-    def _write_lines(self, number: int, lines: list[str]) -> float:
-        if lines and self._rendezvous.spill is not None:
-            # If the store is briefly unreachable, some events are lost; the job continues.
-            with contextlib.suppress(OSError):
-                self._rendezvous.spill.write_file(
-                    f"events/{self._name}-{number:08d}.jsonl", "\n".join(lines).encode()
+
+class _EventFiles:
+    """The numbered files of one host. If a write fails, its file is written again with the same
+    content, because the store may have it although the answer was lost. New events wait.
+
+    Args:
+        spill: The job's directory in a store; `None` if there is no store.
+        name: Begin of the names of the files.
+    """
+
+    def __init__(self, spill: TaskSpill | None, name: str) -> None:
+        self._spill = spill
+        self._name = name
+        self._number = 0
+        self._waiting: list[dict[str, Any]] = []
+        self._dropped = 0
+        self._unwritten: bytes | None = None
+        self._has_warned = False
+
+    def add_event(self, told: dict[str, Any]) -> None:
+        """Takes an event for the next file. If very many wait, the oldest output, then the oldest
+        progress, is dropped.
+        """
+        if self._spill is None:
+            return
+        self._waiting.append(told)
+        if len(self._waiting) > _MAX_WAITING_LINES:
+            for kind in ("log", "metric"):
+                found = next((one for one in self._waiting if one["kind"] == kind), None)
+                if found is not None:
+                    self._waiting.remove(found)
+                    self._dropped += kind == "log"
+                    return
+
+    def write_waiting(self) -> bool:
+        """Writes all events; returns whether all are written."""
+        if self._spill is None:
+            return True
+        while self._waiting or self._unwritten is not None:
+            if self._unwritten is None:
+                self._unwritten = self._encode_waiting()
+            try:
+                self._spill.write_file(
+                    f"events/{self._name}-{self._number:08d}.jsonl", self._unwritten
                 )
-        return time.monotonic()
+            except OSError as error:
+                if not self._has_warned:
+                    self._has_warned = True
+                    _log.warning("events of the job wait for the store: %s", error)
+                return False
+            self._number, self._unwritten = self._number + 1, None
+        return True
+
+    def _encode_waiting(self) -> bytes:
+        lines, self._waiting = self._waiting, []
+        log = next((one for one in lines if one["kind"] == "log"), None)
+        if log is not None and self._dropped:
+            log["dropped"], self._dropped = (log["dropped"] or 0) + self._dropped, 0
+        return "\n".join(map(json.dumps, lines)).encode()
 
 
 class StoredEventReader:

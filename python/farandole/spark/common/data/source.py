@@ -24,7 +24,12 @@ import numpy as np
 
 from farandole._native.reader import Dataset, Reader
 from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, object_array
-from farandole.data.memory import cache_directory, default_byte_budget
+from farandole.data.memory import (
+    MemoryReservation,
+    cache_directory,
+    default_byte_budget,
+    reserve_memory,
+)
 from farandole.data.ragged import lengths_column
 from farandole.stores.local_paths import explain_unreadable_data
 
@@ -99,8 +104,9 @@ class BatchSource:
         shuffle: whether each pass has another order.
         threads: reading threads.
         in_memory: whether the rows of this process stay in memory after the first pass; their order
-            is then drawn from them alone. With `moves` they stay in memory that processes of a host
-            share, and keep their order.
+            is then drawn from them alone. If the memory is too small, each pass reads the rows of
+            the first one again, in their order, because other processes may keep theirs. With
+            `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
         missing: what becomes of nulls, NaN and infinities.
@@ -195,6 +201,9 @@ class BatchSource:
         self._shuffle = shuffle
         self._in_memory = in_memory and not moves
         self._cached_batches: list[SourceBatch] = []
+        self._reservation: MemoryReservation | None = None
+        self._repeated_pass: int | None = None
+        """The pass whose rows this process has in all passes, if it cannot keep them."""
         self._start_position = EpochPosition()
 
     @property
@@ -315,15 +324,34 @@ class BatchSource:
         if len(self._cached_batches) == self.steps:
             yield from self._batches_from_memory(number)
             return
-        self._cached_batches = []
+        self._cached_batches, self._reservation = [], None
+        if self._repeated_pass is not None:
+            number = self._repeated_pass
+        keeps, count = self._in_memory and self._repeated_pass is None, self._reader.step_count(row)
         with closing(self._reader.read_epoch(number, row)) as batches:
-            for _ in range(self._reader.step_count(row)):
+            for step in range(count):
                 with explain_unreadable_data(self._url):
                     batch = next(batches)
                 rows = self._convert_batch(batch)
-                if self._in_memory:
-                    self._cached_batches.append(rows)
+                if keeps and step == 0:
+                    keeps = self._reserve_memory(rows, count)
+                if keeps:
+                    self._keep_batch(rows)
                 yield rows
+        if self._in_memory and not keeps and count == self.steps:
+            self._repeated_pass = number
+
+    def _reserve_memory(self, rows: SourceBatch, count: int) -> bool:
+        """Reserves memory for all batches of a pass; returns whether there is enough."""
+        # To shuffle them, a pass copies all rows.
+        copies = 2 if self._shuffle else 1
+        self._reservation = reserve_memory(copies * count * _column_bytes(rows))
+        return self._reservation is not None
+
+    def _keep_batch(self, rows: SourceBatch) -> None:
+        self._cached_batches.append(rows)
+        if self._reservation is not None:
+            self._reservation.filled += _column_bytes(rows)
 
     def _convert_batch(self, batch: Batch) -> SourceBatch:
         count = max(self._min_rows, batch.valid_rows)
@@ -397,6 +425,10 @@ def sample_rows(
             for first, batch in enumerate(islice(batches, count))
         ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _column_bytes(rows: SourceBatch) -> int:
+    return sum(values.nbytes for values in rows.columns.values())
 
 
 def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:

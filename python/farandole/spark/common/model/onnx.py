@@ -13,6 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
+import re
+import secrets
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,6 +45,7 @@ _SYNTHETIC_ROWS = 8
 """Rows of a made-up batch; another number than the exporter has seen."""
 _SYNTHETIC_LIST_LENGTH = 5
 """Length of the lists in a made-up batch of a ragged input."""
+_log = logging.getLogger("farandole")
 
 
 class OnnxMismatchError(ValueError):
@@ -148,20 +152,48 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
     moved to the path.
 
     The new file then survives a loss of power. Until then, the old file at the path stays complete.
+    Files that are written beside the temporary path, such as weights, must have names that begin
+    with its name, which is a new one each time. So they do not replace those of the old file, which
+    are deleted last.
 
     Args:
-        path: path of the file. Other files that are written beside it, such as weights, are moved
-            with it.
+        path: path of the file.
     """
     target = Path(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-        made = Path(folder) / target.name
+        made = Path(folder) / f"{target.stem}-{secrets.token_hex(4)}{target.suffix}"
         yield made
         durable.sync_tree(Path(folder).absolute())
-        for part in sorted(Path(folder).iterdir(), key=lambda one: one == made):
-            # the file itself comes last, weights beside it first
-            part.replace(target.parent / part.name)
+        for part in sorted(Path(folder).iterdir()):
+            if part != made:
+                part.replace(target.parent / part.name)
         durable.DurableFiles().sync_path(target.parent)
+        old = _find_weight_files(target)
+        made.replace(target)
+        durable.DurableFiles().sync_path(target.parent)
+        for weights in old:
+            try:
+                weights.unlink()
+            except OSError as error:
+                _log.warning("the old weights beside %s could not be deleted: %s", target, error)
+
+
+def _find_weight_files(target: Path) -> list[Path]:
+    """Returns the files beside an ONNX file that it refers to, and that have names of an export to
+    its path.
+    """
+    pattern = rf"{re.escape(target.stem)}(-[0-9a-f]{{8}})?{re.escape(target.suffix)}\.data"
+    beside = {one.name for one in target.parent.iterdir() if re.fullmatch(pattern, one.name)}
+    if not beside:
+        return []
+    import onnx
+
+    try:
+        graph = onnx.load(target, load_external_data=False).graph
+    except Exception:  # noqa: BLE001 - absent, or no ONNX file: then it refers to none
+        return []
+    places = {entry.value for one in graph.initializer for entry in one.external_data}
+    return [target.parent / name for name in sorted(beside & places)]
 
 
 def synthetic_input(

@@ -9,9 +9,11 @@ model.
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from abc import abstractmethod
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
 
 _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
+_log = logging.getLogger("farandole")
 
 
 class ModelExample(NamedTuple):
@@ -80,6 +83,9 @@ class Tracker(AbstractContextManager["Tracker"]):
 class TrackerGroup(Tracker):
     """Several trackers that get the same reports.
 
+    An error at the start is raised. After that, an error of a tracker is a warning, once for each
+    kind of call: a service that is lost must not end a training or cost its model.
+
     Args:
         all: The trackers.
     """
@@ -87,24 +93,28 @@ class TrackerGroup(Tracker):
     def __init__(self, all: Iterable[Tracker]) -> None:  # noqa: A002 - of what there is
         self._trackers = list(all)
         self._open = ExitStack()
+        self._warned: set[tuple[int, str]] = set()
 
     def __enter__(self) -> Self:
         """Starts all of them."""
         with ExitStack() as opening:
             for one in self._trackers:
-                opening.enter_context(one)
+                one.__enter__()
+                opening.push(partial(self._end_tracker, one))
             self._open = opening.pop_all()
         return self
 
     def log_report(self, record: dict[str, Any]) -> None:
         """Like `Tracker.log_report`."""
         for one in self._trackers:
-            one.log_report(record)
+            with self._warn_of_failure(one, "metrics of an epoch"):
+                one.log_report(record)
 
     def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
         """Like `Tracker.log_model`."""
         for one in self._trackers:
-            one.log_model(model, flavor, example)
+            with self._warn_of_failure(one, "the model"):
+                one.log_model(model, flavor, example)
 
     def __exit__(
         self,
@@ -114,6 +124,28 @@ class TrackerGroup(Tracker):
     ) -> None:
         """Like `Tracker.__exit__`."""
         self._open.__exit__(kind, error, traceback)
+
+    def _end_tracker(
+        self,
+        tracker: Tracker,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._warn_of_failure(tracker, "the end of the run"):
+            tracker.__exit__(kind, error, traceback)
+
+    @contextmanager
+    def _warn_of_failure(self, tracker: Tracker, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of any service
+            if (id(tracker), what) not in self._warned:
+                self._warned.add((id(tracker), what))
+                name = getattr(tracker, "package", type(tracker).__name__)
+                _log.warning(
+                    "%s did not take %s, and the fit continues without it: %s", name, what, error
+                )
 
 
 class _ServiceTracker(Tracker):

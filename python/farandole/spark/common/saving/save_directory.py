@@ -86,6 +86,9 @@ _PARQUET_OPTIONS = {
 _DATA_SCHEMA = "part string, chunk int, bytes binary"
 _DATA_COLUMNS = ["part", "chunk", "bytes"]
 _SCHEME_PATTERN = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+_OWN_NAME_PATTERN = re.compile(r"(metadata|data)/(part-|save=|[._])")
+"""Pattern of the names that a save creates, and also one that was cut off before its metadata."""
+_MAX_NAMES_SHOWN = 5
 _FILE_SCHEME_PATTERN = re.compile(r"^file:(//)?(?=/)")
 _log = logging.getLogger("farandole")
 
@@ -160,13 +163,21 @@ class SaveDirectory:
 
         Raises:
             FileExistsError: something is there, and may not be; or it is of another class, and
-                cannot be deleted.
+                cannot be deleted; or it is no saved object.
         """
         if not overwrite and self._files.has_object():
             raise FileExistsError(
                 f"the path already exists; write().overwrite() replaces it: {self._path}"
             )
-        before, old = _parse_saves(self._files.metadata_lines()), self._files.deletable_names()
+        before = _parse_saves(self._files.metadata_lines())
+        old = self._files.deletable_names() if overwrite else []
+        foreign = [name for name in old or () if _OWN_NAME_PATTERN.match(name) is None]
+        if foreign and not before:
+            raise FileExistsError(
+                f"no saved object is there, but other files are, which overwrite() would delete "
+                f"({', '.join(foreign[:_MAX_NAMES_SHOWN])}): delete them, or choose another path: "
+                f"{self._path}"
+            )
         if old is None and any(one["class"] != metadata["class"] for one in before):
             raise FileExistsError(
                 "Spark Connect cannot delete the old object there, which is of another class "
