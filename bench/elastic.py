@@ -36,7 +36,7 @@ from saved import save
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.launch.bed import Bed, missing, until
+from tests.launch.namespace_cluster import NamespaceCluster, missing, until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -300,17 +300,19 @@ def between_hosts(folder: Path, fault: str) -> float:
     """One of four on two hosts gets SIGKILL, or both of one host are cut off, until the others
     have finished a step.
     """
-    with Bed("head", "h1", "h2") as bed:
+    with NamespaceCluster("head", "h1", "h2") as cluster:
         for name in ("h1", "h2"):
-            bed[name].listen()
-        bed.login(bed["head"])
+            cluster[name].listen()
+        cluster.login(cluster["head"])
         flags = ("-np", 4, "--min-np", 2, "-H", "h1:2,h2:2", "--blacklist-cooldown-range", 600, 600)
         flags += ("--peer-timeout", PEER_TIMEOUT)
 
         def start(*words: object) -> subprocess.Popen[Any]:
-            # The bed's hosts see this machine's files.
+            # The cluster's hosts see this machine's files.
             return (
-                bed["head"].start(sys.executable, "-m", "farandole", "run", *flags, *words).process
+                cluster["head"]
+                .start(sys.executable, "-m", "farandole", "run", *flags, *words)
+                .process
             )
 
         run = Run(folder, start)
@@ -318,7 +320,7 @@ def between_hosts(folder: Path, fault: str) -> float:
         time.sleep(random.uniform(1.0, 1.2))
         victims = [
             process.pid
-            for process in bed["h2"].processes()
+            for process in cluster["h2"].processes()
             if "worker.py" in " ".join(process.argv[:2])
         ]
         began = time.monotonic()
@@ -326,7 +328,7 @@ def between_hosts(folder: Path, fault: str) -> float:
             os.kill(victims[0], signal.SIGKILL)
             took = run.until_size(3, began, 3) - began
         else:
-            bed["h2"].cut()
+            cluster["h2"].cut()
             took = run.until_size(2, began, 2) - began
         run.end()
         return took

@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Allreduce among several hosts next to Open MPI: `farandole run` and `mpirun` by ssh in turns.
 
-Hosts are namespaces of this machine, each with an sshd of its own (tests/launch/bed.py). Each start
-times calls on float32 for some seconds on rank 0; a round is one start of each. Needs root,
-Debian's packages (.ci/packages) and mpi4py; writes bench/results/hosts_mpi.json.
+Hosts are namespaces of this machine, each with an sshd of its own
+(tests/launch/namespace_cluster.py). Each start times calls on float32 for some seconds on rank 0; a
+round is one start of each. Needs root, Debian's packages (.ci/packages) and mpi4py; writes
+bench/results/hosts_mpi.json.
 
     .venv/bin/python bench/hosts_mpi.py [--hosts 4] [--ranks-per-host 2] [--bytes 67108864]
 """
@@ -25,7 +26,7 @@ from launch import words
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.launch.bed import Bed, missing
+from tests.launch.namespace_cluster import NamespaceCluster, missing
 
 TIMED = """
 import json, statistics, time
@@ -64,24 +65,26 @@ more = lambda goes_on: world.bcast(goes_on)
 SETUPS = {"farandole": (FARANDOLE, "hvd.shutdown()"), "mpirun": (MPI, "")}
 
 
-def once(launcher: str, bed: Bed, ranks: int, limit: float) -> dict[str, float]:
+def once(launcher: str, cluster: NamespaceCluster, ranks: int, limit: float) -> dict[str, float]:
     """One start: what rank 0 printed."""
     env = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TMPDIR": "/run/tmp"}
-    running = bed["head"].start(*words(launcher, bed, ranks), **env)
+    running = cluster["head"].start(*words(launcher, cluster, ranks), **env)
     code = running.wait(limit)
     lines = [line[line.index("{") :] for line in running.lines if '{"p50"' in line]
     if code or len(lines) != 1:
-        sys.exit(f"hosts_mpi: {launcher} ended with {code}: {running.said}")
-    bed.until_quiet()
+        sys.exit(f"hosts_mpi: {launcher} ended with {code}: {running.output}")
+    cluster.until_quiet()
     return json.loads(lines[0])
 
 
-def measured(bed: Bed, ranks: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+def measured(
+    cluster: NamespaceCluster, ranks: int, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
     """Medians of each start, in microseconds."""
     found: dict[str, list[float]] = {launcher: [] for launcher in SETUPS}
     for number in range(arguments.rounds):
         for launcher, medians in found.items():
-            row = once(launcher, bed, ranks, arguments.limit)
+            row = once(launcher, cluster, ranks, arguments.limit)
             medians.append(row["p50"])
             print(f"round {number}: {launcher:<10} {row['p50']:>10.0f} us, {row['count']} calls")
     return found
@@ -105,17 +108,19 @@ def main() -> None:
         print(f"hosts_mpi: skipped: {reason}")
         return
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    with Bed("head", *(f"h{number}" for number in range(1, arguments.hosts + 1))) as bed:
-        for name, host in bed.hosts.items():
+    with NamespaceCluster(
+        "head", *(f"h{number}" for number in range(1, arguments.hosts + 1))
+    ) as cluster:
+        for name, host in cluster.hosts.items():
             if name != "head":
                 host.listen()
-        bed.login(bed["head"])
+        cluster.login(cluster["head"])
         for launcher, (setup, end) in SETUPS.items():
             program = TIMED.format(
                 setup=setup, end=end, bytes=arguments.bytes, seconds=arguments.seconds
             )
-            bed.write(f"by_{launcher}.py", program)
-        found = measured(bed, arguments.hosts * arguments.ranks_per_host, arguments)
+            cluster.write(f"by_{launcher}.py", program)
+        found = measured(cluster, arguments.hosts * arguments.ranks_per_host, arguments)
     ours, theirs = (statistics.median(found[launcher]) for launcher in ("farandole", "mpirun"))
     print(
         f"{arguments.hosts} hosts of {arguments.ranks_per_host} ranks on {os.cpu_count()} cores, "

@@ -3,11 +3,12 @@
 """Time until 64 workers on 4 hosts are up: `farandole run` next to `mpirun`, both by ssh, on the
 same hosts.
 
-Hosts are namespaces of this machine, each with an sshd of its own (tests/launch/bed.py). `up` is
-the time from the start of the launcher until the last worker has passed a barrier of all. The
-workers' programs import the same; `imports` is what that alone takes: as many processes on the same
-hosts, started by a shell loop, until the last has imported. All take turns. Needs root and Debian's
-packages (.ci/packages); writes bench/results/launch.json.
+Hosts are namespaces of this machine, each with an sshd of its own
+(tests/launch/namespace_cluster.py). `up` is the time from the start of the launcher until the last
+worker has passed a barrier of all. The workers' programs import the same; `imports` is what that
+alone takes: as many processes on the same hosts, started by a shell loop, until the last has
+imported. All take turns. Needs root and Debian's packages (.ci/packages); writes
+bench/results/launch.json.
 
     .venv/bin/python bench/launch.py [--workers 64] [--hosts 4] [--rounds 3]
 """
@@ -27,10 +28,10 @@ from saved import save
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from tests.launch.bed import Bed, missing
+from tests.launch.namespace_cluster import NamespaceCluster, missing
 
 if TYPE_CHECKING:
-    from tests.launch.bed import Running
+    from tests.launch.namespace_cluster import Running
 
 # The clock is one for all namespaces of a machine.
 IMPORTS = """
@@ -58,9 +59,9 @@ PROGRAMS = {
 }
 
 
-def words(launcher: str, bed: Bed, workers: int) -> list[object]:
+def words(launcher: str, cluster: NamespaceCluster, workers: int) -> list[object]:
     """The command that starts the workers, and ends when they have ended."""
-    names = [name for name in bed.hosts if name != "head"]
+    names = [name for name in cluster.hosts if name != "head"]
     each = workers // len(names)
     hosts = ",".join(f"{name}:{each}" for name in names)
     program = [sys.executable, f"by_{launcher}.py"]
@@ -89,25 +90,25 @@ def stamps(running: list[Running]) -> list[dict[str, float]]:
     return [json.loads(line[line.index("{") :]) for line in lines]
 
 
-def once(launcher: str, bed: Bed, workers: int, limit: float) -> dict[str, float]:
+def once(launcher: str, cluster: NamespaceCluster, workers: int, limit: float) -> dict[str, float]:
     """One start: seconds until all are up, and what the workers say of themselves."""
     env = {"OPENBLAS_NUM_THREADS": "1", "TMPDIR": "/run/tmp"}
     began = time.monotonic()
     if launcher == "imports":
-        hosts = [host for name, host in bed.hosts.items() if name != "head"]
+        hosts = [host for name, host in cluster.hosts.items() if name != "head"]
         loop = f'for _ in $(seq {workers // len(hosts)}); do "$@" & done; wait'
         program = [sys.executable, "by_imports.py"]
         running = [host.start("sh", "-c", loop, "sh", *program, **env) for host in hosts]
     else:
-        running = [bed["head"].start(*words(launcher, bed, workers), **env)]
+        running = [cluster["head"].start(*words(launcher, cluster, workers), **env)]
     codes = [one.wait(limit) for one in running]
     found = stamps(running)
     if any(codes) or len(found) != workers:
         sys.exit(
             f"launch: {launcher}: {len(found)} of {workers} workers: "
-            f"{''.join(one.said for one in running)}"
+            f"{''.join(one.output for one in running)}"
         )
-    bed.until_quiet()
+    cluster.until_quiet()
     return {
         "first": min(stamp["began"] for stamp in found) - began,
         "imported": max(stamp["imported"] for stamp in found) - began,
@@ -140,19 +141,21 @@ def main() -> None:
         parser.error("the workers must be a multiple of the hosts")
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in PROGRAMS}
-    with Bed("head", *(f"h{number}" for number in range(1, arguments.hosts + 1))) as bed:
-        for name, host in bed.hosts.items():
+    with NamespaceCluster(
+        "head", *(f"h{number}" for number in range(1, arguments.hosts + 1))
+    ) as cluster:
+        for name, host in cluster.hosts.items():
             if name != "head":
                 host.listen()
-        bed.login(bed["head"])
-        if bed["head"].run("mpirun", "--version").returncode != 0:
+        cluster.login(cluster["head"])
+        if cluster["head"].run("mpirun", "--version").returncode != 0:
             print("launch: without mpirun (Debian: apt-get install openmpi-bin)")
             del rows["mpirun"]
         for name in rows:
-            bed.write(f"by_{name}.py", PROGRAMS[name])
+            cluster.write(f"by_{name}.py", PROGRAMS[name])
         for _ in range(arguments.rounds):
             for name, found in rows.items():
-                found.append(once(name, bed, arguments.workers, arguments.limit))
+                found.append(once(name, cluster, arguments.workers, arguments.limit))
     show(arguments.workers, arguments.hosts, rows)
     if not arguments.keep:
         results: dict[str, Any] = {

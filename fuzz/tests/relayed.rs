@@ -102,12 +102,12 @@ fn no_action_of_a_relay_makes_a_rank_accept_its_bytes() {
         let connection = random.below(1 + usize::from(streams));
         let offset = random.below(if connection == 0 { 240 } else { TOTAL / 2 });
         let plan = Plan { connection, way, offset, harm: harm(random) };
-        let meeting = MemoryRendezvous::default();
-        let target = meeting.clone();
+        let rendezvous = MemoryRendezvous::default();
+        let target = rendezvous.clone();
         let proxy = Proxy::start(move || rank_zero_address(&target, 0), Some(plan));
-        let diverted = DivertingRendezvous { meeting: meeting.clone(), to: proxy.address };
+        let diverted = DivertingRendezvous { rendezvous: rendezvous.clone(), to: proxy.address };
         let (zero, one) = thread::scope(|scope| {
-            let zero = scope.spawn(|| Mesh::join(options(0, streams), &meeting).unwrap());
+            let zero = scope.spawn(|| Mesh::join(options(0, streams), &rendezvous).unwrap());
             let one = Mesh::join(options(1, streams), &diverted).unwrap();
             (zero.join().unwrap(), one)
         });

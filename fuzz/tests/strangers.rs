@@ -29,31 +29,32 @@ fn options(rank: u32, key: [u8; 32], shared: bool) -> MeshOptions {
     options
 }
 
-fn card(meeting: &MemoryRendezvous, rank: u32) -> String {
-    let bytes = meeting.await_value(&format!("mesh/0/{rank}"), Instant::now() + PATIENCE).unwrap();
+fn published_addresses(rendezvous: &MemoryRendezvous, rank: u32) -> String {
+    let bytes =
+        rendezvous.await_value(&format!("mesh/0/{rank}"), Instant::now() + PATIENCE).unwrap();
     String::from_utf8(bytes).unwrap()
 }
 
-fn fact<'a>(card: &'a str, name: &str) -> Vec<&'a str> {
-    card.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' ')).collect()
+fn fact<'a>(addresses: &'a str, name: &str) -> Vec<&'a str> {
+    addresses.lines().filter_map(|line| line.strip_prefix(name)?.strip_prefix(' ')).collect()
 }
 
 /// The first message of a rank that belongs to a job of this key, as it dials rank 0.
 fn hello(key: [u8; 32]) -> Vec<u8> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     let version = {
         let sample = MemoryRendezvous::default();
         sample.publish_value("mesh/0/1", b"");
         drop(Mesh::join(MeshOptions { size: 1, ..options(0, key, false) }, &sample).unwrap());
-        card(&sample, 0).lines().next().unwrap().to_owned()
+        published_addresses(&sample, 0).lines().next().unwrap().to_owned()
     };
     let fake = format!(
         "{version}\nhost elsewhere\npid 1\nlocal \naddress {}\n",
         listener.local_addr().unwrap()
     );
-    meeting.publish_value("mesh/0/0", fake.as_bytes());
-    let mesh = Mesh::join(options(1, key, false), &meeting).unwrap();
+    rendezvous.publish_value("mesh/0/0", fake.as_bytes());
+    let mesh = Mesh::join(options(1, key, false), &rendezvous).unwrap();
     let mut hello = vec![0; 144];
     let heard = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -124,19 +125,19 @@ fn echo(here: &mut Link, there: &mut Link, random: &mut Random) {
 fn besieged(kind: LinkKind, strange: [u8; 32]) {
     let shared = kind == LinkKind::SharedMemory;
     let words = hello(strange);
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     let (zero, one) = thread::scope(|scope| {
-        let zero = scope.spawn(|| Mesh::join(options(0, KEY, shared), &meeting).unwrap());
-        let one = Mesh::join(options(1, KEY, shared), &meeting).unwrap();
+        let zero = scope.spawn(|| Mesh::join(options(0, KEY, shared), &rendezvous).unwrap());
+        let one = Mesh::join(options(1, KEY, shared), &rendezvous).unwrap();
         (zero.join().unwrap(), one)
     });
-    let card = card(&meeting, 0);
-    let address: SocketAddr = fact(&card, "address")
+    let addresses = published_addresses(&rendezvous, 0);
+    let address: SocketAddr = fact(&addresses, "address")
         .iter()
         .map(|text| text.parse().unwrap())
         .find(|one: &SocketAddr| one.ip().is_loopback())
         .unwrap();
-    let name = fact(&card, "local").first().map_or(String::new(), |name| (*name).to_owned());
+    let name = fact(&addresses, "local").first().map_or(String::new(), |name| (*name).to_owned());
     let mut links: Vec<(Link, Link)> = Vec::new();
     let mut channel = 0;
     cases(|random| {

@@ -26,13 +26,13 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 struct InterpreterSurroundings {
     /// The exception of a signal handler. The command then ends, and `main` raises it.
     raised: RefCell<Option<PyErr>>,
-    wish: Cell<StopLevel>,
+    stop_level: Cell<StopLevel>,
     /// Exceptions of signal handlers during a report to the run viewer.
     raised_during_reports: Arc<Mutex<Vec<PyErr>>>,
 }
 
-/// Returns the wish that follows from the exit status of a signal handler: Ctrl-C leaves time,
-/// SIGTERM less, and a second one of either none.
+/// Returns the stop level that follows from the exit status of a signal handler: Ctrl-C leaves
+/// time, SIGTERM less, and a second one of either none.
 fn next_stop_level(py: Python<'_>, error: &PyErr, before: StopLevel) -> StopLevel {
     const SIGINT_STATUS: i32 = 128 + 2;
     let status = error
@@ -60,7 +60,7 @@ impl InterpreterSurroundings {
 
     /// Records an exception that a signal handler raised.
     fn note_exception(&self, py: Python<'_>, error: PyErr) {
-        self.wish.set(next_stop_level(py, &error, self.wish.get()));
+        self.stop_level.set(next_stop_level(py, &error, self.stop_level.get()));
         self.raised.borrow_mut().get_or_insert(error);
     }
 }
@@ -73,7 +73,7 @@ impl HostInterpreter for InterpreterSurroundings {
             );
             raised.extend(py.check_signals().err());
             raised.into_iter().for_each(|error| self.note_exception(py, error));
-            self.wish.get()
+            self.stop_level.get()
         })
     }
 
@@ -138,9 +138,9 @@ struct PythonRunWatch {
 impl PythonRunWatch {
     /// Calls the Python object. An exception is dropped, except an interrupt, which is kept for
     /// later.
-    fn call_watch(&self, told: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<()>) {
+    fn call_watch(&self, notify: impl FnOnce(Python<'_>, &Bound<'_, PyAny>) -> PyResult<()>) {
         Python::attach(|py| {
-            if let Err(error) = told(py, self.object.bind(py))
+            if let Err(error) = notify(py, self.object.bind(py))
                 && !error.is_instance_of::<PyException>(py)
             {
                 self.raised.lock().unwrap_or_else(PoisonError::into_inner).push(error);
@@ -224,13 +224,13 @@ fn describe_interpreter(py: Python<'_>) -> PyResult<Interpreter> {
 #[pyfunction]
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
     let (status, raised) = py.detach(move || {
-        let here = InterpreterSurroundings {
+        let surroundings = InterpreterSurroundings {
             raised: RefCell::new(None),
-            wish: Cell::new(StopLevel::Continue),
+            stop_level: Cell::new(StopLevel::Continue),
             raised_during_reports: Arc::default(),
         };
-        let status = farandole_cli::main(&argv, &here);
-        (status, here.raised.into_inner())
+        let status = farandole_cli::main(&argv, &surroundings);
+        (status, surroundings.raised.into_inner())
     });
     match raised {
         Some(error) => Err(error),

@@ -18,34 +18,35 @@ use pyo3::types::PyDict;
 use crate::error::to_exception;
 use crate::tensor::GatheredTensor;
 
-/// A GPU's number and a stream's handle; nothing for host memory.
-pub(crate) type Given = Option<(u32, usize)>;
+/// The number of a GPU and the handle of a stream on it; `None` for host memory.
+pub(crate) type GpuStreamId = Option<(u32, usize)>;
 
 /// The memory of a tensor, and the work that its values wait for.
 #[derive(Clone)]
 pub(crate) struct TensorPlacement {
-    pub(crate) place: MemoryKind,
+    pub(crate) memory_kind: MemoryKind,
     pub(crate) ready: Option<Arc<dyn DeviceEvent>>,
 }
 
 impl TensorPlacement {
     /// In host memory.
-    pub(crate) const HOST_MEMORY: Self = Self { place: MemoryKind::Host, ready: None };
+    pub(crate) const HOST_MEMORY: Self = Self { memory_kind: MemoryKind::Host, ready: None };
 }
 
-/// The spots of one call: tensors of one stream share an event.
+/// The placements of one call: tensors of one stream share an event, because recording one costs a
+/// driver call.
 #[derive(Default)]
 pub(crate) struct TensorPlacements(Vec<((u32, usize), TensorPlacement)>);
 
 impl TensorPlacements {
-    /// Returns the spot of a tensor.
+    /// Returns the placement of a tensor.
     ///
     /// # Errors
     /// `FarandoleEnvironmentError` when there is no such GPU.
-    pub(crate) fn placement_of(&mut self, given: Given) -> PyResult<TensorPlacement> {
-        let Some((ordinal, stream)) = given else { return Ok(TensorPlacement::HOST_MEMORY) };
-        if let Some((_, spot)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
-            return Ok(spot.clone());
+    pub(crate) fn placement_of(&mut self, stream_id: GpuStreamId) -> PyResult<TensorPlacement> {
+        let Some((ordinal, stream)) = stream_id else { return Ok(TensorPlacement::HOST_MEMORY) };
+        if let Some((_, placement)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
+            return Ok(placement.clone());
         }
         let gpu = current_session()?
             .open_gpu(ordinal, &[])
@@ -54,9 +55,10 @@ impl TensorPlacements {
         // for ever.
         let ready = unsafe { gpu.record_event_after(stream) }
             .map_err(|error| to_exception(error.fault(), &error))?;
-        let spot = TensorPlacement { place: MemoryKind::Device(ordinal), ready: Some(ready) };
-        self.0.push(((ordinal, stream), spot.clone()));
-        Ok(spot)
+        let placement =
+            TensorPlacement { memory_kind: MemoryKind::Device(ordinal), ready: Some(ready) };
+        self.0.push(((ordinal, stream), placement.clone()));
+        Ok(placement)
     }
 }
 

@@ -68,9 +68,9 @@ struct PythonDiscovery {
 impl DiscoverySource for PythonDiscovery {
     fn find_hosts(&mut self, _: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         Python::attach(|py| {
-            let told = self.object.call_method0(py, "find_available_hosts_and_slots");
-            let told = told.map_err(|error| discovery_failure_text(py, &error))?;
-            self.read_hosts(told.bind(py)).map_err(|error| discovery_failure_text(py, &error))
+            let discovered = self.object.call_method0(py, "find_available_hosts_and_slots");
+            let discovered = discovered.map_err(|error| discovery_failure_text(py, &error))?;
+            self.read_hosts(discovered.bind(py)).map_err(|error| discovery_failure_text(py, &error))
         })
     }
 }
@@ -78,9 +78,9 @@ impl DiscoverySource for PythonDiscovery {
 impl PythonDiscovery {
     /// Returns the slots of each host of a dictionary, in its order. A host without a number gets
     /// `slots_per_host` slots.
-    fn read_hosts(&self, told: &Bound<'_, PyAny>) -> PyResult<Vec<HostSlots>> {
+    fn read_hosts(&self, discovered: &Bound<'_, PyAny>) -> PyResult<Vec<HostSlots>> {
         let mut hosts = Vec::new();
-        for item in told.call_method0("items")?.try_iter()? {
+        for item in discovered.call_method0("items")?.try_iter()? {
             let (host, slots): (String, Option<u32>) = item?.extract()?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {
                 PyValueError::new_err(format!(
@@ -138,7 +138,8 @@ impl PyElasticJob {
                 Box::new(PythonDiscovery { object, slots_per_host: config.slots_per_host })
             }
             None => {
-                let most = if elastic.most == u32::MAX { num_proc } else { elastic.most };
+                let max_workers =
+                    if elastic.max_workers == u32::MAX { num_proc } else { elastic.max_workers };
                 let named = hosts
                     .map(parse_hosts)
                     .transpose()
@@ -147,7 +148,7 @@ impl PyElasticJob {
                     .detach(|| detect_allocation(&LocalEnvironment))
                     .map_err(|failure| launcher_exception(&failure))?;
                 let given = given.filter(|_| named.is_none());
-                let slots = most.saturating_add(elastic.spares);
+                let slots = max_workers.saturating_add(elastic.spares);
                 choose_discovery(
                     &config,
                     hostfile,
@@ -187,7 +188,7 @@ impl PyElasticJob {
         })?;
         let Some(first) = first else { return Ok(Vec::new()) };
         let rest: Vec<ElasticJobEvent> = self.events.lock().try_iter().collect();
-        [first].into_iter().chain(rest).map(|news| event_to_python(py, news)).collect()
+        [first].into_iter().chain(rest).map(|events| event_to_python(py, events)).collect()
     }
 
     /// Ends the job: with time for last checkpoints the first time, soon the second, at once the
@@ -200,12 +201,12 @@ impl PyElasticJob {
 
 impl PyElasticJob {
     fn spawn_job(job: ElasticJob, discovery: Box<dyn DiscoverySource>) -> PyResult<Self> {
-        let (sender, news) = mpsc::sync_channel(MAX_PENDING_EVENTS);
-        let wish = Arc::new(AtomicU8::new(0));
-        let wanted = Arc::clone(&wish);
+        let (sender, events) = mpsc::sync_channel(MAX_PENDING_EVENTS);
+        let stop_requests = Arc::new(AtomicU8::new(0));
+        let wanted = Arc::clone(&stop_requests);
         let run = move || {
             let sink = Arc::new(JobRecordSink(sender.clone())) as Arc<dyn RecordSink>;
-            let tell = |happening: ElasticJobUpdate<'_>| {
+            let report_update = |happening: ElasticJobUpdate<'_>| {
                 // As above.
                 drop(sender.send(match happening {
                     ElasticJobUpdate::Resumed { .. } => return,
@@ -221,20 +222,20 @@ impl PyElasticJob {
                     }
                 }));
             };
-            let wish = || match wanted.load(Ordering::Acquire) {
+            let stop_requests = || match wanted.load(Ordering::Acquire) {
                 0 => StopLevel::Continue,
                 1 => StopLevel::Interrupt,
                 2 => StopLevel::Terminate,
                 _ => StopLevel::Kill,
             };
-            let ended = job.run(discovery, &sink, &wish, &tell);
+            let ended = job.run(discovery, &sink, &stop_requests, &report_update);
             drop(sender.send(ElasticJobEvent::Ended(ended)));
         };
         let started = thread::Builder::new().name("farandole-elastic".to_owned()).spawn(run);
         started.map_err(|source| {
             launcher_exception(&Error::System { what: "starting a thread", source })
         })?;
-        Ok(Self { events: Mutex::new(news), stop_requests: wish })
+        Ok(Self { events: Mutex::new(events), stop_requests })
     }
 }
 
@@ -244,8 +245,8 @@ impl Drop for PyElasticJob {
     }
 }
 
-fn event_to_python(py: Python<'_>, news: ElasticJobEvent) -> PyResult<(&'static str, Py<PyAny>)> {
-    Ok(match news {
+fn event_to_python(py: Python<'_>, events: ElasticJobEvent) -> PyResult<(&'static str, Py<PyAny>)> {
+    Ok(match events {
         ElasticJobEvent::Line(line) => (
             "line",
             (line.rank, line.stream.as_str(), line.text).into_pyobject(py)?.into_any().unbind(),

@@ -20,8 +20,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::{
-    DeviceMemory, Given, PendingDeviceResult, TensorPlacement, TensorPlacements, device_memory,
-    open_device,
+    DeviceMemory, GpuStreamId, PendingDeviceResult, TensorPlacement, TensorPlacements,
+    device_memory, open_device,
 };
 use crate::error::{WorkerDismissed, to_exception};
 use crate::registrar::read_configuration;
@@ -80,7 +80,7 @@ fn uses_horovod_gradients() -> PyResult<bool> {
     Ok(read_configuration(&[])?.gradient_convention == GradientConvention::Horovod)
 }
 
-/// The place of this process in the world.
+/// The rank of this process and the sizes of its world.
 #[pyclass(frozen, module = "farandole._native.engine")]
 struct World(Arc<world::World>);
 
@@ -130,17 +130,17 @@ impl World {
 /// Joins the world; returns true if this call began the session. If the environment does not set
 /// the ticket of [`host`] and this process's rank, the fourth argument contains them.
 #[pyfunction]
-#[pyo3(signature = (comm, process_sets, dynamic, told=None, /))]
+#[pyo3(signature = (comm, process_sets, dynamic, assigned_rank=None, /))]
 fn init(
     py: Python<'_>,
     comm: Option<Vec<u32>>,
     process_sets: Vec<Vec<u32>>,
     dynamic: bool,
-    told: Option<(String, u32)>,
+    assigned_rank: Option<(String, u32)>,
 ) -> PyResult<bool> {
-    let told = told.map(|(ticket, rank)| AssignedRank { ticket, rank });
-    let wishes = InitOptions { ranks: comm, process_sets, dynamic, assigned_rank: told };
-    run_interruptibly(py, |interrupted| session::init_with_options(&wishes, interrupted))
+    let assigned_rank = assigned_rank.map(|(ticket, rank)| AssignedRank { ticket, rank });
+    let options = InitOptions { ranks: comm, process_sets, dynamic, assigned_rank };
+    run_interruptibly(py, |interrupted| session::init_with_options(&options, interrupted))
 }
 
 /// Changes of hosts that workers of an elastic job have not asked for yet: seconds since the epoch,
@@ -287,7 +287,7 @@ fn allreduce(
     postscale: f64,
     process_set: u32,
     attended: bool,
-    device: Given,
+    device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
     submit_request(
@@ -314,11 +314,20 @@ fn grouped_allreduce(
     prescale: f64,
     postscale: f64,
     process_set: u32,
-    devices: Option<Vec<Given>>,
+    devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Allreduce { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
-        build_request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
+    submit_group(tensors, devices, |(name, dtype, shape, source, target), placement| {
+        build_request(
+            name,
+            kind.clone(),
+            dtype,
+            shape,
+            source,
+            Some(target),
+            process_set,
+            placement,
+        )
     })
 }
 
@@ -334,7 +343,7 @@ fn broadcast(
     root: u32,
     process_set: u32,
     attended: bool,
-    device: Given,
+    device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Broadcast { root: Rank(root) };
     submit_request(
@@ -361,7 +370,7 @@ fn allgather(
     source: usize,
     process_set: u32,
     attended: bool,
-    device: Given,
+    device: GpuStreamId,
 ) -> PyResult<u64> {
     submit_request(
         build_request(
@@ -384,10 +393,19 @@ fn allgather(
 fn grouped_allgather(
     tensors: Vec<(String, u8, Vec<u64>, usize)>,
     process_set: u32,
-    devices: Option<Vec<Given>>,
+    devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
-    submit_group(tensors, devices, |(name, dtype, shape, source), spot| {
-        build_request(name, RequestKind::Allgather, dtype, shape, source, None, process_set, spot)
+    submit_group(tensors, devices, |(name, dtype, shape, source), placement| {
+        build_request(
+            name,
+            RequestKind::Allgather,
+            dtype,
+            shape,
+            source,
+            None,
+            process_set,
+            placement,
+        )
     })
 }
 
@@ -403,7 +421,7 @@ fn alltoall(
     splits: Option<Vec<i64>>,
     process_set: u32,
     attended: bool,
-    device: Given,
+    device: GpuStreamId,
 ) -> PyResult<u64> {
     let rows = |splits: Vec<i64>| -> PyResult<Vec<u64>> {
         let negative =
@@ -441,7 +459,7 @@ fn reducescatter(
     postscale: f64,
     process_set: u32,
     attended: bool,
-    device: Given,
+    device: GpuStreamId,
 ) -> PyResult<u64> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
     submit_request(
@@ -468,11 +486,20 @@ fn grouped_reducescatter(
     prescale: f64,
     postscale: f64,
     process_set: u32,
-    devices: Option<Vec<Given>>,
+    devices: Option<Vec<GpuStreamId>>,
 ) -> PyResult<Vec<u64>> {
     let kind = RequestKind::Reducescatter { op: reduce_op_from_number(op)?, prescale, postscale };
-    submit_group(tensors, devices, |(name, dtype, shape, source, target), spot| {
-        build_request(name, kind.clone(), dtype, shape, source, Some(target), process_set, spot)
+    submit_group(tensors, devices, |(name, dtype, shape, source, target), placement| {
+        build_request(
+            name,
+            kind.clone(),
+            dtype,
+            shape,
+            source,
+            Some(target),
+            process_set,
+            placement,
+        )
     })
 }
 
@@ -545,10 +572,10 @@ fn build_request(
     source: usize,
     target: Option<usize>,
     process_set: u32,
-    spot: TensorPlacement,
+    placement: TensorPlacement,
 ) -> PyResult<CollectiveRequest> {
     let dtype = dtype_from_number(number)?;
-    let input = tensor_buffer(source, dtype, &shape, spot.place)?;
+    let input = tensor_buffer(source, dtype, &shape, placement.memory_kind)?;
     let written = match (&kind, shape.first()) {
         (RequestKind::Reducescatter { .. }, Some(rows)) => {
             let set = ProcessSetId(process_set);
@@ -560,8 +587,9 @@ fn build_request(
         }
         _ => &shape,
     };
-    let output =
-        target.map(|target| tensor_buffer(target, dtype, written, spot.place)).transpose()?;
+    let output = target
+        .map(|target| tensor_buffer(target, dtype, written, placement.memory_kind))
+        .transpose()?;
     Ok(CollectiveRequest {
         name,
         kind,
@@ -570,7 +598,7 @@ fn build_request(
         input,
         output,
         process_set: ProcessSetId(process_set),
-        ready: spot.ready,
+        ready: placement.ready,
     })
 }
 
@@ -583,13 +611,15 @@ fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
 
 fn submit_group<T>(
     tensors: Vec<T>,
-    devices: Option<Vec<Given>>,
+    devices: Option<Vec<GpuStreamId>>,
     request: impl Fn(T, TensorPlacement) -> PyResult<CollectiveRequest>,
 ) -> PyResult<Vec<u64>> {
-    let (mut spots, mut devices) =
+    let (mut placements, mut devices) =
         (TensorPlacements::default(), devices.unwrap_or_default().into_iter());
     let spotted = |tensor| {
-        spots.placement_of(devices.next().flatten()).and_then(|spot| request(tensor, spot))
+        placements
+            .placement_of(devices.next().flatten())
+            .and_then(|placement| request(tensor, placement))
     };
     let requests = tensors.into_iter().map(spotted).collect::<PyResult<Vec<_>>>()?;
     let handles = current_session()?

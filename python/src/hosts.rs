@@ -24,9 +24,9 @@ use crate::launcher::PyWorkerOutcome;
 use crate::registrar::{read_configuration, registrar_exception as registrar_error};
 
 /// This host's tasks, and every other host with its first task and the one after its last.
-type Placed = (Vec<u32>, Vec<(String, u32, u32)>);
+type SplitTasks = (Vec<u32>, Vec<(String, u32, u32)>);
 /// A notice: its kind, its task, and its value.
-type News = (&'static str, Option<u32>, Py<PyAny>);
+type HostNotice = (&'static str, Option<u32>, Py<PyAny>);
 
 /// Fills the submodule.
 pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -88,13 +88,19 @@ fn host_slots(hosts: Option<&str>, hostfile: Option<PathBuf>) -> PyResult<Vec<(S
 /// Returns the tasks of this host, and `(host, first task, task after the last)` of every other
 /// one.
 #[pyfunction]
-fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<Placed> {
+fn place_tasks(py: Python<'_>, hosts: Vec<(String, u32)>, num_proc: u32) -> PyResult<SplitTasks> {
     let hosts: Vec<HostSlots> =
         hosts.into_iter().map(|(host, slots)| HostSlots::new(host, slots)).collect();
-    let (here, there) = py
+    let (local_tasks, remote_placements) = py
         .detach(|| split_local_tasks(&hosts, num_proc))
         .map_err(|failure| launcher_exception(&failure))?;
-    Ok((here, there.into_iter().map(|one| (one.host, one.tasks.start, one.tasks.end)).collect()))
+    Ok((
+        local_tasks,
+        remote_placements
+            .into_iter()
+            .map(|one| (one.host, one.tasks.start, one.tasks.end))
+            .collect(),
+    ))
 }
 
 /// The agent of another host.
@@ -166,7 +172,7 @@ impl PyRemoteHost {
     /// Returns the events since the last call, oldest first: `("ready", None, None)`, `("ended",
     /// task, outcome)`, `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
     /// `("refused", task, why)`, `("gone", None, why)` or `("done", None, None)`.
-    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<News>> {
+    fn take_notices(&self, py: Python<'_>) -> PyResult<Vec<HostNotice>> {
         let notices: Vec<AgentNotice> = self.notices.lock().try_iter().collect();
         notices
             .into_iter()

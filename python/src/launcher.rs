@@ -188,7 +188,7 @@ fn flush_reports(py: Python<'_>, timeout: f64) -> PyResult<bool> {
     py.detach(|| {
         let Some(client) = registrar_client()? else { return Ok(false) };
         let timeout = Duration::try_from_secs_f64(timeout).unwrap_or(REPORT_TIMEOUT);
-        // A worker that ends does not fail because its last words were lost.
+        // A lost last message must not turn the success of a worker into a failure.
         Ok(client.flush_records(Instant::now() + timeout).is_ok())
     })
 }

@@ -336,11 +336,11 @@ impl EpochBatches {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Option<Batch>> {
-        let next = runtime::wait_interruptibly(py, None, |patience| {
+        let next = runtime::wait_interruptibly(py, None, |timeout| {
             let inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
             match inner
                 .as_ref()
-                .map_or(Ok(NextBatch::End), |epoch| epoch.next_batch(patience))
+                .map_or(Ok(NextBatch::End), |epoch| epoch.next_batch(timeout))
                 .map_err(reader_exception)?
             {
                 NextBatch::Pending => Ok(None),

@@ -98,8 +98,8 @@ impl PyJobEvent {
                 ..Self::default()
             },
             registrar::JobEvent::Exited { task, rank, exit } => {
-                let (exit_code, signal) = exit_numbers(&exit.how);
-                let text = Some(format!("rank {rank} {}", exit.how));
+                let (exit_code, signal) = exit_numbers(&exit.kind);
+                let text = Some(format!("rank {rank} {}", exit.kind));
                 let (task, rank) = (Some(task.0), Some(rank.0));
                 let stderr_tail = Some(exit.stderr_tail.join("\n"));
                 Self {
@@ -188,13 +188,13 @@ impl PyRegistrar {
 
     /// Returns the registrar of a job whose workers join and leave by themselves.
     #[staticmethod]
-    #[pyo3(signature = (first, least, most, *, timeout, reset_limit=None, start_timeout=None, host=None, bind=None))]
+    #[pyo3(signature = (first, min_workers, max_workers, *, timeout, reset_limit=None, start_timeout=None, host=None, bind=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     fn start_elastic(
         py: Python<'_>,
         first: u32,
-        least: u32,
-        most: u32,
+        min_workers: u32,
+        max_workers: u32,
         timeout: f64,
         reset_limit: Option<u32>,
         start_timeout: Option<f64>,
@@ -210,9 +210,16 @@ impl PyRegistrar {
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         // If workers come by themselves, no host is excluded.
         let cooldown = (Duration::ZERO, Duration::ZERO);
-        let elastic =
-            ElasticOptions { first, least, most, spares: 0, timeout, reset_limit, cooldown };
-        let options = RegistrarOptions::from_config(most, &config);
+        let elastic = ElasticOptions {
+            first,
+            min_workers,
+            max_workers,
+            spares: 0,
+            timeout,
+            reset_limit,
+            cooldown,
+        };
+        let options = RegistrarOptions::from_config(max_workers, &config);
         let inner = py
             .detach(|| registrar::Registrar::start_elastic(options, &elastic))
             .map_err(|failure| registrar_exception(&failure))?;

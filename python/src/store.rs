@@ -200,8 +200,8 @@ impl Store {
             .detach(|| store::sweep_stale_data(&self.0, limits, SystemTime::now()))
             .map_err(store_exception)?;
         let gone = swept.stale.into_iter().map(|one| (one.path, one.files, one.bytes));
-        let left = swept.left.into_iter().map(|one| (one.path, one.reason));
-        Ok((gone.collect(), left.collect()))
+        let skipped = swept.skipped.into_iter().map(|one| (one.path, one.reason));
+        Ok((gone.collect(), skipped.collect()))
     }
 
     fn size(&self, py: Python<'_>, path: &str) -> PyResult<u64> {
@@ -214,13 +214,13 @@ impl Store {
         Ok(entries.into_iter().map(|entry| (entry.path, entry.bytes)).collect())
     }
 
-    #[pyo3(signature = (path, patience = None))]
-    fn delete(&self, py: Python<'_>, path: &str, patience: Option<f64>) -> PyResult<()> {
-        let Some(seconds) = patience else {
+    #[pyo3(signature = (path, timeout = None))]
+    fn delete(&self, py: Python<'_>, path: &str, timeout: Option<f64>) -> PyResult<()> {
+        let Some(seconds) = timeout else {
             return py.detach(|| self.0.delete(path)).map_err(store_exception);
         };
-        let patience = duration_from_seconds(seconds)?;
-        py.detach(|| self.0.delete_within(path, patience)).map_err(store_exception)
+        let timeout = duration_from_seconds(seconds)?;
+        py.detach(|| self.0.delete_within(path, timeout)).map_err(store_exception)
     }
 
     #[pyo3(signature = (path = ""))]

@@ -30,7 +30,7 @@ pub(crate) fn tensor_buffer(
     address: usize,
     dtype: DataType,
     shape: &[u64],
-    place: MemoryKind,
+    memory_kind: MemoryKind,
 ) -> PyResult<Buffer> {
     let bytes = shape
         .iter()
@@ -46,7 +46,7 @@ pub(crate) fn tensor_buffer(
     // SAFETY: the module's contract: `farandole.torch` passes a live tensor's address with its own
     // shape and dtype, and keeps that tensor in its table of handles until the engine is done with
     // it.
-    Ok(unsafe { Buffer::from_raw(address, bytes, place) })
+    Ok(unsafe { Buffer::from_raw(address, bytes, memory_kind) })
 }
 
 /// Returns values to read, under the contract of [`tensor_buffer`] for the time of a call.
@@ -200,7 +200,8 @@ impl GatheredTensor {
     }
 }
 
-/// Memory whose place never changes while it lives, and which other ranks of this host can work in.
+/// Memory whose address never changes while it lives, and which other ranks of this host can work
+/// in.
 #[pyclass(frozen, module = "farandole._native.engine")]
 pub(crate) struct SharedTensorMemory {
     memory: HostMemory,

@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.launch.bed import until
+from tests.launch.namespace_cluster import until
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from tests.launch.bed import Host, Running
     from tests.launch.conftest import Hosts
+    from tests.launch.namespace_cluster import Host, Running
 
 SLOTS = 2
 
@@ -26,12 +26,14 @@ SLOTS = 2
 class Job:
     """The job, its hosts, and what is known of both."""
 
-    def __init__(self, bed: Hosts, launch: Callable[[], Running], chance: random.Random) -> None:
+    def __init__(
+        self, cluster: Hosts, launch: Callable[[], Running], chance: random.Random
+    ) -> None:
         """Starts it."""
-        self.bed, self.launch, self.chance = bed, launch, chance
+        self.cluster, self.launch, self.chance = cluster, launch, chance
         self.launches: list[Running] = []
         self.start()
-        self.names = [name for name in bed.hosts if name != "head"]
+        self.names = [name for name in cluster.hosts if name != "head"]
         self.listed = dict.fromkeys(self.names, SLOTS)
 
     def start(self) -> None:
@@ -53,20 +55,20 @@ class Job:
 
         def fits() -> bool:
             assert self.running.process.poll() is None, (
-                f"after {what} the job ended: {self.running.said[-5000:]}"
+                f"after {what} the job ended: {self.running.output[-5000:]}"
             )
             step, now = self.steps()
             return step >= before + 10 and (size is None or now == size)
 
         until(
             fits,
-            lambda: f"steps after {what}, now {self.steps()}: {self.running.said[-5000:]}",
+            lambda: f"steps after {what}, now {self.steps()}: {self.running.output[-5000:]}",
             limit,
         )
 
     def hosts(self) -> list[Host]:
         """Hosts that have workers now."""
-        return [self.bed[name] for name in self.names if self.workers(self.bed[name])]
+        return [self.cluster[name] for name in self.names if self.workers(self.cluster[name])]
 
     def workers(self, host: Host) -> list[int]:
         """Processes of the training on a host, as this process's namespace numbers them."""
@@ -86,7 +88,7 @@ class Job:
             found[:] = [
                 (host, pid)
                 for name, own in self.world()
-                for host in (self.bed[name],)
+                for host in (self.cluster[name],)
                 for pid in self.workers(host)
                 if inner(pid) == own
             ]
@@ -116,7 +118,7 @@ class Job:
     def full(self) -> list[str]:
         """Hosts that are listed with all their slots and have as many workers."""
         listed = (name for name, slots in self.listed.items() if slots == SLOTS)
-        return [name for name in listed if len(self.workers(self.bed[name])) == SLOTS]
+        return [name for name in listed if len(self.workers(self.cluster[name])) == SLOTS]
 
     def descriptors(self) -> int:
         """The largest number of files and sockets that a worker has open."""
@@ -129,12 +131,12 @@ class Job:
 
     def list(self) -> None:
         """Lets the discovery script list the present hosts."""
-        head = self.bed["head"]
+        head = self.cluster["head"]
         text = "".join(f"{name}:{slots}\n" for name, slots in self.listed.items() if slots)
         head.write("hosts.new", text)
         head.run("mv", "hosts.new", "hosts")
 
-    def said(self) -> str:
+    def launcher_output(self) -> str:
         """Returns the output of the launcher itself."""
         return self.running.err.read_text(errors="replace")
 
@@ -273,12 +275,16 @@ def others(job: Job, count: int) -> list[Host]:
 
 def reachable(job: Job, host: Host) -> None:
     """Proves that the launcher reaches a host, before its network is changed."""
-    until(lambda: reaches(job.bed["head"], host), f"the launcher's host to reach {host.name}", 10.0)
+    until(
+        lambda: reaches(job.cluster["head"], host),
+        f"the launcher's host to reach {host.name}",
+        10.0,
+    )
 
 
 def unreachable(job: Job, host: Host) -> None:
     """Proves that the launcher does not reach a host."""
-    assert not reaches(job.bed["head"], host), f"{host.name} still answers"
+    assert not reaches(job.cluster["head"], host), f"{host.name} still answers"
 
 
 def reaches(host: Host, other: Host) -> bool:
@@ -294,12 +300,12 @@ def slow(job: Job) -> str:
     host = job.chance.choice(job.hosts())
     port = f"port{host.number}"
     limit = ("root", "tbf", "rate", "2mbit", "burst", "16kbit", "latency", "200ms")
-    job.bed.on_switch("tc", "qdisc", "add", "dev", port, *limit)
+    job.cluster.on_switch("tc", "qdisc", "add", "dev", port, *limit)
     try:
-        assert "tbf" in job.bed.on_switch("tc", "qdisc", "show", "dev", port)
+        assert "tbf" in job.cluster.on_switch("tc", "qdisc", "show", "dev", port)
         time.sleep(3.0)
     finally:
-        job.bed.on_switch("tc", "qdisc", "del", "dev", port, "root")
+        job.cluster.on_switch("tc", "qdisc", "del", "dev", port, "root")
     return f"2 Mbit/s to {host.name} for 3 s"
 
 
@@ -307,7 +313,7 @@ def found_again(job: Job) -> None:
     """Puts the hosts back, and waits until the script finds them: a failure that lasts is
     reported only once.
     """
-    head = job.bed["head"]
+    head = job.cluster["head"]
     head.run("mv", "away", "hosts")
     head.run("rm", "-f", "found")
     until(lambda: head.run("test", "-e", "found").returncode == 0, "a script that finds hosts")
@@ -315,12 +321,12 @@ def found_again(job: Job) -> None:
 
 def script_fails(job: Job) -> str:
     """The discovery script ends with a failure for a while."""
-    before = job.said().count("Exit code")
-    head = job.bed["head"]
+    before = job.launcher_output().count("Exit code")
+    head = job.cluster["head"]
     head.run("mv", "hosts", "away")
     until(
-        lambda: job.said().count("Exit code") > before,
-        lambda: f"the script's failure in {job.said()[-2000:]}",
+        lambda: job.launcher_output().count("Exit code") > before,
+        lambda: f"the script's failure in {job.launcher_output()[-2000:]}",
     )
     found_again(job)
     return "the discovery script failed"
@@ -329,12 +335,12 @@ def script_fails(job: Job) -> str:
 def script_hangs(job: Job) -> str:
     """The discovery script does not end for a while."""
     words = "did not end within"
-    before = job.said().count(words)
-    head = job.bed["head"]
+    before = job.launcher_output().count(words)
+    head = job.cluster["head"]
     head.run("sh", "-c", "mv hosts away && mkfifo hosts")
     until(
-        lambda: job.said().count(words) > before,
-        lambda: f"the script that hangs in {job.said()[-2000:]}",
+        lambda: job.launcher_output().count(words) > before,
+        lambda: f"the script that hangs in {job.launcher_output()[-2000:]}",
     )
     found_again(job)
     return "the discovery script hung"
@@ -346,7 +352,7 @@ def remove(job: Job) -> str:
     name = job.chance.choice([name for name in job.used() if name != kept.name])
     job.listed[name] = 0
     job.list()
-    until(lambda: not job.workers(job.bed[name]), f"the workers of {name} to leave", 90.0)
+    until(lambda: not job.workers(job.cluster[name]), f"the workers of {name} to leave", 90.0)
     return f"{name} removed"
 
 
@@ -355,7 +361,7 @@ def add(job: Job) -> str:
     back = job.reduced()
     job.listed = dict.fromkeys(job.names, SLOTS)
     job.list()
-    until(lambda: all(job.workers(job.bed[name]) for name in back), f"workers on {back}", 90.0)
+    until(lambda: all(job.workers(job.cluster[name]) for name in back), f"workers on {back}", 90.0)
     return f"{' and '.join(back)} added"
 
 
@@ -368,7 +374,9 @@ def fewer_slots(job: Job) -> str:
     job.listed[name] = SLOTS - 1
     job.list()
     until(
-        lambda: len(job.workers(job.bed[name])) <= SLOTS - 1, f"a worker of {name} to leave", 90.0
+        lambda: len(job.workers(job.cluster[name])) <= SLOTS - 1,
+        f"a worker of {name} to leave",
+        90.0,
     )
     return f"{name} has {SLOTS - 1} slots"
 
@@ -384,12 +392,12 @@ def kill_launcher(job: Job) -> str:
     time.sleep(seconds)
     left = sum(bool(state(pid)) for pid in before)
     assert left > 0, (
-        f"none of {len(before)} workers outlived the launcher: {job.running.said[-5000:]}"
+        f"none of {len(before)} workers outlived the launcher: {job.running.output[-5000:]}"
     )
     job.start()
     until(
-        lambda: "continues a job" in job.said(),
-        lambda: f"the launcher to go on: {job.running.said[-5000:]}",
+        lambda: "continues a job" in job.launcher_output(),
+        lambda: f"the launcher to go on: {job.running.output[-5000:]}",
         30.0,
     )
     return (

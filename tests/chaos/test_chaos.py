@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from tests.chaos.faults import FAULTS, SLOTS, Job, draw
 from tests.chaos.train import problem
-from tests.launch.bed import until
+from tests.launch.namespace_cluster import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,22 +39,22 @@ SIZES = ("-np", 4, "--min-np", 2, "--max-np", 8)
 FLAGS = (*SIZES, "--peer-timeout", 3, "--blacklist-cooldown-range", 1, 3, "--journal", "journal")
 
 
-def start(bed: Hosts) -> Job:
+def start(cluster: Hosts) -> Job:
     """The job, once all eight workers train."""
-    bed.write("train.py", Path(__file__).with_name("train.py").read_text())
-    bed["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
+    cluster.write("train.py", Path(__file__).with_name("train.py").read_text())
+    cluster["head"].write("hosts", "".join(f"{name}:{SLOTS}\n" for name in NAMES))
     script = ("--host-discovery-script", "cat hosts && touch found", "--discovery-timeout", 2)
     words = (*script, *FLAGS, sys.executable, "train.py")
-    job = Job(bed, lambda: bed.launch(*words), random.Random(SEED))
-    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.said[-5000:]}", 120.0)
+    job = Job(cluster, lambda: cluster.launch(*words), random.Random(SEED))
+    until(lambda: job.steps()[1] == 8, lambda: f"a world of 8: {job.running.output[-5000:]}", 120.0)
     return job
 
 
 def finish(job: Job) -> list[dict[str, Any]]:
     """Ends the training; the results by rank."""
-    for host in job.bed.hosts.values():
+    for host in job.cluster.hosts.values():
         host.write("enough", "")
-    assert job.running.wait(RECOVERS) == 0, job.running.said[-5000:]
+    assert job.running.wait(RECOVERS) == 0, job.running.output[-5000:]
     told = [line.partition(":result ")[2] for line in job.running.out.read_text().splitlines()]
     return sorted((json.loads(line) for line in told if line), key=lambda one: one["rank"])
 
@@ -67,12 +67,12 @@ def demanded() -> float:
     return SECONDS / 6 if SECONDS >= WHOLE else SECONDS / 15
 
 
-def left_behind(bed: Hosts) -> list[str]:
+def left_behind(cluster: Hosts) -> list[str]:
     """Segments of shared memory and sockets that are there although no process is. The hosts'
     sshd may listen.
     """
     found: list[object] = []
-    for host in bed.hosts.values():
+    for host in cluster.hosts.values():
         found += (host.root / "dev/shm").iterdir()
         found += [
             (host.name, "listens", *end)
@@ -85,8 +85,8 @@ def left_behind(bed: Hosts) -> list[str]:
 
 @pytest.mark.timeout(int(SECONDS) + 600)
 def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> None:
-    bed = hosts(*NAMES)
-    job = start(bed)
+    cluster = hosts(*NAMES)
+    job = start(cluster)
     open_files = job.descriptors()
     events: list[dict[str, Any]] = []
     began = time.monotonic()
@@ -123,13 +123,13 @@ def test_a_job_survives_whatever_happens_to_it(hosts: Callable[..., Hosts]) -> N
     if SECONDS >= WHOLE:
         assert {event["fault"] for event in events} == {fault.__name__ for fault in FAULTS}
     check(found, job)
-    bed.until_quiet(20.0)
-    assert not left_behind(bed)
+    cluster.until_quiet(20.0)
+    assert not left_behind(cluster)
 
 
 def check(found: list[dict[str, Any]], job: Job) -> None:
     """The results are those of a job to which nothing happened."""
-    assert [one["rank"] for one in found] == list(range(8)), job.running.said[-3000:]
+    assert [one["rank"] for one in found] == list(range(8)), job.running.output[-3000:]
     first = found[0]
     for one in found:
         assert {**one, "rank": 0} == first, "all ranks have the same state"
@@ -146,6 +146,6 @@ def report(events: list[dict[str, Any]], job: Job, open_files: int) -> None:
     """Writes down what happened."""
     target = os.environ.get("FARANDOLE_CHAOS_REPORT")
     if target:
-        worlds = sum(one.said.count("farandole: world ") for one in job.launches)
+        worlds = sum(one.output.count("farandole: world ") for one in job.launches)
         told = {"seed": SEED, "worlds": worlds, "open_files": open_files, "events": events}
         Path(target).write_text(json.dumps(told, indent=1) + "\n")

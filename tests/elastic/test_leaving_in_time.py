@@ -41,7 +41,7 @@ def train(tmp_path: Path) -> Train:
     return write
 
 
-def left(run: Launch, before: list[dict[str, int]], who: int) -> None:
+def check_departure(run: Launch, before: list[dict[str, int]], who: int) -> None:
     """Checks that one is gone, that the others continued with their state, and that no message
     calls it a failure.
     """
@@ -80,7 +80,7 @@ def test_a_signal_has_a_worker_leave_at_its_next_commit(
     run = launch("-np", 3, "--min-np", 1, *SLOW, *train())
     before = members(run, 3)
     os.kill(before[who]["pid"], number)
-    left(run, before, who)
+    check_departure(run, before, who)
     finish(run, 2)
 
 
@@ -93,7 +93,7 @@ def test_a_script_that_hears_of_its_end_otherwise_leaves_by_a_call(
     )
     run = launch("-np", 3, "--min-np", 1, *SLOW, *train(line))
     before = members(run, 3)
-    left(run, before, 2)
+    check_departure(run, before, 2)
     finish(run, 2)
 
 
@@ -102,7 +102,7 @@ def test_its_host_rests_for_a_while_and_is_used_again(launch: Start, train: Trai
     before = members(run, 2)
     began = time.monotonic()
     os.kill(before[1]["pid"], signal.SIGTERM)
-    left(run, before, 1)
+    check_departure(run, before, 1)
     members(run, 2)
     assert time.monotonic() - began >= 1.0
     finish(run, 2)
@@ -121,7 +121,7 @@ def test_a_worker_whose_notice_is_over_before_its_commit_is_no_failure_either(
     until(lambda: not catches(before[1]["pid"], signal.SIGTERM), "its heed of the notice")
     assert is_alive(before[1]["pid"])
     os.kill(before[1]["pid"], signal.SIGTERM)  # who sends it again means it
-    left(run, before, 1)
+    check_departure(run, before, 1)
     finish(run, 2)
 
 
@@ -164,7 +164,7 @@ def test_a_worker_of_a_function_leaves_and_the_results_are_the_others(
 ) -> None:
     errors: list[BaseException] = []
 
-    def tell() -> None:
+    def signal_ranks() -> None:
         try:
             note = tmp_path / "2-of-3"
             until(lambda: note.exists() and bool(note.read_text()), "three ranks")
@@ -175,7 +175,7 @@ def test_a_worker_of_a_function_leaves_and_the_results_are_the_others(
         finally:
             (tmp_path / "enough").touch()
 
-    thread = threading.Thread(target=tell)
+    thread = threading.Thread(target=signal_ranks)
     thread.start()
     found = farandole.run(
         _function, (tmp_path,), num_proc=3, min_num_proc=2, cooldown_range=(600, 3600)

@@ -37,7 +37,7 @@ images, digits = images[order], digits[order]
 train_x, train_y, test_x, test_y = images[:1440], digits[:1440], images[1440:], digits[1440:]
 sizes = []
 
-def say(epoch, hvd):
+def print_epoch(epoch, hvd):
     sizes.append(hvd.size())
     print(f"epoch {epoch} rank {hvd.rank()} size {hvd.size()} pid {os.getpid()}", flush=True)
 
@@ -74,7 +74,7 @@ everywhere = lambda value: bool(hvd.allreduce(torch.tensor([value]), op=hvd.Max)
 @hvd.elastic.run
 def train(state):
     while goes_on(state.epoch, hvd, everywhere):
-        say(state.epoch, hvd)
+        print_epoch(state.epoch, hvd)
         indices = list(sampler)
         for number, start in enumerate(range(0, len(indices), BATCH)):
             batch = indices[start : start + BATCH]
@@ -115,7 +115,7 @@ everywhere = lambda value: float(hvd.allreduce(np.array([value]))[0]) > 0.0
 @hvd.elastic.run
 def train(state):
     while goes_on(state.epoch, hvd, everywhere):
-        say(state.epoch, hvd)
+        print_epoch(state.epoch, hvd)
         # As many rows for each rank, whatever their number.
         rows = np.random.default_rng(state.epoch).permutation(len(train_x))
         mine = rows[: len(rows) // hvd.size() * hvd.size()][hvd.rank() :: hvd.size()]

@@ -212,7 +212,9 @@ def test_23_samples_are_repeated_after_a_graceful_scale_down(
         for line in path.read_text().splitlines()
     ]
     for epoch in range(3):
-        counts = Counter(sample for told, batch in notes if told == epoch for sample in batch)
+        counts = Counter(
+            sample for epoch_of_note, batch in notes if epoch_of_note == epoch for sample in batch
+        )
         assert set(counts) == set(range(360))
         repeated = sum(counts.values()) - 360
         # Two ranks of batches of four deal out multiples of eight; what is left after the change
@@ -254,7 +256,7 @@ even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])
 os.environ["FARANDOLE_DYNAMIC_PROCESS_SETS"] = "1"
 hvd.init(process_sets=[even, odd])
 
-def told(process_set):
+def describe_set(process_set):
     if process_set.process_set_id is None:
         return "gone"
     inside = process_set.included() and int(hvd.allreduce(np.ones(1), op=hvd.Sum,
@@ -268,7 +270,8 @@ def train(state):
         state.low = low
         state.commit()
     print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()}", flush=True)
-    print(f"sets {hvd.size()} {hvd.rank()} {told(even)} {told(odd)} {told(state.low)}", flush=True)
+    texts = " ".join(describe_set(one) for one in (even, odd, state.low))
+    print(f"sets {hvd.size()} {hvd.rank()} {texts}", flush=True)
     while not hvd.allreduce(np.array([float(os.path.exists("enough"))]), op=hvd.Max)[0]:
         state.step += 1
         time.sleep(0.02)
@@ -291,10 +294,10 @@ def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
             for line in run.out.read_text().splitlines()
             if ":sets " in line
         ]
-        told = [line.split() for line in lines if line.startswith(f"{size} ")]
+        rows = [line.split() for line in lines if line.startswith(f"{size} ")]
         found.clear()
-        found.update({int(rank): sets for _, rank, *sets in told[-size:]})
-        return len(told) == worlds * size and len(found) == size
+        found.update({int(rank): sets for _, rank, *sets in rows[-size:]})
+        return len(rows) == worlds * size and len(found) == size
 
     until(fits, f"a world of {size} in {run.out.read_text()}\n{run.err.read_text()}")
     return dict(sorted(found.items()))

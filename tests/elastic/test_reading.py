@@ -46,9 +46,9 @@ EPOCHS, ROWS = {EPOCHS}, {ROWS}
 torch.set_num_threads(1)
 model = torch.nn.ParameterList([torch.zeros(EPOCHS, ROWS)])
 counts = model[0]
-def say():
+def print_pid():
     print(f"pid {{os.getpid()}} of {{hvd.size()}}", flush=True)
-basics.call_on_each_init(say)
+basics.call_on_each_init(print_pid)
 hvd.init()
 loader = ParquetLoader(sys.argv[1], batch_size=4, framework="torch", seed=3)
 plain = torch.optim.SGD(model.parameters(), lr=1.0)

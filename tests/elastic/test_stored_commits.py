@@ -30,11 +30,11 @@ from farandole.stores.remote_store import RemoteStore
 
 write = RemoteStore.write_checkpoint
 
-def told(*arguments):
+def write_and_print(*arguments):
     print(f"written by {hvd.rank()}", flush=True)
     write(*arguments)
 
-RemoteStore.write_checkpoint = told
+RemoteStore.write_checkpoint = write_and_print
 torch.set_num_threads(1)
 model = torch.nn.Linear(1, 1, bias=False)
 torch.nn.init.zeros_(model.weight)
@@ -72,12 +72,12 @@ def test_new_processes_continue_from_the_store_when_all_are_killed(
     flags = ("-np", 2, "--min-np", 2, "--blacklist-cooldown-range", 1, 2)
     run = launch(*flags, sys.executable, tmp_path / "script.py", tmp_path / "store")
     assert run.process.wait(300) == 0, run.err.read_text()
-    told = run.out.read_text()
-    assert sorted((run.out.parent).glob("killed-*")), told
-    begun = [int(step) for step in re.findall(r"begins at (\d+) of 2", told)]
+    output = run.out.read_text()
+    assert sorted((run.out.parent).glob("killed-*")), output
+    begun = [int(step) for step in re.findall(r"begins at (\d+) of 2", output)]
     assert begun[:2] == [0, 0]
-    assert len(begun) == 4, told
+    assert len(begun) == 4, output
     assert begun[2] == begun[3]
     assert 2 <= begun[2] <= 20
-    assert re.findall(r"ends with (\S+) on 2", told) == ["40", "40"]
-    assert set(re.findall(r"written by (\d)", told)) == {"0"}
+    assert re.findall(r"ends with (\S+) on 2", output) == ["40", "40"]
+    assert set(re.findall(r"written by (\d)", output)) == {"0"}

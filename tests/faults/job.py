@@ -113,9 +113,9 @@ class Job:
         addresses = [one.rsplit(":", 1) for one in self.registrar.addresses]
         self.ports = [(host, int(port)) for host, port in addresses]
         self.ports += [address for pid in self.pids for address in listening(pid)]
-        self.say(json.dumps(plan))
+        self.send_to_ranks(json.dumps(plan))
 
-    def say(self, word: str) -> None:
+    def send_to_ranks(self, word: str) -> None:
         """Sends every rank that still listens a line."""
         for door in self._doors.values():
             try:
@@ -166,7 +166,7 @@ class Job:
 
     def end(self, timeout: float = 15.0) -> list[Any]:
         """Lets the workers go, waits for every agent, and gives their outcomes by task."""
-        self.say("end")
+        self.send_to_ranks("end")
         deadline = time.monotonic() + timeout
         for agent in self._agents:
             agent.join(max(0.0, deadline - time.monotonic()))

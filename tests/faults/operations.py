@@ -32,7 +32,7 @@ class Block:
         self.values = values
 
     @classmethod
-    def of(cls, value: float, count: int) -> Block:
+    def filled_with(cls, value: float, count: int) -> Block:
         """Equal values."""
         return cls(array("f", [value]) * count)
 
@@ -65,21 +65,21 @@ def _floats(gathered: Any) -> array[float]:
 
 def _allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
-    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    source, target = Block.filled_with(world.rank + step, count), Block.filled_with(-1, count)
     shape = (count if dtype == FLOAT32 else count // 2,)
     handle = engine.allreduce(
         name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, 0, False
     )
     total = world.size * (world.size - 1) / 2 + world.size * step
     return Attempt(
-        [handle], lambda _: target.values == Block.of(total, count).values, source, target
+        [handle], lambda _: target.values == Block.filled_with(total, count).values, source, target
     )
 
 
 def _grouped_allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
-    sources = [Block.of(world.rank + step + part, count) for part in range(3)]
-    targets = [Block.of(-1, count) for _ in sources]
+    sources = [Block.filled_with(world.rank + step + part, count) for part in range(3)]
+    targets = [Block.filled_with(-1, count) for _ in sources]
     shape = (count if dtype == FLOAT32 else count // 2,)
     tensors = [
         (f"{name}.{part}", dtype, shape, source.address, target.address)
@@ -89,7 +89,9 @@ def _grouped_allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -
 
     def check(_: list[Any]) -> bool:
         ranks = world.size * (world.size - 1) / 2
-        expected = [Block.of(ranks + world.size * (step + part), count).values for part in range(3)]
+        expected = [
+            Block.filled_with(ranks + world.size * (step + part), count).values for part in range(3)
+        ]
         return [target.values for target in targets] == expected
 
     return Attempt(handles, check, sources, targets)
@@ -97,14 +99,14 @@ def _grouped_allreduce(name: str, step: int, count: int, dtype: int = FLOAT32) -
 
 def _allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
-    source = Block.of(world.rank + step, count)
+    source = Block.filled_with(world.rank + step, count)
     shape = (count if dtype == FLOAT32 else count // 2,)
     handle = engine.allgather(name, dtype, shape, source.address, 0, False)
 
     def check(results: list[Any]) -> bool:
         expected = array("f")
         for rank in range(world.size):
-            expected.extend(Block.of(rank + step, count).values)
+            expected.extend(Block.filled_with(rank + step, count).values)
         return _floats(results[0]) == expected
 
     return Attempt([handle], check, source)
@@ -112,7 +114,7 @@ def _allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attemp
 
 def _grouped_allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
-    sources = [Block.of(world.rank + step + part, count) for part in range(3)]
+    sources = [Block.filled_with(world.rank + step + part, count) for part in range(3)]
     shape = (count if dtype == FLOAT32 else count // 2,)
     tensors = [
         (f"{name}.{part}", dtype, shape, source.address) for part, source in enumerate(sources)
@@ -123,7 +125,7 @@ def _grouped_allgather(name: str, step: int, count: int, dtype: int = FLOAT32) -
         for part, result in enumerate(results):
             expected = array("f")
             for rank in range(world.size):
-                expected.extend(Block.of(rank + step + part, count).values)
+                expected.extend(Block.filled_with(rank + step + part, count).values)
             if _floats(result) != expected:
                 return False
         return True
@@ -136,7 +138,7 @@ def _alltoall(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
     part = -(-count // world.size)
     source = Block(array("f"))
     for rank in range(world.size):
-        source.values.extend(Block.of(world.rank * world.size + rank + step, part).values)
+        source.values.extend(Block.filled_with(world.rank * world.size + rank + step, part).values)
     rows = part if dtype == FLOAT32 else part // 2
     shape = (rows * world.size,)
     handle = engine.alltoall(name, dtype, shape, source.address, None, 0, False)
@@ -144,7 +146,7 @@ def _alltoall(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
     def check(results: list[Any]) -> bool:
         expected = array("f")
         for rank in range(world.size):
-            expected.extend(Block.of(rank * world.size + world.rank + step, part).values)
+            expected.extend(Block.filled_with(rank * world.size + world.rank + step, part).values)
         return _floats(results[0]) == expected and results[0].rows == [part] * world.size
 
     return Attempt([handle], check, source)
@@ -154,7 +156,7 @@ def _reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> At
     world = engine.world()
     rows = count + 1  # never the same for all ranks
     own = rows // world.size + (world.rank < rows % world.size)
-    source, target = Block.of(world.rank + step, rows), Block.of(-1, own + 4)
+    source, target = Block.filled_with(world.rank + step, rows), Block.filled_with(-1, own + 4)
     # Of another dtype, half as many numbers fill the same memory; the own part may be a little
     # larger.
     shape = (rows if dtype == FLOAT32 else rows // 2,)
@@ -163,7 +165,10 @@ def _reducescatter(name: str, step: int, count: int, dtype: int = FLOAT32) -> At
     )
     total = world.size * (world.size - 1) / 2 + world.size * step
     return Attempt(
-        [handle], lambda _: target.values[:own] == Block.of(total, own).values, source, target
+        [handle],
+        lambda _: target.values[:own] == Block.filled_with(total, own).values,
+        source,
+        target,
     )
 
 
@@ -171,8 +176,8 @@ def _grouped_reducescatter(name: str, step: int, count: int, dtype: int = FLOAT3
     world = engine.world()
     rows = count + 1
     own = rows // world.size + (world.rank < rows % world.size)
-    sources = [Block.of(world.rank + step + part, rows) for part in range(3)]
-    targets = [Block.of(-1, own + 4) for _ in sources]
+    sources = [Block.filled_with(world.rank + step + part, rows) for part in range(3)]
+    targets = [Block.filled_with(-1, own + 4) for _ in sources]
     shape = (rows if dtype == FLOAT32 else rows // 2,)
     tensors = [
         (f"{name}.{part}", dtype, shape, source.address, target.address)
@@ -182,7 +187,9 @@ def _grouped_reducescatter(name: str, step: int, count: int, dtype: int = FLOAT3
 
     def check(_: list[Any]) -> bool:
         ranks = world.size * (world.size - 1) / 2
-        expected = [Block.of(ranks + world.size * (step + part), own).values for part in range(3)]
+        expected = [
+            Block.filled_with(ranks + world.size * (step + part), own).values for part in range(3)
+        ]
         return [target.values[:own] for target in targets] == expected
 
     return Attempt(handles, check, sources, targets)
@@ -191,11 +198,14 @@ def _grouped_reducescatter(name: str, step: int, count: int, dtype: int = FLOAT3
 def _broadcast(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     world = engine.world()
     root = step % world.size
-    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    source, target = Block.filled_with(world.rank + step, count), Block.filled_with(-1, count)
     shape = (count if dtype == FLOAT32 else count // 2,)
     handle = engine.broadcast(name, dtype, shape, source.address, target.address, root, 0, False)
     return Attempt(
-        [handle], lambda _: target.values == Block.of(root + step, count).values, source, target
+        [handle],
+        lambda _: target.values == Block.filled_with(root + step, count).values,
+        source,
+        target,
     )
 
 
@@ -211,7 +221,7 @@ def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
     world = engine.world()
     others = world.size - 1
     handles = [engine.barrier(f"{name}.all", 0)]
-    source, target = Block.of(world.rank + step, count), Block.of(-1, count)
+    source, target = Block.filled_with(world.rank + step, count), Block.filled_with(-1, count)
     expected = target
     if world.rank < others:
         shape = (count if dtype == FLOAT32 else count // 2,)
@@ -220,7 +230,7 @@ def _in_a_set(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt
                 name, dtype, shape, source.address, target.address, SUM, 1.0, 1.0, SET, False
             )
         )
-        expected = Block.of(others * (others - 1) / 2 + others * step, count)
+        expected = Block.filled_with(others * (others - 1) / 2 + others * step, count)
     return Attempt(handles, lambda _: target.values == expected.values, source, target)
 
 
@@ -234,7 +244,7 @@ def _join(name: str, step: int, count: int, dtype: int = FLOAT32) -> Attempt:
     last = step % world.size
     if world.rank != last:
         return Attempt([engine.join(False)], lambda results: results == [last])
-    source, target = Block.of(step + 1, count), Block.of(-1, count)
+    source, target = Block.filled_with(step + 1, count), Block.filled_with(-1, count)
     handle = engine.allreduce(
         name, dtype, (count,), source.address, target.address, SUM, 1.0, 1.0, 0, False
     )
@@ -267,7 +277,7 @@ mismatch.
 
 def vote(ballot: bool) -> bool:
     """Returns whether any rank says yes: the same answer everywhere."""
-    source, target = Block.of(float(ballot), 1), Block.of(0, 1)
+    source, target = Block.filled_with(float(ballot), 1), Block.filled_with(0, 1)
     handle = engine.allreduce(
         "vote", FLOAT32, (1,), source.address, target.address, SUM, 1.0, 1.0, 0, True
     )

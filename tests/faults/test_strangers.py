@@ -107,7 +107,7 @@ def test_pickles_and_garbage_at_every_port_are_refused_and_the_world_continues(
                 assert len(heard) < 1024, f"{offer[0]} told a stranger {heard[:100]!r}"
         for rank in range(2):
             assert [m for m in job.messages[rank] if m["what"] != "working"] == [], job.story()
-        job.say("enough")
+        job.send_to_ranks("enough")
         done = job.until({"done"}, range(2), 20)
         assert len(done) == 2, job.story()
         assert [outcome.exit_code for outcome in job.end()] == [0, 0], job.story()

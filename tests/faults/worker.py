@@ -57,8 +57,8 @@ class Rank:
         self.inside: bool = plan["inside"]
         self.survives = plan["survivable"] or self.fault == "mismatch"
 
-    def tell(self, what: str, **facts: Any) -> None:
-        tell(self.door, what, **facts)
+    def send_line(self, what: str, **facts: Any) -> None:
+        send_line(self.door, what, **facts)
 
     def start(self, step: int, dtype: int = FLOAT32) -> Attempt:
         large = step % 2
@@ -70,7 +70,7 @@ class Rank:
         step, late = 0, False
         while step < STEPS or not self.survives:
             if step == TURN:
-                self.tell("working")
+                self.report("working")
                 if self.inside and self.is_victim:
                     self.turn(step)
             if step == TURN and self.fault == "mismatch":
@@ -81,13 +81,13 @@ class Rank:
             if self.fault == "none" and vote(bool(select.select([self.door], [], [], 0)[0])):
                 break
             if time.monotonic() > end and late:
-                self.tell("unharmed")
+                self.report("unharmed")
                 return
             if time.monotonic() > end:
                 # A process that was stopped meanwhile has not looked since: its last step may have
                 # come before that.
                 late, end = True, time.monotonic() + GRACE
-        self.tell("done")
+        self.report("done")
 
     def turn(self, step: int) -> None:
         """Does what the plan says to itself."""
@@ -121,7 +121,7 @@ class Rank:
         try:
             self.start(step, FLOAT64 if self.is_victim else FLOAT32).finish()
         except ValueError as error:
-            self.tell(
+            self.report(
                 "mismatch",
                 began=began,
                 at=time.monotonic(),
@@ -129,7 +129,7 @@ class Rank:
                 text=str(error),
             )
             return
-        self.tell("unharmed")
+        self.report("unharmed")
 
     def fork(self) -> None:
         """A child that tries everything, and one that outlives the test unless it is ended."""
@@ -176,7 +176,7 @@ class Rank:
         mark_beginning()
         basics.shutdown()
         thread.join(10)
-        self.tell("left", text="".join(failures) or "the waiting thread hangs")
+        self.report("left", text="".join(failures) or "the waiting thread hangs")
         raise SystemExit(0)
 
     def failed(self, error: Exception) -> None:
@@ -189,7 +189,7 @@ class Rank:
             later = f"{type(later_error).__name__}: {later_error}"
         after = time.monotonic()
         basics.shutdown()
-        self.tell(
+        self.report(
             "failed",
             at=at,
             kind=type(error).__name__,
@@ -207,7 +207,7 @@ def mark_beginning() -> None:
     Path(os.environ[DOOR]).with_name(BEGAN).write_text(f"{time.monotonic()}")
 
 
-def tell(door: socket.socket, what: str, **facts: Any) -> None:
+def send_line(door: socket.socket, what: str, **facts: Any) -> None:
     """Sends a line."""
     door.sendall(json.dumps({"what": what, **facts}).encode() + b"\n")
 
@@ -221,7 +221,7 @@ def main() -> None:
     basics.init(process_sets=[ProcessSet(range(size - 1))] if size > 1 else None)
     with socket.socket(socket.AF_UNIX) as door, door.makefile("r") as lines:
         door.connect(os.environ[DOOR])
-        tell(door, "up", rank=basics.rank(), pid=os.getpid())
+        send_line(door, "up", rank=basics.rank(), pid=os.getpid())
         rank = Rank(door, json.loads(lines.readline()))
         try:
             rank.work()

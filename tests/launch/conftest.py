@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.launch.bed import LIMIT, Bed, missing
+from tests.launch.namespace_cluster import LIMIT, NamespaceCluster, missing
 from tests.needs import skip_without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from subprocess import CompletedProcess
 
-    from tests.launch.bed import Running
+    from tests.launch.namespace_cluster import Running
 
 # Ranks of several hosts sum an array, and each prints what it knows of itself as one line of JSON.
 WORLD = """
@@ -52,19 +52,19 @@ hvd.shutdown()
 # Processes that need no world: they say who they are and wait for the end.
 IDLE = """
 import os, signal, sys, time
-def ask(number, frame):
+def exit_on_interrupt(number, frame):
     print("asked", flush=True)
     sys.exit(7)
-signal.signal(signal.SIGINT, ask)
-signal.signal(signal.SIGTERM, ask)
+signal.signal(signal.SIGINT, exit_on_interrupt)
+signal.signal(signal.SIGTERM, exit_on_interrupt)
 print(f"up {os.environ['RANK']}", flush=True)
 while True:
     time.sleep(60)
 """
 
 
-class Hosts(Bed):
-    """The bed, and the command that is tried on it."""
+class Hosts(NamespaceCluster):
+    """The cluster, and the command that is tried on it."""
 
     def farandole(self, *arguments: object) -> list[object]:
         """The words of `farandole run`."""
@@ -83,7 +83,7 @@ class Hosts(Bed):
         return next(iter(self.hosts.values())).run(*self.farandole(*arguments), limit=limit, **env)
 
 
-def told(output: str) -> list[dict[str, Any]]:
+def printed_json(output: str) -> list[dict[str, Any]]:
     """The lines of JSON that ranks have printed, by rank."""
     lines = (line.partition(":")[2] for line in output.splitlines() if "<stdout>:{" in line)
     return sorted((json.loads(line) for line in lines), key=lambda word: word["rank"])
@@ -100,24 +100,24 @@ def hosts(machine: None) -> Iterator[Callable[..., Hosts]]:
     """Makes hosts: `head`, where launchers run, and the named ones. None may have a process left
     when the test ends.
     """
-    beds: list[Hosts] = []
+    clusters: list[Hosts] = []
 
     def make(*names: str, listen: bool = True) -> Hosts:
-        bed = Hosts("head", *names)
-        beds.append(bed)
+        cluster = Hosts("head", *names)
+        clusters.append(cluster)
         if listen:
-            for host in bed.hosts.values():
+            for host in cluster.hosts.values():
                 if host.name != "head":
                     host.listen()
-            bed.login(bed["head"])
-        return bed
+            cluster.login(cluster["head"])
+        return cluster
 
     yield make
     try:
-        for bed in beds:
-            for command in bed.commands:
+        for cluster in clusters:
+            for command in cluster.commands:
                 command.stop()
-            bed.until_quiet(15.0)
+            cluster.until_quiet(15.0)
     finally:
-        for bed in beds:
-            bed.close()
+        for cluster in clusters:
+            cluster.close()

@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from tests.launch.conftest import BUSY, told
+from tests.launch.conftest import BUSY, printed_json
 
 pytestmark = pytest.mark.slow
 
@@ -26,27 +26,27 @@ print(json.dumps({"rank": int(os.environ["RANK"]),
 """
 
 
-def tell(bed, *arguments, **env):
+def seen_environment(cluster, *arguments, **env):
     """Returns the values that two ranks on two hosts see in their environment."""
-    bed.write("tell.py", TELL)
-    done = bed.launched(
+    cluster.write("tell.py", TELL)
+    done = cluster.launched(
         "-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py", *arguments, **env
     )
     assert done.returncode == 0, done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert len(words) == 2, done.stdout
     return words
 
 
 def test_the_environment_is_forwarded_as_it_is_but_for_horovods_exceptions(hosts):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     kept = {
         "PLAIN": "1",
         "QUOTED": """it's "so" $HOME `id` \\n""",
         "LINES": "one\ntwo\n",
         "UNICODE": "Größe → 𝄞",
         "EMPTY": "",
-        "PATH": "/run/job/bin:" + bed["head"].environment()["PATH"],
+        "PATH": "/run/job/bin:" + cluster["head"].environment()["PATH"],
     }
     withheld = {
         "OLDPWD": "/somewhere",
@@ -57,7 +57,7 @@ def test_the_environment_is_forwarded_as_it_is_but_for_horovods_exceptions(hosts
     }
     # A world that this shell was part of some time ago.
     stale = {"RANK": "7", "WORLD_SIZE": "9", "HOROVOD_RANK": "7", "HOROVOD_SIZE": "9"}
-    for word in tell(bed, "one", "two words", "$HOME", **kept, **withheld, **stale):
+    for word in seen_environment(cluster, "one", "two words", "$HOME", **kept, **withheld, **stale):
         env = word["env"]
         assert {name: env.get(name) for name in kept} == kept
         assert not {name for name, value in withheld.items() if env.get(name) == value}
@@ -68,21 +68,21 @@ def test_the_environment_is_forwarded_as_it_is_but_for_horovods_exceptions(hosts
 
 
 def test_a_value_that_is_no_text_stays_behind_and_disturbs_nothing(hosts):
-    bed = hosts("h1", "h2")
-    for word in tell(bed, RAW=os.fsdecode(b"caf\xe9"), PLAIN="1"):
+    cluster = hosts("h1", "h2")
+    for word in seen_environment(cluster, RAW=os.fsdecode(b"caf\xe9"), PLAIN="1"):
         assert "RAW" not in word["env"]
         assert word["env"]["PLAIN"] == "1"
 
 
 def test_workers_start_in_the_launchers_folder_where_there_is_one(hosts):
-    bed = hosts("h1", "h2")
-    bed["head"].write("deep/er/x", "")
-    bed["h1"].write("deep/er/x", "")
-    bed.write("tell.py", TELL)
-    words = bed.farandole("-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py")
-    done = bed["head"].run("sh", "-c", 'cd deep/er && exec "$@"', "sh", *words)
+    cluster = hosts("h1", "h2")
+    cluster["head"].write("deep/er/x", "")
+    cluster["h1"].write("deep/er/x", "")
+    cluster.write("tell.py", TELL)
+    words = cluster.farandole("-np", 2, "-H", "h1:1,h2:1", sys.executable, "/run/job/tell.py")
+    done = cluster["head"].run("sh", "-c", 'cd deep/er && exec "$@"', "sh", *words)
     assert done.returncode == 0, done.stderr
-    first, second = told(done.stdout)
+    first, second = printed_json(done.stdout)
     assert first["folder"] == "/run/job/deep/er"
     assert second["folder"] == "/run/home"
 
@@ -98,29 +98,29 @@ print(json.dumps({"rank": int(os.environ["RANK"]), "env": dict(os.environ)}), fl
 
 
 def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers(hosts):
-    bed = hosts("h1", "h2", listen=False)
+    cluster = hosts("h1", "h2", listen=False)
     for name in ("h1", "h2"):
-        bed[name].listen(records=True)
-    bed.login(bed["head"])
-    bed.write("keeping.py", KEEPING)
+        cluster[name].listen(records=True)
+    cluster.login(cluster["head"])
+    cluster.write("keeping.py", KEEPING)
     seen, over = set(), threading.Event()
 
     def watch():
         while not over.is_set():
-            seen.update(bed.processes())
+            seen.update(cluster.processes())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         words = ["-np", 5, "-H", "head:1,h1:2,h2:2", sys.executable, "keeping.py"]
-        running = bed.launch(*words, WANDB_API_KEY=SECRET)
+        running = cluster.launch(*words, WANDB_API_KEY=SECRET)
         running.until(*(f"[{rank}]<stdout>:goes on {rank}" for rank in range(5)))
-        bed["h1"].write("enough", "")
-        assert running.wait() == 0, running.said
+        cluster["h1"].write("enough", "")
+        assert running.wait() == 0, running.output
     finally:
         over.set()
         watcher.join()
-    environments = [word["env"] for word in told(running.out.read_text())]
+    environments = [word["env"] for word in printed_json(running.out.read_text())]
     assert [env["WANDB_API_KEY"] for env in environments] == [SECRET] * 5
     # The ticket gives access to the job, and so does each of its long parts.
     tickets = {env["FARANDOLE_JOB"] for env in environments}
@@ -144,20 +144,22 @@ def test_no_secret_is_in_the_words_or_the_environment_of_anybody_but_the_workers
     # What watching may have missed: the command of each session, and the environment that sshd gave
     # to it.
     for name in ("h1", "h2"):
-        assert len(bed[name].read("/run/commands").splitlines()) == 1, "more than one connection"
+        assert len(cluster[name].read("/run/commands").splitlines()) == 1, (
+            "more than one connection"
+        )
         for record in ("/run/commands", "/run/sessions"):
-            assert not any(secret in bed[name].read(record) for secret in secrets)
+            assert not any(secret in cluster[name].read(record) for secret in secrets)
 
 
 def test_the_registrars_port_is_the_only_one_of_the_launchers_host(hosts):
-    bed = hosts("h1", "h2")
-    bed.write("busy.py", BUSY)
-    running = bed.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "busy.py")
+    cluster = hosts("h1", "h2")
+    cluster.write("busy.py", BUSY)
+    running = cluster.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "busy.py")
     running.until(*(f"[{rank}]<stdout>:goes on {rank}" for rank in range(4)))
-    assert len({port for _, port in bed["head"].listening()}) == 1
-    bed["h1"].write("enough", "")
-    assert running.wait() == 0, running.said
-    assert bed["head"].listening() == []
+    assert len({port for _, port in cluster["head"].listening()}) == 1
+    cluster["h1"].write("enough", "")
+    assert running.wait() == 0, running.output
+    assert cluster["head"].listening() == []
 
 
 LONG = """
@@ -172,9 +174,9 @@ sys.stdout.write("the last line has no end")
 
 
 def test_long_lines_of_any_script_come_whole_from_every_host(hosts):
-    bed = hosts("h1", "h2")
-    bed.write("long.py", LONG)
-    done = bed.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "long.py")
+    cluster = hosts("h1", "h2")
+    cluster.write("long.py", LONG)
+    done = cluster.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "long.py")
     assert done.returncode == 0, done.stderr[-2000:]
     for output, name in ((done.stdout, "stdout"), (done.stderr, "stderr")):
         for rank in range(4):
@@ -209,23 +211,23 @@ time.sleep(1000)
     ("how", "status"), [("3", 3), ("255", 255), ("SIGSEGV", 139), ("SIGKILL", 137)]
 )
 def test_the_status_is_that_of_the_first_failure_and_rank_and_host_are_named(hosts, how, status):
-    bed = hosts("h1", "h2")
-    bed.write("fail.py", FAIL)
+    cluster = hosts("h1", "h2")
+    cluster.write("fail.py", FAIL)
     began = time.monotonic()
-    done = bed.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "fail.py", how)
+    done = cluster.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "fail.py", how)
     assert done.returncode == status, done.stderr
     assert time.monotonic() - began < 15.0
     assert re.search(r"^farandole: rank 2 on h2\b.*" + how, done.stderr, re.MULTILINE), done.stderr
-    bed.until_quiet(2.0)
+    cluster.until_quiet(2.0)
 
 
 def test_a_program_that_is_not_there_is_named_with_its_host(hosts):
-    bed = hosts("h1", "h2")
-    bed["h1"].write("program", "#!/bin/sh\nsleep 1000\n", mode=0o755)
-    done = bed.launched("-np", 2, "-H", "h1:1,h2:1", "/run/job/program")
+    cluster = hosts("h1", "h2")
+    cluster["h1"].write("program", "#!/bin/sh\nsleep 1000\n", mode=0o755)
+    done = cluster.launched("-np", 2, "-H", "h1:1,h2:1", "/run/job/program")
     assert done.returncode != 0
     assert "h2: cannot start /run/job/program: No such file or directory" in done.stderr
-    bed.until_quiet(2.0)
+    cluster.until_quiet(2.0)
 
 
 READ = """
@@ -235,22 +237,24 @@ print(json.dumps({"rank": int(os.environ["RANK"]), "read": sys.stdin.read()}), f
 
 
 def test_workers_read_nothing_whether_or_not_the_launcher_has_an_input(hosts):
-    bed = hosts("h1")
-    bed.write("read.py", READ)
-    words = bed.farandole("-np", 3, "-H", "localhost:1,h1:2", sys.executable, "read.py")
+    cluster = hosts("h1")
+    cluster.write("read.py", READ)
+    words = cluster.farandole("-np", 3, "-H", "localhost:1,h1:2", sys.executable, "read.py")
     for change, text in (
         ('exec "$@"', "typed\n"),
         ('exec "$@" <&-', ""),
         ('exec "$@" </dev/null', ""),
     ):
-        done = bed["head"].run("sh", "-c", change, "sh", *words, text=text)
+        done = cluster["head"].run("sh", "-c", change, "sh", *words, text=text)
         assert done.returncode == 0, done.stderr
-        assert [word["read"] for word in told(done.stdout)] == ["", "", ""], change
+        assert [word["read"] for word in printed_json(done.stdout)] == ["", "", ""], change
 
 
 def test_messages_of_the_launcher_are_lines_of_their_own(hosts):
-    bed = hosts("h1")
-    done = bed.launched("-np", 1, "-H", "h1:1", "--verbose", sys.executable, "-c", "print('out')")
+    cluster = hosts("h1")
+    done = cluster.launched(
+        "-np", 1, "-H", "h1:1", "--verbose", sys.executable, "-c", "print('out')"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0]<stdout>:out\n"
     assert all(line.startswith("farandole: ") for line in done.stderr.splitlines()), done.stderr

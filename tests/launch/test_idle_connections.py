@@ -12,8 +12,8 @@ import sys
 import time
 
 import pytest
-from tests.launch.bed import until
 from tests.launch.conftest import BUSY, IDLE
+from tests.launch.namespace_cluster import until
 from tests.launch.test_losses import find
 
 pytestmark = pytest.mark.slow
@@ -24,43 +24,43 @@ NOWHERE = "02:00:00:00:00:99"
 LOGINS = "Host h1 h2\n  HostName %h-v6\n"
 
 
-def start(hosts, program, *arguments, size=2, said="up", **env):
+def start(hosts, program, *arguments, size=2, expected="up", **env):
     """A job on two hosts, whose ssh connections use other addresses than its other connections."""
-    bed = hosts("h1", "h2")
-    bed.login(bed["head"], config=LOGINS)
-    bed.write("program.py", program)
-    running = bed.launch(
+    cluster = hosts("h1", "h2")
+    cluster.login(cluster["head"], config=LOGINS)
+    cluster.write("program.py", program)
+    running = cluster.launch(
         *("-np", size, "-H", "h1:1,h2:1"),
         *("--network-interfaces", "eth0", *arguments),
         sys.executable,
         "program.py",
         **env,
     )
-    running.until(*(f"[{rank}]<stdout>:{said} {rank}" for rank in range(size)))
-    head = bed["head"].address_v6
+    running.until(*(f"[{rank}]<stdout>:{expected} {rank}" for rank in range(size)))
+    head = cluster["head"].address_v6
     for name in ("h1", "h2"):
-        assert [far for _, far in bed[name].connections() if far[0] == head], "ssh uses IPv6"
-    return bed, running
+        assert [far for _, far in cluster[name].connections() if far[0] == head], "ssh uses IPv6"
+    return cluster, running
 
 
-def silence(bed, *names):
+def silence(cluster, *names):
     """Drops all packets of IPv6 between the launcher's host and others, without any notice."""
-    for near, far in [(bed["head"], bed[name]) for name in names]:
+    for near, far in [(cluster["head"], cluster[name]) for name in names]:
         for one, other in ((near, far), (far, near)):
             one._sh(
                 f"ip -6 neigh replace {other.address_v6} lladdr {NOWHERE} dev eth0 nud permanent"
             )
 
 
-def finish(bed):
+def finish(cluster):
     for name in ("h1", "h2"):
-        bed[name].write("enough", "")
+        cluster[name].write("enough", "")
 
 
-def end_hosts(bed):
+def end_hosts(cluster):
     """Ends the hosts with their processes of sshd, which wait for TCP to give up."""
     for name in ("h1", "h2"):
-        bed[name].end()
+        cluster[name].end()
 
 
 ELASTIC = ("--min-num-proc", 1, "--max-num-proc", 2)
@@ -69,26 +69,26 @@ ELASTIC = ("--min-num-proc", 1, "--max-num-proc", 2)
 @pytest.mark.parametrize("arguments", [(), ELASTIC], ids=["static", "elastic"])
 @pytest.mark.parametrize("silent", [["h2"], ["h1", "h2"]])
 def test_a_job_whose_connections_fall_silent_succeeds(hosts, silent, arguments):
-    bed, running = start(hosts, BUSY, *arguments, said="goes on")
-    silence(bed, *silent)
-    finish(bed)
-    assert running.wait(30.0) == 0, running.said
+    cluster, running = start(hosts, BUSY, *arguments, expected="goes on")
+    silence(cluster, *silent)
+    finish(cluster)
+    assert running.wait(30.0) == 0, running.output
     assert {"[0]<stdout>:over 0", "[1]<stdout>:over 1"} <= set(running.lines)
-    end_hosts(bed)
+    end_hosts(cluster)
 
 
 @pytest.mark.parametrize("side", ["head", "h2"])
 def test_a_job_whose_connection_is_closed_by_one_side_goes_on(hosts, side):
-    bed, running = start(hosts, BUSY, said="goes on")
+    cluster, running = start(hosts, BUSY, expected="goes on")
     word = ("ssh", "h2", "farandole agent") if side == "head" else ("sshd: root@notty",)
-    for process in find(bed, side, *word):
+    for process in find(cluster, side, *word):
         os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(AssertionError, match="still running"):
         running.wait(8.0)
-    finish(bed)
-    assert running.wait(30.0) == 0, running.said
+    finish(cluster)
+    assert running.wait(30.0) == 0, running.output
     assert {"[0]<stdout>:over 0", "[1]<stdout>:over 1"} <= set(running.lines)
-    bed.until_quiet(5.0)
+    cluster.until_quiet(5.0)
 
 
 FAILS = """
@@ -104,13 +104,13 @@ time.sleep(60)
 
 
 def test_a_failure_behind_a_silent_connection_is_reported(hosts):
-    bed, running = start(hosts, FAILS)
-    silence(bed, "h1", "h2")
-    finish(bed)
-    assert running.wait(40.0) == 23, running.said
-    assert "[1]<stderr>:rank 1 is broken" in running.said
-    assert "rank 1 on h2" in running.err.read_text(), running.said
-    end_hosts(bed)
+    cluster, running = start(hosts, FAILS)
+    silence(cluster, "h1", "h2")
+    finish(cluster)
+    assert running.wait(40.0) == 23, running.output
+    assert "[1]<stderr>:rank 1 is broken" in running.output
+    assert "rank 1 on h2" in running.err.read_text(), running.output
+    end_hosts(cluster)
 
 
 # Ranks of one world that end when they are interrupted.
@@ -118,10 +118,10 @@ ASKED = """
 import signal, sys, time
 import farandole.numpy as hvd
 hvd.init()
-def ask(number, frame):
+def exit_on_interrupt(number, frame):
     print("asked", flush=True)
     sys.exit(7)
-signal.signal(signal.SIGINT, ask)
+signal.signal(signal.SIGINT, exit_on_interrupt)
 print(f"up {hvd.rank()}", flush=True)
 while True:
     time.sleep(60)
@@ -130,31 +130,31 @@ while True:
 
 @pytest.mark.parametrize("arguments", [(), ELASTIC], ids=["static", "elastic"])
 def test_ctrl_c_reaches_workers_behind_a_silent_connection(hosts, arguments):
-    bed, running = start(hosts, ASKED, *arguments)
-    silence(bed, "h1", "h2")
+    cluster, running = start(hosts, ASKED, *arguments)
+    silence(cluster, "h1", "h2")
     running.send(signal.SIGINT)
     began = time.monotonic()
-    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.output
     assert time.monotonic() - began < 15.0
-    assert {"[0]<stdout>:asked", "[1]<stdout>:asked"} <= set(running.lines), running.said
-    end_hosts(bed)
+    assert {"[0]<stdout>:asked", "[1]<stdout>:asked"} <= set(running.lines), running.output
+    end_hosts(cluster)
 
 
 def test_a_launcher_that_dies_behind_a_silent_connection_leaves_no_worker(hosts):
-    bed, running = start(hosts, IDLE)
-    silence(bed, "h1", "h2")
+    cluster, running = start(hosts, IDLE)
+    silence(cluster, "h1", "h2")
     running.send(signal.SIGKILL)
 
     def workers():
-        return [process for name in ("h1", "h2") for process in find(bed, name, "program.py")]
+        return [process for name in ("h1", "h2") for process in find(cluster, name, "program.py")]
 
     until(lambda: not workers(), lambda: "; ".join(map(str, workers())), 30.0)
-    end_hosts(bed)
+    end_hosts(cluster)
 
 
 def test_ssh_sends_keep_alives(hosts):
-    bed, running = start(hosts, IDLE)
-    (connection,) = find(bed, "head", "ssh", "h2", "farandole agent")
+    cluster, running = start(hosts, IDLE)
+    (connection,) = find(cluster, "head", "ssh", "h2", "farandole agent")
     assert any(word.startswith("ServerAliveInterval=") for word in connection.argv)
     running.send(signal.SIGINT)
     running.wait(15.0)

@@ -9,21 +9,21 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.launch.bed import HOME, SUBNET_V6
-from tests.launch.conftest import WORLD, told
+from tests.launch.conftest import WORLD, printed_json
+from tests.launch.namespace_cluster import HOME, SUBNET_V6
 
 pytestmark = pytest.mark.slow
 
 
-def world(bed, *arguments, size=2, **env):
+def world(cluster, *arguments, size=2, **env):
     """The hosts of the ranks of a world, in order; without arguments its size is not asked for
     either.
     """
-    bed.write("world.py", WORLD)
+    cluster.write("world.py", WORLD)
     asked = ["-np", size] if arguments else []
-    done = bed.launched(*asked, *arguments, sys.executable, "world.py", **env)
+    done = cluster.launched(*asked, *arguments, sys.executable, "world.py", **env)
     assert done.returncode == 0, done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert [(word["rank"], word["size"], word["right"]) for word in words] == [
         (rank, size, True) for rank in range(size)
     ]
@@ -31,103 +31,103 @@ def world(bed, *arguments, size=2, **env):
 
 
 def test_four_hosts_are_one_world(hosts):
-    bed = hosts("h1", "h2", "h3", "h4")
-    found = world(bed, "-H", "h1:2,h2:2,h3:2,h4:2", size=8)
+    cluster = hosts("h1", "h2", "h3", "h4")
+    found = world(cluster, "-H", "h1:2,h2:2,h3:2,h4:2", size=8)
     assert found == ["h1", "h1", "h2", "h2", "h3", "h3", "h4", "h4"]
 
 
 def test_a_port_and_an_identity_file_are_sshs(hosts):
-    bed = hosts("h1", "h2", listen=False)
+    cluster = hosts("h1", "h2", listen=False)
     for name in ("h1", "h2"):
-        bed[name].listen(port=2222)
-    bed.login(bed["head"], key="/run/job/mine")
-    assert world(bed, "-H", "h1:1,h2:1", "-p", 2222, "-i", "mine") == ["h1", "h2"]
+        cluster[name].listen(port=2222)
+    cluster.login(cluster["head"], key="/run/job/mine")
+    assert world(cluster, "-H", "h1:1,h2:1", "-p", 2222, "-i", "mine") == ["h1", "h2"]
     assert world(
-        bed, "-H", "h1:1,h2:1", "--ssh-port", 2222, "--ssh-identity-file", "/run/job/mine"
+        cluster, "-H", "h1:1,h2:1", "--ssh-port", 2222, "--ssh-identity-file", "/run/job/mine"
     ) == ["h1", "h2"]
 
 
 def test_an_alias_of_the_users_configuration_is_a_host(hosts):
-    bed = hosts("h1", "h2", listen=False)
-    bed["h1"].listen(port=2201)
-    bed["h2"].listen(port=2202)
+    cluster = hosts("h1", "h2", listen=False)
+    cluster["h1"].listen(port=2201)
+    cluster["h2"].listen(port=2202)
     config = f"""
 Host left
     HostName h1
     Port 2201
 Host right
-    HostName {bed["h2"].address}
+    HostName {cluster["h2"].address}
     Port 2202
 Host left right
     User root
     IdentityFile ~/.ssh/cluster
 """
-    bed.login(bed["head"], key=f"{HOME}/.ssh/cluster", config=config)
-    assert world(bed, "-H", "left:1,right:1") == ["h1", "h2"]
+    cluster.login(cluster["head"], key=f"{HOME}/.ssh/cluster", config=config)
+    assert world(cluster, "-H", "left:1,right:1") == ["h1", "h2"]
 
 
 def test_a_host_behind_a_jump_host_is_reached_through_it(hosts):
-    bed = hosts("jump", "h1", "h2", listen=False)
-    bed["jump"].listen()
+    cluster = hosts("jump", "h1", "h2", listen=False)
+    cluster["jump"].listen()
     # Whoever does not come from the jump host is not let in.
     for name in ("h1", "h2"):
-        bed[name].listen(options=f"AllowUsers root@{bed['jump'].address}")
-    bed.login(bed["head"])
-    assert "Permission denied" in bed["head"].run("ssh", "h1", "true").stderr
-    bed.login(bed["head"], config="Host h1 h2\n    ProxyJump jump\n")
-    assert world(bed, "-H", "h1:1,h2:1") == ["h1", "h2"]
+        cluster[name].listen(options=f"AllowUsers root@{cluster['jump'].address}")
+    cluster.login(cluster["head"])
+    assert "Permission denied" in cluster["head"].run("ssh", "h1", "true").stderr
+    cluster.login(cluster["head"], config="Host h1 h2\n    ProxyJump jump\n")
+    assert world(cluster, "-H", "h1:1,h2:1") == ["h1", "h2"]
 
 
 def test_a_user_may_stand_before_the_host(hosts):
-    bed = hosts("h1")
-    assert world(bed, "-H", "root@h1:2") == ["h1", "h1"]
+    cluster = hosts("h1")
+    assert world(cluster, "-H", "root@h1:2") == ["h1", "h1"]
 
 
 def test_this_host_needs_no_ssh_by_any_of_its_names(hosts):
-    bed = hosts("h1")  # `head` has no sshd
+    cluster = hosts("h1")  # `head` has no sshd
     for name in (
         "localhost",
         "head",
-        bed["head"].address,
+        cluster["head"].address,
         "127.0.0.1",
-        f"[{bed['head'].address_v6}]",
+        f"[{cluster['head'].address_v6}]",
     ):
-        assert world(bed, "-H", f"{name}:1,h1:1") == ["head", "h1"], name
+        assert world(cluster, "-H", f"{name}:1,h1:1") == ["head", "h1"], name
 
 
 def test_ipv6_addresses_are_hosts_on_the_command_line_and_in_a_file(hosts):
-    bed = hosts("h1", "h2")
-    first, second = bed["h1"].address_v6, bed["h2"].address_v6
-    assert world(bed, "-H", f"[{first}]:1,[{second}]:1") == ["h1", "h2"]
-    bed["head"].write("hostfile", f"{first} slots=1\n[{second}]:1\n")
-    assert world(bed, "-hostfile", "hostfile") == ["h1", "h2"]
+    cluster = hosts("h1", "h2")
+    first, second = cluster["h1"].address_v6, cluster["h2"].address_v6
+    assert world(cluster, "-H", f"[{first}]:1,[{second}]:1") == ["h1", "h2"]
+    cluster["head"].write("hostfile", f"{first} slots=1\n[{second}]:1\n")
+    assert world(cluster, "-hostfile", "hostfile") == ["h1", "h2"]
 
 
 def test_hosts_may_have_ipv6_alone(hosts):
-    bed = hosts("h1", "h2")
-    for host in bed.hosts.values():
+    cluster = hosts("h1", "h2")
+    for host in cluster.hosts.values():
         done = host.run("ip", "-4", "address", "flush", "dev", "eth0")
         assert done.returncode == 0, done.stderr
-    assert SUBNET_V6 in bed["h1"].run("ip", "address").stdout
-    assert world(bed, "-H", "h1-v6:1,h2-v6:1") == ["h1", "h2"]
+    assert SUBNET_V6 in cluster["h1"].run("ip", "address").stdout
+    assert world(cluster, "-H", "h1-v6:1,h2-v6:1") == ["h1", "h2"]
 
 
 def test_a_host_file_has_comments_blank_lines_and_hosts_without_slots(hosts):
-    bed = hosts("h1", "h2", "h3")
-    bed["head"].write("hostfile", "# the cluster\n\nh1 slots=2  # the big one\nh2:1\n   h3\n")
-    assert world(bed, "--hostfile", "hostfile", size=4) == ["h1", "h1", "h2", "h3"]
+    cluster = hosts("h1", "h2", "h3")
+    cluster["head"].write("hostfile", "# the cluster\n\nh1 slots=2  # the big one\nh2:1\n   h3\n")
+    assert world(cluster, "--hostfile", "hostfile", size=4) == ["h1", "h1", "h2", "h3"]
     # Slots beyond `-np` stay free.
-    assert world(bed, "--hostfile", "/run/job/hostfile", size=3) == ["h1", "h1", "h2"]
+    assert world(cluster, "--hostfile", "/run/job/hostfile", size=3) == ["h1", "h1", "h2"]
 
 
 def test_a_login_shell_that_prints_disturbs_nothing(hosts):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     for name in ("h1", "h2"):
-        bed[name].write(
+        cluster[name].write(
             f"{HOME}/.bashrc", "echo Welcome to the cluster\nprintf 'no end of line' >&2\n"
         )
-    assert "Welcome" in bed["head"].run("ssh", "h1", "true").stdout
-    assert world(bed, "-H", "h1:1,h2:1") == ["h1", "h2"]
+    assert "Welcome" in cluster["head"].run("ssh", "h1", "true").stdout
+    assert world(cluster, "-H", "h1:1,h2:1") == ["h1", "h2"]
 
 
 # What Kubeflow's operator gives to its launchers, with ssh in the place of the cluster's own way
@@ -147,35 +147,37 @@ exec ssh -o BatchMode=yes "$pod" "${*@Q}"
 
 
 def test_another_program_than_ssh_reaches_hosts(hosts):
-    bed = hosts("h1", "h2")
-    bed["head"].write("kubexec.sh", KUBEXEC, mode=0o755)
-    assert world(bed, "-H", "h1:1,h2:1", "--ssh-command", "/run/job/kubexec.sh") == ["h1", "h2"]
+    cluster = hosts("h1", "h2")
+    cluster["head"].write("kubexec.sh", KUBEXEC, mode=0o755)
+    assert world(cluster, "-H", "h1:1,h2:1", "--ssh-command", "/run/job/kubexec.sh") == ["h1", "h2"]
 
 
 def test_ssh_takes_options_of_the_users(hosts):
-    bed = hosts("h1", "h2", listen=False)
+    cluster = hosts("h1", "h2", listen=False)
     for name in ("h1", "h2"):
-        bed[name].listen(port=2222)
-    bed.login(bed["head"])
-    (bed["head"].root / HOME[1:] / ".ssh/config").rename(bed["head"].root / "run/job/my config")
-    bed["head"].write("my config", "Host *\n    Port 2222\n")
-    assert world(bed, "-H", "h1:1,h2:1", "--ssh-command", "ssh -F '/run/job/my config' -C") == [
+        cluster[name].listen(port=2222)
+    cluster.login(cluster["head"])
+    (cluster["head"].root / HOME[1:] / ".ssh/config").rename(
+        cluster["head"].root / "run/job/my config"
+    )
+    cluster["head"].write("my config", "Host *\n    Port 2222\n")
+    assert world(cluster, "-H", "h1:1,h2:1", "--ssh-command", "ssh -F '/run/job/my config' -C") == [
         "h1",
         "h2",
     ]
 
 
 def test_inside_an_mpijob_hosts_and_the_way_to_them_are_known(hosts):
-    bed = hosts("h1", "h2")
-    bed["head"].write("hostfile", "h1 slots=1\nh2 slots=1\n")
-    bed["head"].write("bin/kubectl", KUBECTL, mode=0o755)
-    bed["head"].write("kubexec.sh", KUBEXEC, mode=0o755)
+    cluster = hosts("h1", "h2")
+    cluster["head"].write("hostfile", "h1 slots=1\nh2 slots=1\n")
+    cluster["head"].write("bin/kubectl", KUBECTL, mode=0o755)
+    cluster["head"].write("kubexec.sh", KUBEXEC, mode=0o755)
     env = {
         "OMPI_MCA_orte_default_hostfile": "/run/job/hostfile",
         "OMPI_MCA_plm_rsh_agent": "/run/job/kubexec.sh",
-        "PATH": f"/run/job/bin:{bed['head'].environment()['PATH']}",
+        "PATH": f"/run/job/bin:{cluster['head'].environment()['PATH']}",
     }
-    assert world(bed, **env) == ["h1", "h2"]
+    assert world(cluster, **env) == ["h1", "h2"]
 
 
 @pytest.mark.parametrize(
@@ -196,12 +198,15 @@ def test_inside_an_mpijob_hosts_and_the_way_to_them_are_known(hosts):
     ids=["slurm", "lsf", "lsf-file", "pbs", "grid-engine"],
 )
 def test_inside_a_batch_system_hosts_are_not_asked_for(hosts, files, variables):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     for name, text in files.items():
-        bed["head"].write(name, text)
+        cluster["head"].write(name, text)
     # The systems' own programs, if this machine has them, have no such job: hosts are reached by
     # ssh.
     found = world(
-        bed, size=4, PATH=bed["head"].without_programs("srun", "blaunch", "qrsh"), **variables
+        cluster,
+        size=4,
+        PATH=cluster["head"].without_programs("srun", "blaunch", "qrsh"),
+        **variables,
     )
     assert found == ["h1", "h1", "h2", "h2"]

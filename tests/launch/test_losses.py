@@ -14,8 +14,8 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from tests.launch.bed import until
 from tests.launch.conftest import BUSY, IDLE
+from tests.launch.namespace_cluster import until
 
 pytestmark = pytest.mark.slow
 
@@ -24,10 +24,10 @@ PEER_TIMEOUT = 5.0
 SESSION = "sshd: root@notty"
 
 
-def busy(bed, *, size=4, program=BUSY, **env):
+def busy(cluster, *, size=4, program=BUSY, **env):
     """A job in the middle of its work on two hosts of two."""
-    bed.write("busy.py", program)
-    running = bed.launch("-np", size, "-H", "h1:2,h2:2", sys.executable, "busy.py", **env)
+    cluster.write("busy.py", program)
+    running = cluster.launch("-np", size, "-H", "h1:2,h2:2", sys.executable, "busy.py", **env)
     said = "goes on" if program == BUSY else "up"
     running.until(*(f"[{rank}]<stdout>:{said} {rank}" for rank in range(size)))
     return running
@@ -37,39 +37,43 @@ def failed(running, limit):
     """Returns the message of a launcher that must end by itself with an error."""
     began = time.monotonic()
     status = running.wait(limit)
-    assert status != 0, running.said
+    assert status != 0, running.output
     assert "Traceback" not in running.err.read_text().replace("<stderr>:Traceback", ""), (
-        running.said
+        running.output
     )
     return status, time.monotonic() - began, running.err.read_text()
 
 
-def find(bed, host, *words):
+def find(cluster, host, *words):
     """The processes of a host whose command line has these words."""
     return [
         process
-        for process in bed[host].processes()
+        for process in cluster[host].processes()
         if all(word in " ".join(process.argv) for word in words)
     ]
 
 
-def until_only_sshd(bed, *cut):
+def until_only_sshd(cluster, *cut):
     """Waits until nothing of the job is left, while the hosts are still cut.
 
     Processes of sshd for an unclosed connection are ignored: they end when TCP gives the connection
     up.
     """
 
-    def left():
+    def remaining_processes():
         return [
             process
-            for process in bed.processes()
+            for process in cluster.processes()
             if not (process.host in cut and process.argv[0] == SESSION)
         ]
 
-    until(lambda: not left(), lambda: "; ".join(map(str, left())), 4 * PEER_TIMEOUT)
+    until(
+        lambda: not remaining_processes(),
+        lambda: "; ".join(map(str, remaining_processes())),
+        4 * PEER_TIMEOUT,
+    )
     for name in cut:
-        bed[name].end()
+        cluster[name].end()
 
 
 def names(said, host, *ranks):
@@ -79,65 +83,65 @@ def names(said, host, *ranks):
 
 
 def test_a_host_that_dies_is_named_and_the_others_end(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    bed["h2"].power_off()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster)
+    cluster["h2"].power_off()
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < 2 * PEER_TIMEOUT + 2.0, said
     assert names(said, "h2"), said
-    bed.until_quiet(2 * PEER_TIMEOUT)
+    cluster.until_quiet(2 * PEER_TIMEOUT)
 
 
 def test_a_host_whose_processes_all_end_is_named_at_once(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    bed["h2"].end()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster)
+    cluster["h2"].end()
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < PEER_TIMEOUT, said
     assert names(said, "h2", 2, 3), said
-    bed.until_quiet(2 * PEER_TIMEOUT)
+    cluster.until_quiet(2 * PEER_TIMEOUT)
 
 
 def test_a_network_that_is_cut_for_three_seconds_is_survived(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    bed["h2"].cut()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster)
+    cluster["h2"].cut()
     with pytest.raises(AssertionError, match="still running"):
         running.wait(3.0)
-    bed["h2"].restore()
-    bed["h2"].write("enough", "")
-    assert running.wait(20.0) == 0, running.said
+    cluster["h2"].restore()
+    cluster["h2"].write("enough", "")
+    assert running.wait(20.0) == 0, running.output
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
 
 
 def test_a_network_that_is_cut_for_ever_ends_the_job_on_both_sides(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    bed["h2"].cut()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster)
+    cluster["h2"].cut()
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < 2 * PEER_TIMEOUT + 2.0, said
     assert names(said, "h2"), said
-    until_only_sshd(bed, "h2")
+    until_only_sshd(cluster, "h2")
 
 
 def test_a_cut_host_ends_its_workers(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed, program=IDLE)
-    bed["h2"].cut()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster, program=IDLE)
+    cluster["h2"].cut()
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < 2 * PEER_TIMEOUT + 2.0, said
     assert names(said, "h2"), said
-    until_only_sshd(bed, "h2")
+    until_only_sshd(cluster, "h2")
 
 
 def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed)
-    bed["head"].cut()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster)
+    cluster["head"].cut()
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < 2 * PEER_TIMEOUT + 2.0, said
     assert names(said, "h1") or names(said, "h2"), said
-    until_only_sshd(bed, "h1", "h2")
+    until_only_sshd(cluster, "h1", "h2")
 
 
 @pytest.mark.parametrize(
@@ -147,65 +151,65 @@ def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing
     hosts, seconds, peer_timeout
 ):
     """A laptop that sleeps does not answer. The ranks, whose links live, work on meanwhile."""
-    bed = hosts("h1", "h2")
-    running = busy(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
-    bed["head"].cut()
+    cluster = hosts("h1", "h2")
+    running = busy(cluster, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
+    cluster["head"].cut()
     with pytest.raises(AssertionError, match="still running"):
         running.wait(seconds)
-    bed["head"].restore()
+    cluster["head"].restore()
     for host in ("h1", "h2"):
-        bed[host].write("enough", "")
-    assert running.wait(30.0) == 0, running.said
+        cluster[host].write("enough", "")
+    assert running.wait(30.0) == 0, running.output
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
     # TCP repeats a keep-alive that ssh sent during the cut at growing intervals, and the end of the
     # connection comes after it.
-    until_only_sshd(bed, "h1", "h2")
+    until_only_sshd(cluster, "h1", "h2")
 
 
 def test_an_agent_that_is_killed_takes_its_workers_along(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed, program=IDLE)
-    agents = find(bed, "h2", "-m farandole agent")
+    cluster = hosts("h1", "h2")
+    running = busy(cluster, program=IDLE)
+    agents = find(cluster, "h2", "-m farandole agent")
     assert agents
     for agent in agents:
         os.kill(agent.pid, signal.SIGKILL)
     _, took, said = failed(running, 4 * PEER_TIMEOUT)
     assert took < PEER_TIMEOUT, said
     assert names(said, "h2"), said
-    bed.until_quiet(2 * PEER_TIMEOUT)
+    cluster.until_quiet(2 * PEER_TIMEOUT)
 
 
 def test_processes_that_workers_start_end_with_them(hosts):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     program = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n" + IDLE
-    running = busy(bed, program=program)
-    assert len(find(bed, "h1", "sleep 1000")) == 2
+    running = busy(cluster, program=program)
+    assert len(find(cluster, "h1", "sleep 1000")) == 2
     running.send(signal.SIGKILL)
-    bed.until_quiet(10.0)
+    cluster.until_quiet(10.0)
 
 
 @pytest.mark.parametrize("moment", ["connecting", "greeted", "working"])
 def test_a_launcher_that_is_killed_while_it_starts_leaves_nothing(hosts, moment):
-    bed = hosts("h1", "h2")
-    bed.write("idle.py", IDLE)
-    running = bed.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "idle.py")
+    cluster = hosts("h1", "h2")
+    cluster.write("idle.py", IDLE)
+    running = cluster.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "idle.py")
     seen = {
-        "connecting": lambda: find(bed, "head", "ssh"),
-        "greeted": lambda: find(bed, "h1", "farandole agent"),
-        "working": lambda: find(bed, "h2", "idle.py"),
+        "connecting": lambda: find(cluster, "head", "ssh"),
+        "greeted": lambda: find(cluster, "h1", "farandole agent"),
+        "working": lambda: find(cluster, "h2", "idle.py"),
     }
     until(lambda: bool(seen[moment]()), moment)
     running.send(signal.SIGKILL)
-    bed.until_quiet(15.0)
+    cluster.until_quiet(15.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_launcher_that_is_asked_to_end_ends_its_workers(hosts, number):
-    bed = hosts("h1", "h2")
-    running = busy(bed, program=IDLE)
+    cluster = hosts("h1", "h2")
+    running = busy(cluster, program=IDLE)
     running.send(number)
-    assert running.wait(15.0) == 128 + number, running.said
-    bed.until_quiet(2.0)
+    assert running.wait(15.0) == 128 + number, running.output
+    cluster.until_quiet(2.0)
 
 
 @contextmanager
@@ -221,26 +225,28 @@ def terminal():
 
 
 def test_ctrl_c_asks_the_workers_of_all_hosts(hosts):
-    bed = hosts("h1", "h2")
-    bed.write("idle.py", IDLE)
+    cluster = hosts("h1", "h2")
+    cluster.write("idle.py", IDLE)
     with terminal() as (near, far):
         # The connections are in the terminal's hands, too: they must not break before the workers
         # have ended.
-        running = bed.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "idle.py", terminal=far)
+        running = cluster.launch(
+            "-np", 4, "-H", "h1:2,h2:2", sys.executable, "idle.py", terminal=far
+        )
         running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
         os.write(near, b"\x03")
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.said
-    assert {f"[{rank}]<stdout>:asked" for rank in range(4)} <= set(running.lines), running.said
-    bed.until_quiet(2.0)
+        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+    assert {f"[{rank}]<stdout>:asked" for rank in range(4)} <= set(running.lines), running.output
+    cluster.until_quiet(2.0)
 
 
 # They have heard that they shall end, and do not.
 DEAF = """
 import os, signal, time
-def hear(number, frame):
+def print_signal(number, frame):
     print("heard", flush=True)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, hear)
+    signal.signal(number, print_signal)
 print(f"up {os.environ['RANK']}", flush=True)
 while True:
     time.sleep(60)
@@ -248,23 +254,25 @@ while True:
 
 
 def test_a_second_ctrl_c_kills_at_once(hosts):
-    bed = hosts("h1", "h2")
-    bed.write("deaf.py", DEAF)
+    cluster = hosts("h1", "h2")
+    cluster.write("deaf.py", DEAF)
     with terminal() as (near, far):
-        running = bed.launch("-np", 4, "-H", "h1:2,h2:2", sys.executable, "deaf.py", terminal=far)
+        running = cluster.launch(
+            "-np", 4, "-H", "h1:2,h2:2", sys.executable, "deaf.py", terminal=far
+        )
         running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
         os.write(near, b"\x03")
         running.until(*(f"[{rank}]<stdout>:heard" for rank in range(4)), limit=5.0)
         os.write(near, b"\x03")
         began = time.monotonic()
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.said
-        assert time.monotonic() - began < 2.5, running.said
-    bed.until_quiet(2.0)
+        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+        assert time.monotonic() - began < 2.5, running.output
+    cluster.until_quiet(2.0)
 
 
 def test_workers_that_do_not_end_when_asked_once_are_killed_in_the_end(hosts):
-    bed = hosts("h1", "h2")
-    running = busy(bed, program=DEAF)
+    cluster = hosts("h1", "h2")
+    running = busy(cluster, program=DEAF)
     running.send(signal.SIGINT)
-    assert running.wait(30.0) == 128 + signal.SIGINT, running.said
-    bed.until_quiet(2.0)
+    assert running.wait(30.0) == 128 + signal.SIGINT, running.output
+    cluster.until_quiet(2.0)

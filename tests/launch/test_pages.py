@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.launch.bed import HOME
-from tests.launch.conftest import WORLD, told
+from tests.launch.conftest import WORLD, printed_json
+from tests.launch.namespace_cluster import HOME
 from tests.launch.test_elastic import TRAIN, finish, members, pids
 from tests.pages import blocks_of
 
@@ -29,37 +29,37 @@ def blocks(page):
 
 
 @pytest.fixture
-def bed(hosts):
-    bed = hosts("node1", "node2")
-    bed.login(bed["head"], key=f"{HOME}/.ssh/cluster")
-    bed.login(bed["node1"])
-    bed.login(bed["head"])
-    bed.write("train.py", WORLD)
-    return bed
+def cluster(hosts):
+    cluster = hosts("node1", "node2")
+    cluster.login(cluster["head"], key=f"{HOME}/.ssh/cluster")
+    cluster.login(cluster["node1"])
+    cluster.login(cluster["head"])
+    cluster.write("train.py", WORLD)
+    return cluster
 
 
-def ran(bed, script, **env):
+def ran(cluster, script, **env):
     """The hosts of the ranks of the world that a script starts, in order."""
-    done = bed["head"].run("bash", "-e", "-c", script, "bash", **env)
+    done = cluster["head"].run("bash", "-e", "-c", script, "bash", **env)
     assert done.returncode == 0, script + done.stderr
-    words = told(done.stdout)
+    words = printed_json(done.stdout)
     assert [(word["rank"], word["right"]) for word in words] == [
         (rank, True) for rank in range(len(words))
     ], script
     return [word["host"] for word in words]
 
 
-def test_the_page_about_hosts(bed):
+def test_the_page_about_hosts(cluster):
     commands = 0
     for kind, text in blocks("hosts.md"):
         if kind == "ssh-config":
-            bed["head"].write(f"{HOME}/.ssh/config", text, mode=0o600)
+            cluster["head"].write(f"{HOME}/.ssh/config", text, mode=0o600)
             continue
         assert kind == "sh", f"nothing runs this: {text}"
         for script in re.split(r"^(?=farandole run )", text, flags=re.MULTILINE):
             starts = script.startswith("farandole run ")
             wanted = NODES[: 3 if "-np 3" in script else 4] if starts else []
-            assert ran(bed, script) == wanted, script
+            assert ran(cluster, script) == wanted, script
             commands += starts
     assert commands >= 10
 
@@ -77,8 +77,8 @@ SYSTEMS = {
 }
 
 
-def test_the_page_about_batch_systems(bed):
-    head = bed["head"]
+def test_the_page_about_batch_systems(cluster):
+    head = cluster["head"]
     head.write("nodes", "node1\nnode1\nnode2\nnode2\n")
     head.write("pe", "node1 2 all.q@node1 UNDEFINED\nnode2 2 all.q@node2 UNDEFINED\n")
     head.write("hostfile", "node1 slots=2\nnode2 slots=2\n")
@@ -87,7 +87,7 @@ def test_the_page_about_batch_systems(bed):
     for kind, text in blocks("batch-systems.md"):
         if kind == "bash":
             (mark,) = [mark for mark in SYSTEMS if f"\n{mark}" in text]
-            assert ran(bed, text, PATH=path, **SYSTEMS[mark]) == NODES, text
+            assert ran(cluster, text, PATH=path, **SYSTEMS[mark]) == NODES, text
         elif text.startswith("lifecycle:"):
             continue  # the next test
         elif kind == "yaml":
@@ -95,12 +95,12 @@ def test_the_page_about_batch_systems(bed):
                 "spec"
             ]["containers"][0]
             script = " ".join(launcher["command"])
-            assert ran(bed, script, OMPI_MCA_orte_default_hostfile="/run/job/hostfile") == NODES, (
-                text
-            )
+            assert (
+                ran(cluster, script, OMPI_MCA_orte_default_hostfile="/run/job/hostfile") == NODES
+            ), text
         else:
             assert kind == "sh", f"nothing runs this: {text}"
-            assert ran(bed, text) == NODES, text
+            assert ran(cluster, text) == NODES, text
         seen.add(kind)
     assert seen == {"bash", "yaml", "sh"}
 
@@ -108,27 +108,27 @@ def test_the_page_about_batch_systems(bed):
 def test_the_hook_of_the_page_makes_the_workers_of_a_pod_leave_before_it_ends(hosts):
     (text,) = [text for _, text in blocks("batch-systems.md") if text.startswith("lifecycle:")]
     hook = yaml.safe_load(text)["lifecycle"]["preStop"]["exec"]["command"]
-    bed = hosts("h1", "h2")
-    bed.write("train.py", TRAIN)
+    cluster = hosts("h1", "h2")
+    cluster.write("train.py", TRAIN)
     flags = ("-H", "h1:1,h2:1", "--min-np", 1, "--blacklist-cooldown-range", 600, 600)
-    running = bed.launch(*flags, "python", "train.py")
+    running = cluster.launch(*flags, "python", "train.py")
     before = members(running, "h1", "h2")
-    done = bed["h2"].run(*hook)
+    done = cluster["h2"].run(*hook)
     assert done.returncode == 0, done.stderr
-    assert not [one for one in bed["h2"].processes() if one.argv == ("python", "train.py")]
-    bed["h2"].power_off()
+    assert not [one for one in cluster["h2"].processes() if one.argv == ("python", "train.py")]
+    cluster["h2"].power_off()
     assert pids(members(running, "h1")) == pids(before)[:1]
-    said = finish(bed, running, 1)
+    said = finish(cluster, running, 1)
     for word in ("h2", "lost", "was ended by"):
         assert word not in said, said
 
 
 def test_the_example_of_digits_trains_one_model_on_two_hosts_of_two(hosts):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     example = (ROOT / "examples/torch_digits.py").read_text()
-    bed.write("torch_digits.py", example)
+    cluster.write("torch_digits.py", example)
     words = ["-np", 4, "-H", "h1:2,h2:2", "python", "torch_digits.py", "--epochs", 3]
-    done = bed.launched(*words, limit=240.0)
+    done = cluster.launched(*words, limit=240.0)
     assert done.returncode == 0, done.stderr
     accuracy = re.findall(
         r"^\[0\]<stdout>:epoch 3: .*accuracy (\d\.\d+)$", done.stdout, re.MULTILINE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launch import slurm as slurms
-from tests.launch.bed import until
+from tests.launch.namespace_cluster import until
 from tests.launcher.elastic import SLOW, TRAIN
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Job:
         self.number = done.out.strip()
 
     @property
-    def told(self) -> str:
+    def job_output(self) -> str:
         """Returns the output of the job, and its state in Slurm."""
         texts = [path.read_text(errors="replace") for path in (self.out, self.err) if path.exists()]
         return "\n".join([*texts, self.slurm.run("scontrol", "show", "job", self.number).out])
@@ -55,14 +55,14 @@ class Job:
         found: dict[int, int] = {}
 
         def fits() -> bool:
-            assert not self.is_over(), self.told
+            assert not self.is_over(), self.job_output
             lines = self.out.read_text(errors="replace") if self.out.exists() else ""
             said = re.findall(r":world (\d+) rank (\d+) pid (\d+) ", lines)[-size:]
             found.clear()
             found.update((int(rank), int(pid)) for now, rank, pid in said if int(now) == size)
             return len(found) == size
 
-        until(fits, lambda: f"a world of {size}: {self.told}")
+        until(fits, lambda: f"a world of {size}: {self.job_output}")
         return [found[rank] for rank in range(size)]
 
     def is_over(self) -> bool:
@@ -73,8 +73,8 @@ class Job:
         """Waits for its end; its exit code, as Slurm writes it: a status, and the number of a
         signal.
         """
-        until(self.is_over, lambda: self.told)
-        (code,) = re.findall(r" ExitCode=(\S+)", self.told)
+        until(self.is_over, lambda: self.job_output)
+        (code,) = re.findall(r" ExitCode=(\S+)", self.job_output)
         return code
 
     def signal(self, name: str, *flags: str) -> None:
@@ -125,4 +125,4 @@ def test_a_signal_to_the_batch_script_ends_the_whole_job(job: Job, name: str, nu
     job.signal(name, "--batch")
     assert job.end() == f"{128 + number}:0"
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert ("KeyboardInterrupt" in job.err.read_text()) == (name == "INT"), job.told
+    assert ("KeyboardInterrupt" in job.err.read_text()) == (name == "INT"), job.job_output

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyspark
 import pytest
-from tests.launch.bed import JOB, SUBNET, readable, until
+from tests.launch.namespace_cluster import JOB, SUBNET, readable, until
 from tests.sockets import listening
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -71,7 +71,7 @@ except Exception as error:
 """
 
 
-def cluster(bed, start_timeout=60.0, **env):
+def start_spark_job(cluster, start_timeout=60.0, **env):
     """A driver whose two ranks work on two hosts; the variables are those of the driver and its
     executors.
     """
@@ -86,7 +86,7 @@ def cluster(bed, start_timeout=60.0, **env):
     env["JAVA_TOOL_OPTIONS"] = (
         "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:-UsePerfData -Djava.io.tmpdir=/run/tmp"
     )
-    head = bed["head"]
+    head = cluster["head"]
     master = [
         "org.apache.spark.deploy.master.Master",
         "--host",
@@ -111,18 +111,18 @@ def cluster(bed, start_timeout=60.0, **env):
             "--work-dir",
             f"{JOB}/work",
         ]
-        bed[name].start(
+        cluster[name].start(
             CLASS, "org.apache.spark.deploy.worker.Worker", *own, "spark://head:7077", **env
         )
-    bed.write("driver.py", DRIVER)
+    cluster.write("driver.py", DRIVER)
     driver = head.start(sys.executable, "driver.py", str(start_timeout), **env)
 
     def works():
-        told = ((bed[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
+        told = ((cluster[name].root / "run/job/rank").exists() for name in ("h1", "h2"))
         return driver.process.poll() is not None or all(told)
 
-    until(works, lambda: driver.said, STARTS)
-    assert driver.process.poll() is None, driver.said
+    until(works, lambda: driver.output, STARTS)
+    assert driver.process.poll() is None, driver.output
     return driver
 
 
@@ -136,18 +136,18 @@ def alive(host):
 def test_a_driver_that_is_cut_off_from_its_executors_for_less_than_the_peer_timeout_costs_nothing(
     hosts, seconds, peer_timeout
 ):
-    bed = hosts("h1", "h2")
-    driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
-    bed["head"].cut()
+    cluster = hosts("h1", "h2")
+    driver = start_spark_job(cluster, FARANDOLE_PEER_TIMEOUT=f"{peer_timeout:g}")
+    cluster["head"].cut()
     with pytest.raises(AssertionError, match="still running"):
         driver.wait(seconds)
-    assert alive(bed["h1"])
-    assert alive(bed["h2"])
-    bed["head"].restore()
+    assert alive(cluster["h1"])
+    assert alive(cluster["h2"])
+    cluster["head"].restore()
     for name in ("h1", "h2"):
-        bed[name].write("enough", "")
-    assert driver.wait(60.0) == 0, driver.said
-    assert "results [True, True]" in driver.lines, driver.said
+        cluster[name].write("enough", "")
+    assert driver.wait(60.0) == 0, driver.output
+    assert "results [True, True]" in driver.lines, driver.output
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["stopped", "asleep"])
@@ -155,9 +155,11 @@ def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
     """Its processes are stopped. If its host sleeps, it does not answer either, which takes a
     longer peer timeout.
     """
-    bed, minute = hosts("h1", "h2"), 60.0
-    driver = cluster(bed, FARANDOLE_PEER_TIMEOUT=f"{minute if asleep else PEER_TIMEOUT:g}")
-    head = bed["head"]
+    cluster, minute = hosts("h1", "h2"), 60.0
+    driver = start_spark_job(
+        cluster, FARANDOLE_PEER_TIMEOUT=f"{minute if asleep else PEER_TIMEOUT:g}"
+    )
+    head = cluster["head"]
     of_driver = [
         one.pid
         for one in head.processes()
@@ -176,38 +178,40 @@ def test_a_driver_that_does_not_run_for_a_minute_costs_nothing(hosts, asleep):
         for process in (*of_driver, driver.process.pid):
             os.kill(process, signal.SIGCONT)
     for name in ("h1", "h2"):
-        assert alive(bed[name])
-        bed[name].write("enough", "")
-    assert driver.wait(120.0) == 0, driver.said
-    assert "results [True, True]" in driver.lines, driver.said
-    assert "this process did not run for " in driver.said
+        assert alive(cluster[name])
+        cluster[name].write("enough", "")
+    assert driver.wait(120.0) == 0, driver.output
+    assert "results [True, True]" in driver.lines, driver.output
+    assert "this process did not run for " in driver.output
 
 
 def test_an_executor_that_is_cut_off_for_ever_is_named_and_the_job_waits_for_another(hosts):
-    bed = hosts("h1", "h2")
-    driver = cluster(bed, start_timeout=30.0)
-    lost = bed["h2"].read("rank").split()[1]
-    bed["h2"].cut()
+    cluster = hosts("h1", "h2")
+    driver = start_spark_job(cluster, start_timeout=30.0)
+    lost = cluster["h2"].read("rank").split()[1]
+    cluster["h2"].cut()
     until(
-        lambda: not alive(bed["h1"]) and not alive(bed["h2"]), lambda: driver.said, 3 * PEER_TIMEOUT
+        lambda: not alive(cluster["h1"]) and not alive(cluster["h2"]),
+        lambda: driver.output,
+        3 * PEER_TIMEOUT,
     )
     # Spark gives the executor up after `spark.network.timeout`. The job's own limit ends it before.
-    assert driver.wait(120.0) == 0, driver.said
+    assert driver.wait(120.0) == 0, driver.output
     lost_task = rf"rank {lost} on h2\S*\) was lost: its agent was silent for 5.0 s"
-    assert re.search(lost_task, driver.err.read_text()), driver.said
+    assert re.search(lost_task, driver.err.read_text()), driver.output
     (failed,) = (line for line in driver.lines if line.startswith("failed"))
     assert re.search(
         rf"TimeoutError .*after 30 s [01] of 2 tasks had registered.*{lost_task}", failed
-    ), driver.said
-    bed["h2"].end()
+    ), driver.output
+    cluster["h2"].end()
 
 
 def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
-    bed = hosts("h1", "h2")
-    driver = cluster(
-        bed, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859"
+    cluster = hosts("h1", "h2")
+    driver = start_spark_job(
+        cluster, FARANDOLE_BIND_ADDRESS=f"{SUBNET}.0/24", FARANDOLE_PORT_RANGE="41820-41859"
     )
-    for host in bed.hosts.values():
+    for host in cluster.hosts.values():
         # Spark's own JVMs listen as Spark is configured.
         ours = [process for process in host.processes() if "java" not in process.argv[0]]
         found = {
@@ -221,5 +225,5 @@ def test_driver_and_ranks_listen_on_the_configured_address_and_ports(hosts):
             address == host.address and port in range(41820, 41860) for address, port in reachable
         ), reachable
     for name in ("h1", "h2"):
-        bed[name].write("enough", "")
-    assert driver.wait(60.0) == 0, driver.said
+        cluster[name].write("enough", "")
+    assert driver.wait(60.0) == 0, driver.output

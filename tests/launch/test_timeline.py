@@ -28,8 +28,8 @@ hvd.shutdown()
 
 
 def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
-    bed = hosts("h1", "h2")
-    bed["head"].write("train.py", SCRIPT)
+    cluster = hosts("h1", "h2")
+    cluster["head"].write("train.py", SCRIPT)
     trace = tmp_path / "trace.json"
     command = [
         sys.executable,
@@ -42,8 +42,8 @@ def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
         str(trace),
     ]
     for name in ("h1", "h2"):
-        bed[name].write("train.py", SCRIPT)
-    done = bed["head"].run(*command, sys.executable, "train.py")
+        cluster[name].write("train.py", SCRIPT)
+    done = cluster["head"].run(*command, sys.executable, "train.py")
     assert done.returncode == 0, done.stderr
     told = r"^farandole: +(\d) +(\d+) .*ms +([+-]\d+) us, error at most (\d+) us$"
     rows = re.findall(told, done.stderr, re.MULTILINE)
@@ -61,18 +61,18 @@ def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
         if event.get("name") == "process_name"
     }
     assert {re.sub(r"-\w+$", "", name) for name in names} >= {"rank 0 on h1", "rank 3 on h2"}, names
-    bed.until_quiet(5.0)
+    cluster.until_quiet(5.0)
 
 
 def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
-    bed = hosts("h1", "h2")
+    cluster = hosts("h1", "h2")
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     for name in ("head", "h1", "h2"):
-        bed[name].write("train.py", SCRIPT)
+        cluster[name].write("train.py", SCRIPT)
     command = [sys.executable, "-m", "farandole"]
     pattern = str(ranks / "{rank}.json")
-    done = bed["head"].run(
+    done = cluster["head"].run(
         *command,
         "run",
         "-H",
@@ -92,7 +92,7 @@ def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
         assert began is not None
         lines[1] = lines[1].replace(began[1], str(int(began[1]) + AHEAD))
         path.write_text("\n".join(lines) + "\n")
-    merged = bed["head"].run(
+    merged = cluster["head"].run(
         *command, "timeline", str(ranks), "-o", str(tmp_path / "trace.json"), "--json"
     )
     assert merged.returncode == 0, merged.stderr
@@ -100,4 +100,4 @@ def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
     assert [row["clock_shift_us"] for row in rows[:2]] == [0, 0]
     for row in rows[2:]:
         assert abs(row["clock_shift_us"] + AHEAD) <= row["clock_error_us"] < 20_000, row
-    bed.until_quiet(5.0)
+    cluster.until_quiet(5.0)

@@ -42,7 +42,7 @@ QUICK = ("--blacklist-cooldown-range", 1, 2)
 SLOW = ("--blacklist-cooldown-range", 600, 3600)
 
 
-def said(run: Launch) -> list[dict[str, int]]:
+def printed_worlds(run: Launch) -> list[dict[str, int]]:
     """Returns the values that ranks have printed so far."""
     words = [
         line.split(":", 1)[1].split()
@@ -60,7 +60,7 @@ def members(run: Launch, size: int) -> list[dict[str, int]]:
 
     def fits() -> bool:
         assert run.process.poll() is None, run.err.read_text()
-        found[:] = sorted(said(run)[-size:], key=lambda one: one["rank"])
+        found[:] = sorted(printed_worlds(run)[-size:], key=lambda one: one["rank"])
         return [one["rank"] for one in found] == list(range(size)) and all(
             one["world"] == size for one in found
         )
@@ -87,10 +87,10 @@ def own(run: Launch) -> str:
 def failed(run: Launch, *parts: str) -> str:
     """Waits for a job that must fail, and sees what it says."""
     assert run.wait() != 0
-    said = own(run)
+    printed_worlds = own(run)
     for part in parts:
-        assert part in said, said
-    return said
+        assert part in printed_worlds, printed_worlds
+    return printed_worlds
 
 
 class Hosts:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launcher.conftest import is_alive, until
-from tests.launcher.elastic import QUICK, SLOW, TRAIN, failed, finish, own, said
+from tests.launcher.elastic import QUICK, SLOW, TRAIN, failed, finish, own, printed_worlds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ class Job:
 
         def fits() -> bool:
             assert self.run.process.poll() is None, self.run.err.read_text()
-            last = {one["pid"]: one for one in said(self.run) if is_alive(one["pid"])}
+            last = {one["pid"]: one for one in printed_worlds(self.run) if is_alive(one["pid"])}
             ranks = sorted(last.values(), key=lambda one: one["rank"])
             found[:] = [one["pid"] for one in ranks]
             return [(one["world"], one["rank"]) for one in ranks] == [

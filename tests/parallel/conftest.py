@@ -8,6 +8,7 @@ tests, `fresh_world` makes one that a test may break.
 """
 
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -258,3 +259,33 @@ def fresh_world():
     yield make
     for world in worlds:
         world.close()
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """Builds the fake driver; yields the variables by which ranks find it."""
+    with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
+        library = Path(folder) / "libcuda.so.1"
+        source = Path(__file__).with_name("fake_cuda.c")
+        command = [
+            "cc",
+            "-std=c11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+        ]
+        subprocess.run([*command, "-o", library, source], check=True, timeout=60)
+        for name in ("libnccl.so.2", "libnvrtc.so.13"):
+            (Path(folder) / name).symlink_to(library)
+        places = {"FARANDOLE_CUDA_LIBRARIES": folder, "FAKE_NCCL": folder, "XDG_CACHE_HOME": folder}
+        yield {**places, "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
+
+
+@pytest.fixture
+def gpus(cuda, shared_world):
+    """Two ranks that find a GPU each, shared with other tests."""
+    return shared_world(2, "cuda False", cuda)

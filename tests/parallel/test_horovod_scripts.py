@@ -64,7 +64,7 @@ def run(*command):
     return done.stdout
 
 
-def of(script):
+def script_path(script):
     if (
         script.startswith(("tensorflow", "keras", "spark_keras"))
         and find_spec("tensorflow") is None
@@ -87,7 +87,7 @@ def test_every_script_is_run_by_a_test():
 
 @pytest.mark.parametrize("script", as_marked(ON_TWO_RANKS))
 def test_a_script_of_horovods_runs_on_two_ranks(script, tmp_path):
-    told = run(*RUN, sys.executable, of(script), tmp_path)
+    told = run(*RUN, sys.executable, script_path(script), tmp_path)
     assert sorted(line for line in told.splitlines() if ":done" in line) == [
         "[0]<stdout>:done 0",
         "[1]<stdout>:done 1",
@@ -98,12 +98,12 @@ def test_a_script_of_horovods_runs_on_two_ranks(script, tmp_path):
 @pytest.mark.parametrize("script", ON_SPARK)
 def test_a_script_of_horovods_runs_on_spark(script, tmp_path):
     pytest.importorskip("pyspark")
-    assert "done 0" in run(sys.executable, of(script), tmp_path).splitlines()
+    assert "done 0" in run(sys.executable, script_path(script), tmp_path).splitlines()
 
 
 @pytest.mark.slow
 def test_two_jobs_of_horovods_share_a_data_service(tmp_path):
-    trainers, config = of("tensorflow2_data_service"), tmp_path / "service.json"
+    trainers, config = script_path("tensorflow2_data_service"), tmp_path / "service.json"
     workers = subprocess.Popen(
         [*RUN, sys.executable, "-m", "horovod.tensorflow.data.compute_worker", str(config)],
         stdout=subprocess.PIPE,

@@ -112,12 +112,12 @@ def operations_equal_one_process():
     for dtype in (tf.complex64, tf.complex128):
         number = tf.constant([1 + 2j, 3 - 1j], dtype) * (rank + 1)
         for how in (lambda step: step, tf.function):
-            summed, both, first = how(
+            summed, apply_both, first = how(
                 lambda x: (hvd.allreduce(x), hvd.allgather(x), hvd.broadcast(x, 0))
             )(number)
             assert summed.dtype == dtype
             np.testing.assert_allclose(summed, [1.5 + 3j, 4.5 - 1.5j], rtol=1e-6)
-            np.testing.assert_allclose(both, [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j], rtol=1e-6)
+            np.testing.assert_allclose(apply_both, [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j], rtol=1e-6)
             np.testing.assert_allclose(first, [1 + 2j, 3 - 1j], rtol=1e-6)
     flags = hvd.allgather(tf.constant([rank == 0, True]))
     assert flags.numpy().tolist() == [True, True, False, True]
@@ -431,11 +431,11 @@ def batch_norm_sees_all_batches():
     again, compiled = hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()
 
     @tf.function
-    def both(values):
+    def apply_both(values):
         return compiled(again(values, training=True), training=True)
 
     # what is normal already, but for epsilon
-    np.testing.assert_allclose(both(mine), part, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(apply_both(mine), part, rtol=1e-2, atol=1e-2)
 
 
 def a_peer_that_leaves_is_an_unknown_error():

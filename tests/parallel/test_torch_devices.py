@@ -1,129 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Tensors on GPUs, over a driver and an NCCL that are not there: `fake_cuda.c` plays both on host
-memory.
+"""Collectives of tensors on GPUs that `fake_gpu` plays: by NCCL, by windows, through the host."""
 
-Every tensor of torch's CPU counts as one on a GPU here; the stream that makes its values is one of
-the fake's, whose work is late. So code that does not wait for a stream reads the old values.
-"""
-
-import ctypes
 import os
-import signal
-import subprocess
-import tempfile
-import threading
 import time
-from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
+from tests.parallel import fake_gpu
+from tests.parallel.fake_gpu import LATE_SECONDS, FakeGpu
 
 import farandole.torch as hvd
-from farandole._native import engine
-from farandole.common.handles import HandleTable
-from farandole.torch import _device, _handles, _reducer
 
-LATE = 0.3
-"""Seconds that the framework's own work takes where it is late."""
-
-
-@pytest.fixture(scope="session")
-def cuda():
-    """Makes ranks find the fake driver."""
-    with tempfile.TemporaryDirectory(prefix="farandole-cuda-") as folder:
-        library = Path(folder) / "libcuda.so.1"
-        source = Path(__file__).with_name("fake_cuda.c")
-        command = [
-            "cc",
-            "-std=c11",
-            "-O1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-shared",
-            "-fPIC",
-            "-pthread",
-        ]
-        subprocess.run([*command, "-o", library, source], check=True, timeout=60)
-        for name in ("libnccl.so.2", "libnvrtc.so.13"):
-            (Path(folder) / name).symlink_to(library)
-        places = {"FARANDOLE_CUDA_LIBRARIES": folder, "FAKE_NCCL": folder, "XDG_CACHE_HOME": folder}
-        yield {**places, "FARANDOLE_DYNAMIC_PROCESS_SETS": "1"}
-
-
-@pytest.fixture
-def gpus(cuda, shared_world):
-    """Two ranks that find a GPU each, shared by the tests of this module."""
-    return shared_world(2, "cuda False", cuda)
-
-
-def on_host():
-    """From here on tensors are where they are."""
-    if hasattr(_device, "real"):
-        _device.ordinal_of, _device.current_stream_handle, HandleTable.submit_operation = (
-            _device.real
-        )
-        _handles.table.__dict__.pop("reach", None)
-
-
-class Gpu:
-    """This rank's GPU and the framework's stream on it: from here on all tensors count as being
-    there.
-    """
-
-    def __init__(self, ordinal):
-        on_host()
-        _device.real = (
-            _device.ordinal_of,
-            _device.current_stream_handle,
-            HandleTable.submit_operation,
-        )
-        self.library = ctypes.CDLL(os.environ["FARANDOLE_CUDA_LIBRARIES"] + "/libcuda.so.1")
-        self.library.fake_stream.restype = ctypes.c_void_p
-        self.library.fake_count.restype = ctypes.c_long
-        self.stream = ctypes.c_void_p(self.library.fake_stream())
-        _device.ordinal_of = lambda _: ordinal
-        _device.current_stream_handle = lambda _: self.stream.value
-        # A GPU's memory goes from hand to hand in the order of streams; that of the host must be
-        # kept.
-        kept = []
-
-        def keeping(submit):
-            def submit_and_keep(table, keep, *arguments):
-                kept.append(keep)
-                return submit(table, keep, *arguments)
-
-            return submit_and_keep
-
-        HandleTable.submit_operation = keeping(_device.real[2])
-
-    def count(self, what):
-        return self.library.fake_count(what.encode())
-
-    def fill(self, tensor, value, delay=0.0):
-        address = ctypes.c_void_p(tensor.data_ptr())
-        microseconds = ctypes.c_uint(int(delay * 1e6))
-        count = ctypes.c_size_t(tensor.numel())
-        self.library.fake_fill(self.stream, address, count, ctypes.c_float(value), microseconds)
-
-    def read(self, tensor):
-        """Returns the values of a tensor after all earlier work of the framework's stream."""
-        found = torch.empty_like(tensor)
-        to, source = ctypes.c_void_p(found.data_ptr()), ctypes.c_void_p(tensor.data_ptr())
-        self.library.fake_copy(self.stream, to, source, ctypes.c_size_t(tensor.nbytes))
-        self.library.fake_wait(self.stream)
-        return found
+cloudpickle.register_pickle_by_value(fake_gpu)  # workers import no test
 
 
 def late_sum(share, async_count):
-    gpu = Gpu(0 if share else hvd.local_rank())
+    gpu = FakeGpu(0 if share else hvd.local_rank())
     tensors = [torch.zeros(1000 + i) for i in range(async_count)]
     hvd.allreduce(torch.zeros(1), name="first")
     before = {what: gpu.count(what) for what in ("copies", "launches", "blocked", "kernels")}
     before["names"] = 0
     for i, tensor in enumerate(tensors):
-        gpu.fill(tensor, hvd.rank() + i, LATE if i == 0 else 0)
+        gpu.fill(tensor, hvd.rank() + i, LATE_SECONDS if i == 0 else 0)
     began = time.monotonic()
     handles = [hvd.allreduce_async(tensor, op=hvd.Sum) for tensor in tensors]
     results = [hvd.synchronize(handle) for handle in handles]
@@ -138,7 +38,7 @@ def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpu
     for rank, (elapsed, found, untouched, used) in enumerate(gpus.run(late_sum, False, 5)):
         assert found == [[1.0 + 2 * i] for i in range(5)]
         assert untouched == [[float(rank + i)] for i in range(5)]
-        assert elapsed < LATE / 2, "the host went on while the input was still being made"
+        assert elapsed < LATE_SECONDS / 2, "the host went on while the input was still being made"
         assert used["launches"] == 5
         assert (used["copies"], used["blocked"]) == (0, 0)
 
@@ -176,7 +76,7 @@ def long_sums():
     """More than the windows hold at a time, one tensor and many, and what comes back where it
     was.
     """
-    gpu = Gpu(0)
+    gpu = FakeGpu(0)
     rank, size = hvd.rank(), hvd.size()
     large = torch.arange(11_000_003, dtype=torch.float32) % 1000
     right = [
@@ -207,7 +107,7 @@ def test_sums_longer_than_a_window_are_right_on_a_shared_gpu(fresh_world, cuda, 
 
 
 def windows():
-    gpu = Gpu(0)
+    gpu = FakeGpu(0)
     counts = []
     for _ in range(2):
         total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
@@ -226,7 +126,7 @@ def test_windows_on_a_shared_gpu_are_opened_once_and_given_back(fresh_world, cud
 def one_that_shows_nothing():
     if hvd.rank() == 1:
         os.environ["FAKE_NO_IPC"] = "1"
-    gpu = Gpu(0)
+    gpu = FakeGpu(0)
     totals = [gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist() for _ in range(2)]
     return totals, gpu.count("kernels"), gpu.count("copies") > 0
 
@@ -250,7 +150,7 @@ def close(world):
 
 
 def every_operation(share):
-    gpu = Gpu(0 if share else hvd.local_rank())
+    gpu = FakeGpu(0 if share else hvd.local_rank())
     rank, size = hvd.rank(), hvd.size()
     wrong = []
 
@@ -338,7 +238,7 @@ def eight_bits(share, old):
     """
     if old and hvd.rank() == 1:
         os.environ["FAKE_OLD_GPU"] = "1"
-    gpu = Gpu(0 if share else hvd.local_rank())
+    gpu = FakeGpu(0 if share else hvd.local_rank())
     hvd.allreduce(torch.zeros(1), name="first")
     wrong, used = [], []
 
@@ -397,11 +297,11 @@ def test_floats_of_eight_bits_are_reduced_from_windows_on_a_shared_gpu(shared_wo
 
 def late_gathers():
     """Gathers and exchanges of a tensor that is late, whose size the other rank does not know."""
-    gpu = Gpu(hvd.local_rank())
+    gpu = FakeGpu(hvd.local_rank())
     hvd.allreduce(torch.zeros(1), name="first")
     before = {what: gpu.count(what) for what in ("copies", "launches", "blocked")}
     tensor = torch.zeros(1000 * (1 + hvd.rank()))
-    gpu.fill(tensor, 3.0 + hvd.rank(), LATE)
+    gpu.fill(tensor, 3.0 + hvd.rank(), LATE_SECONDS)
     began = time.monotonic()
     gather, late = hvd.allgather_async(tensor), hvd.allgather_async(tensor)
     received, splits = hvd.alltoall(tensor, splits=[700, len(tensor) - 700])
@@ -422,7 +322,7 @@ def test_gathers_and_exchanges_go_by_nccl_and_the_host_waits_for_none(gpus):
         assert gathered == {3.0: 1000, 4.0: 2000}
         assert splits == ([700, 700] if rank == 0 else [300, 1300])
         assert received == {3.0: splits[0], 4.0: splits[1]}
-        assert elapsed < LATE / 2, "the host went on while the input was still being made"
+        assert elapsed < LATE_SECONDS / 2, "the host went on while the input was still being made"
         assert used["launches"] == 2 * 2 + 4
         assert (used["copies"], used["blocked"]) == (0, 0)
         assert (rooms, rows) == (0, 3000), "the GPU has its memory back"
@@ -431,7 +331,7 @@ def test_gathers_and_exchanges_go_by_nccl_and_the_host_waits_for_none(gpus):
 def one_without_pools():
     if hvd.rank() == 1:
         os.environ["FAKE_NO_POOLS"] = "1"
-    gpu = Gpu(hvd.local_rank())
+    gpu = FakeGpu(hvd.local_rank())
     total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
     gathered = gpu.read(hvd.allgather(torch.full((1 + hvd.rank(),), float(hvd.rank())))).tolist()
     return total, gathered, gpu.count("launches")
@@ -442,7 +342,7 @@ def test_where_a_gpu_has_no_memory_by_streams_gathers_go_through_the_host(fresh_
 
 
 def gpu_and_host():
-    read = Gpu(0).read if hvd.rank() == 0 else torch.Tensor.clone
+    read = FakeGpu(0).read if hvd.rank() == 0 else torch.Tensor.clone
     return [
         read(hvd.allreduce(torch.ones(3) * value, op=hvd.Sum, name="mixed")).tolist()
         for value in (1, 2)
@@ -451,260 +351,3 @@ def gpu_and_host():
 
 def test_a_rank_with_a_gpu_and_one_without_meet_on_the_host(fresh_world, cuda):
     assert fresh_world(2, env=cuda).run(gpu_and_host) == [[[2.0] * 3, [4.0] * 3]] * 2
-
-
-def train(on_gpu, as_view):
-    on_host()
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if on_gpu:
-        gpu = Gpu(hvd.local_rank())
-        # A CPU's work is not on the stream: what reads a result must wait for it as the stream
-        # would.
-        _device.ordinal_of = lambda tensor: hvd.local_rank() if tensor.is_floating_point() else None
-        reach = _handles.table.wait_for_device
-
-        def reach_and_wait(reached):
-            outcome = reach(reached)
-            gpu.library.fake_wait(gpu.stream)
-            return outcome
-
-        _handles.table.wait_for_device = reach_and_wait
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), gradient_as_bucket_view=as_view
-    )
-    generator = torch.Generator().manual_seed(hvd.rank())
-    for _ in range(4):
-        optimizer.zero_grad()
-        model(torch.randn(8, 20, generator=generator)).square().sum().backward()
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def train_both(as_view):
-    host = train(False, as_view)
-    device = train(True, as_view)
-    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(host, device, strict=True)), Gpu(
-        0
-    ).count("launches")
-
-
-@pytest.mark.parametrize("as_view", [False, True], ids=["gradients", "views"])
-def test_a_distributed_optimizer_trains_alike_on_gpus(gpus, as_view):
-    for same, launches in gpus.run(train_both, as_view):
-        assert same
-        assert launches > 0
-
-
-def grouped_scatters():
-    gpu = Gpu(0)
-    hvd.allreduce(torch.zeros(1), name="first")
-    blocked = gpu.count("blocked")
-    rows = [torch.full((4, 3), float(i)) for i in range(5)]
-    results = hvd.grouped_reducescatter(rows, op=hvd.Sum)
-    return [gpu.read(result).unique().tolist() for result in results], gpu.count(
-        "blocked"
-    ) - blocked
-
-
-def test_results_of_a_group_go_back_to_a_shared_gpu_at_once_and_the_host_waits_for_none(
-    shared_world, cuda
-):
-    results = shared_world(2, "cuda True", cuda).run(grouped_scatters)
-    assert results == [([[2.0 * i] for i in range(5)], 0)] * 2
-
-
-def captured_collective():
-    gpu = Gpu(hvd.local_rank())
-    tensor = torch.zeros(4)
-    gpu.fill(tensor, 1.0, LATE)
-    handle = hvd.allreduce_async(tensor, op=hvd.Sum, name="before")
-    gpu.library.fake_capture(gpu.stream)
-    refused = ""
-    try:
-        hvd.allreduce(torch.ones(2), op=hvd.Sum, name="captured")
-    except ValueError as error:
-        refused = str(error)
-    # The fake ends a process that looks at an event in a way that would end the capture.
-    deadline = time.monotonic() + 20
-    while not hvd.poll(handle) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    gpu.library.fake_capture(None)
-    again = hvd.allreduce(torch.ones(2), op=hvd.Sum, name="captured")
-    return refused, gpu.read(hvd.synchronize(handle)).tolist(), gpu.read(again).tolist()
-
-
-def test_a_graph_cannot_capture_a_collective_and_what_is_under_way_does_not_end_the_capture(
-    fresh_world, cuda
-):
-    for refused, before, again in fresh_world(2, env=cuda).run(captured_collective):
-        assert refused.startswith("a CUDA graph is being captured on device ")
-        assert (before, again) == ([2.0] * 4, [2.0] * 2)
-
-
-def captured_backward(as_view):
-    on_host()
-    layer = torch.nn.Linear(3, 1, bias=False)
-    torch.nn.init.zeros_(layer.weight)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(layer.parameters(), lr=1.0),
-        named_parameters=layer.named_parameters(),
-        gradient_as_bucket_view=as_view,
-    )
-    asked, captured = [], _reducer.is_in_cuda_graph_capture
-    _reducer.is_in_cuda_graph_capture = lambda tensor: asked.append(tensor) is None
-    layer(torch.full((1, 3), hvd.rank() + 1.0)).sum().backward()
-    _reducer.is_in_cuda_graph_capture = captured
-    busy = optimizer._reducer.is_busy()
-    # As a graph that is replayed: gradients are there, and no hook was called.
-    layer.weight.grad.fill_(10.0 * (hvd.rank() + 1))
-    optimizer.step()
-    return len(asked), busy, layer.weight.tolist()
-
-
-@pytest.mark.parametrize("as_view", [False, True], ids=["gradients", "views"])
-def test_gradients_of_a_captured_backward_pass_are_reduced_in_the_step(gpus, as_view):
-    assert gpus.run(captured_backward, as_view) == [(1, False, [[-15.0] * 3])] * 2
-
-
-def process_set(share):
-    gpu = Gpu(0 if share else hvd.local_rank())
-    pair = hvd.add_process_set([0, 2])
-    if hvd.rank() == 1:
-        hvd.barrier()
-        hvd.remove_process_set(pair)
-        return None
-    total = gpu.read(
-        hvd.allreduce(torch.ones(4) * hvd.rank(), op=hvd.Sum, process_set=pair)
-    ).tolist()
-    launches = gpu.count("kernels" if share else "launches")
-    hvd.barrier()
-    hvd.remove_process_set(pair)
-    return total, launches
-
-
-@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
-def test_a_process_set_has_a_communicator_of_its_own(fresh_world, cuda, share):
-    results = fresh_world(3, env=cuda).run(process_set, share)
-    assert results == [([2.0] * 4, 1), None, ([2.0] * 4, 1)]
-
-
-def joined():
-    gpu = Gpu(hvd.local_rank())
-    results = [
-        gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum, name="t")).tolist()
-        for _ in range(2 - hvd.rank())
-    ]
-    return results, hvd.join()
-
-
-def test_a_joined_rank_is_no_matter(gpus):
-    first, second = gpus.run(joined)
-    assert first == ([[2.0, 2.0], [1.0, 1.0]], 0)
-    assert second == ([[2.0, 2.0]], 0)
-
-
-def survive(victim, forming, share):
-    gpu = Gpu(0 if share else hvd.local_rank())
-    if not forming:
-        hvd.allreduce(torch.ones(1))
-        gpu.library.fake_wait(gpu.stream)
-    hvd.barrier()
-    if hvd.rank() == victim:
-        # The other's operation is on its stream already, and waits for this rank's, whose input is
-        # late.
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        tensor = torch.ones(10)
-        gpu.fill(tensor, 1.0, 5.0)
-        gpu.read(hvd.allreduce(tensor, name="doomed"))
-    began = time.monotonic()
-    try:
-        hvd.synchronize(hvd.allreduce_async(torch.ones(10), name="doomed"))
-        gpu.library.fake_wait(gpu.stream)
-        hvd.allreduce(torch.ones(10), name="later")
-    except hvd.HorovodInternalError as error:
-        # Waits on the GPU were ended: its stream continues.
-        gpu.library.fake_wait(gpu.stream)
-        return time.monotonic() - began, str(error)
-    return None
-
-
-@pytest.mark.parametrize("share", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("forming", [False, True], ids=["running", "forming"])
-def test_a_killed_peer_ends_what_waits_for_it_on_the_gpu(fresh_world, cuda, forming, share):
-    survivor, victim = fresh_world(2, env=cuda).run(survive, 1, forming, share, tolerate=True)
-    assert repr(victim) == "Died()"
-    seconds, message = survivor
-    assert seconds < 5
-    assert "rank 1" in message
-
-
-def again():
-    gpu = Gpu(hvd.local_rank())
-    totals = []
-    for _ in range(2):
-        totals.append(gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist())
-        hvd.shutdown()
-        hvd.init()
-    return totals
-
-
-def test_a_new_world_forms_a_new_communicator(gpus):
-    assert gpus.run(again) == [[[2.0, 2.0]] * 2] * 2
-
-
-def in_memory_of_nccl():
-    gpu = Gpu(hvd.local_rank())
-    gpu.read(hvd.allreduce(torch.zeros(1), name="first"))
-    count = 1000
-
-    def given():
-        return engine.device_memory(hvd.local_rank(), gpu.stream.value, 4 * count)
-
-    memory = given()
-    if memory is None:
-        return None
-    described = memory.__cuda_array_interface__
-    address, read_only = described.pop("data")
-    assert (described, read_only) == (
-        {"version": 2, "shape": (4 * count,), "typestr": "|u1"},
-        False,
-    )
-    tensor = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
-    found, registered = [], []
-    for world in range(2):
-        for step in range(2):
-            gpu.fill(tensor, hvd.rank() + step)
-            hvd.allreduce_(tensor, op=hvd.Sum, name=f"bucket {step}")
-            found.append(gpu.read(tensor).unique().tolist())
-            registered.append(gpu.count("registered"))
-        if world == 0:
-            hvd.shutdown()
-            hvd.init()
-            # The first tensor of the new world on a GPU.
-            gpu.read(hvd.allreduce(torch.zeros(1), name="first"))
-    other = given()
-    del memory
-    kept = given().__cuda_array_interface__["data"][0] == address
-    return found, registered, kept and other.__cuda_array_interface__["data"][0] != address
-
-
-def test_memory_that_nccl_gives_is_registered_once_with_every_communicator(fresh_world, cuda):
-    world = fresh_world(2, env={**cuda, "FARANDOLE_NCCL_MEMORY": "1"})
-    assert world.run(in_memory_of_nccl) == [([[1.0], [3.0]] * 2, [1, 1, 2, 2], True)] * 2
-
-
-def test_nccl_gives_no_memory_unless_it_is_asked_to(gpus):
-    assert gpus.run(in_memory_of_nccl) == [None, None]
-
-
-def staged_by_choice():
-    gpu = Gpu(hvd.local_rank())
-    total = gpu.read(hvd.allreduce(torch.ones(2), op=hvd.Sum)).tolist()
-    return total, gpu.count("launches"), gpu.count("copies") > 0, hvd.cuda_built(), hvd.nccl_built()
-
-
-def test_nccl_is_not_used_if_a_variable_says_so(fresh_world, cuda):
-    world = fresh_world(2, env={**cuda, "FARANDOLE_GPU_TENSORS": "staged"})
-    assert world.run(staged_by_choice) == [([2.0, 2.0], 0, True, True, 22703)] * 2

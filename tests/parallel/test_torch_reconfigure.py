@@ -85,7 +85,7 @@ def serve(rank: int, folder: str, pipe: Any) -> None:
             pipe.send(answer)
 
 
-class Crew:
+class ProcessPool:
     """Processes that the test itself has started; one is there beside those of the first world."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,9 +124,9 @@ class Crew:
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def process_pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Processes of all tests here, the last of which kills one: importing torch takes its time."""
-    made = Crew(tmp_path_factory.mktemp("crew"))
+    made = ProcessPool(tmp_path_factory.mktemp("crew"))
     yield made
     made.close()
 
@@ -187,8 +187,10 @@ def many_worlds(member: Member) -> list[tuple[int, int]]:
     return seen
 
 
-def test_a_group_grows_shrinks_splits_merges_and_stays_what_it_is(crew: Crew) -> None:
-    told = crew.run(dict.fromkeys(range(3), many_worlds))
+def test_a_group_grows_shrinks_splits_merges_and_stays_what_it_is(
+    process_pool: ProcessPool,
+) -> None:
+    told = process_pool.run(dict.fromkeys(range(3), many_worlds))
     assert told[0] == [
         (0, 3),
         (0, 3),
@@ -243,8 +245,8 @@ def parted(member: Member) -> str:
     return failure
 
 
-def test_two_halves_of_one_number_are_one_world_and_an_error(crew: Crew) -> None:
-    failures = crew.run(dict.fromkeys(range(4), parted))
+def test_two_halves_of_one_number_are_one_world_and_an_error(process_pool: ProcessPool) -> None:
+    failures = process_pool.run(dict.fromkeys(range(4), parted))
     won = [number for number, failure in failures.items() if not failure]
     assert sorted(won) in ([0, 1], [2, 3]), failures
     lost = [failure for failure in failures.values() if failure]
@@ -271,8 +273,8 @@ def trained(member: Member) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_new_member_gets_the_parameters_of_a_ddp_model(crew: Crew) -> None:
-    told = crew.run(dict.fromkeys(range(3), trained))
+def test_a_new_member_gets_the_parameters_of_a_ddp_model(process_pool: ProcessPool) -> None:
+    told = process_pool.run(dict.fromkeys(range(3), trained))
     assert told[0] == told[1] == told[2]
 
 
@@ -310,8 +312,8 @@ def joined(member: Member) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def test_one_is_killed_and_a_new_one_joins_at_once(crew: Crew) -> None:
-    told = crew.run({0: survivor, 1: survivor, 2: survivor, 3: joined}, dies=(0,))
+def test_one_is_killed_and_a_new_one_joins_at_once(process_pool: ProcessPool) -> None:
+    told = process_pool.run({0: survivor, 1: survivor, 2: survivor, 3: joined}, dies=(0,))
     assert told == {1: (0, 3), 2: (1, 3), 3: (2, 3)}
-    crew.processes[0].join(10)
-    assert crew.processes[0].exitcode == -signal.SIGKILL
+    process_pool.processes[0].join(10)
+    assert process_pool.processes[0].exitcode == -signal.SIGKILL

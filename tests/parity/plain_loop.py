@@ -119,8 +119,9 @@ def train_plainly(cell: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str
         for first in range(0, len(train), GLOBAL_BATCH_ROWS):
             rows = train[first : first + GLOBAL_BATCH_ROWS]
             optimizer.zero_grad()
-            losses = _losses(network, cases, data, rows)
-            _add_up(losses, cases, data, rows, numerators, counts)
+            outputs = _outputs(network, cases, data, rows)
+            losses = _losses(outputs, cases, data, rows)
+            _add_up(losses, outputs, cases, data, rows, numerators, counts)
             (torch.stack(losses).sum() * share).backward()
             if cell["clip"]:
                 nn.utils.clip_grad_norm_(network.parameters(), cell["clip"])
@@ -134,7 +135,9 @@ def train_plainly(cell: dict[str, Any], data: dict[str, np.ndarray]) -> dict[str
     if cell["validation"]:
         numerators, counts = [0.0] * len(cases), [0.0] * len(cases)
         with torch.no_grad():
-            _add_up(_losses(network, cases, data, val), cases, data, val, numerators, counts)
+            outputs = _outputs(network, cases, data, val)
+            losses = _losses(outputs, cases, data, val)
+            _add_up(losses, outputs, cases, data, val, numerators, counts)
         found["val_loss"] = _mean(numerators, counts, share)
     parameters = torch.cat([one.detach().ravel() for one in network.parameters()])
     return {"parameters": parameters, **found}
@@ -144,11 +147,19 @@ def cases_of(cell: dict[str, Any]) -> list[LossCase]:
     return [LOSSES[name] for name in (cell["loss"], cell["second"]) if name is not None]
 
 
-def _losses(
+def _outputs(
     network: Network, cases: list[LossCase], data: dict[str, np.ndarray], rows: np.ndarray
 ) -> list[torch.Tensor]:
     outputs = network(torch.from_numpy(data["x"][rows]))
-    outputs = [outputs] if len(cases) == 1 else outputs
+    return [outputs] if len(cases) == 1 else outputs
+
+
+def _losses(
+    outputs: list[torch.Tensor],
+    cases: list[LossCase],
+    data: dict[str, np.ndarray],
+    rows: np.ndarray,
+) -> list[torch.Tensor]:
     weights = torch.from_numpy(data["w"][rows]) if "w" in data else None
     return [
         reference_loss(case, output, prepare_label(case, data[f"y{index}"][rows]), weights)
@@ -158,6 +169,7 @@ def _losses(
 
 def _add_up(
     losses: list[torch.Tensor],
+    outputs: list[torch.Tensor],
     cases: list[LossCase],
     data: dict[str, np.ndarray],
     rows: np.ndarray,
@@ -182,6 +194,13 @@ def _add_up(
             weight = getattr(made, "weight", keywords.get("weight"))
             kept = label[label != getattr(made, "ignore_index", keywords.get("ignore_index", -100))]
             count = float(kept.numel() if weight is None else weight[kept].sum())
+        if count == 0 and getattr(made, "label_smoothing", 0):
+            # Rows of class weight 0 have a part of the sum, and torch divides it by 0.
+            made.reduction = "none"
+            parts = made(outputs[index].detach(), label)
+            factors = torch.from_numpy(data["w"][rows]) if "w" in data else torch.ones(len(rows))
+            numerators[index] += float((parts.reshape(len(rows), -1).sum(dim=1) * factors).sum())
+            continue
         numerators[index] += float(loss.detach()) * (1.0 if is_sum else count)
         counts[index] += count
 

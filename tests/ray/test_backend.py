@@ -28,7 +28,7 @@ from farandole.stores import checkpoint_signatures
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def place():
+def rank_and_size():
     """Returns the rank's place."""
     import farandole.numpy as hvd
 
@@ -39,7 +39,7 @@ def place():
 def test_a_function_runs_on_ray(resources):
     backend = RayBackend(2, env={"MINE": "1"})
     assert backend.num_processes() == 2
-    assert backend.run(place) == [(0, 2, "1"), (1, 2, "1")]
+    assert backend.run(rank_and_size) == [(0, 2, "1"), (1, 2, "1")]
 
 
 def commits(folder, until):
@@ -98,7 +98,7 @@ def test_a_saved_estimator_gets_its_backend_back_without_its_variables():
 
 def test_a_worker_that_fails_is_named_and_ray_gets_its_resources_back(resources):
     def fails():
-        if place()[0] == 1:
+        if rank_and_size()[0] == 1:
             raise ValueError("of rank 1")
 
     with pytest.raises(FarandoleJobError, match="of rank 1"):
@@ -107,19 +107,19 @@ def test_a_worker_that_fails_is_named_and_ray_gets_its_resources_back(resources)
 
 def test_a_job_that_does_not_fit_is_refused_in_time(resources):
     with pytest.raises(TimeoutError, match="64 bundles"):
-        RayBackend(64, placement_group_timeout=2).run(place)
+        RayBackend(64, placement_group_timeout=2).run(rank_and_size)
 
 
 def test_two_jobs_that_do_not_fit_at_once_wait_for_each_other(resources):
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: RayBackend(3, verbose=0).run(place), range(2)))
+        found = list(pool.map(lambda _: RayBackend(3, verbose=0).run(rank_and_size), range(2)))
     assert [len(one) for one in found] == [3, 3]
 
 
 def test_a_job_waits_for_another_of_its_process_longer_than_ray_may_take(resources):
     def long(seconds):
         time.sleep(seconds)
-        return place()
+        return rank_and_size()
 
     with ThreadPoolExecutor(2) as pool:
         found = list(
@@ -136,7 +136,7 @@ def test_a_job_does_not_wait_for_an_executor_that_stays(resources):
     holder.start()
     try:
         with pytest.raises(TimeoutError, match=r"3 bundles of .* within 2 s"):
-            RayBackend(3, verbose=0, placement_group_timeout=2).run(place)
+            RayBackend(3, verbose=0, placement_group_timeout=2).run(rank_and_size)
     finally:
         holder.shutdown()
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from tests.launch import bed
-from tests.launch.bed import Hold, checked
+from tests.launch import namespace_cluster
+from tests.launch.namespace_cluster import Hold, checked
 from tests.needs import skipped_without
 from tests.started import on_host, together
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.timeout(300),
-    skipped_without(bed.missing()),
+    skipped_without(namespace_cluster.missing()),
 ]
 SUBNETS: Final = ("10.231.80", "10.231.81")
 NETWORKS: Final = tuple(f"{subnet}.0/24" for subnet in SUBNETS)

@@ -67,7 +67,11 @@ def test_statistics_are_exact_however_rows_are_cut(cut):
 
 def test_a_median_of_many_numbers_becomes_coarser_the_same_way_in_any_order():
     values = np.random.default_rng(1).normal(size=5000)
-    whole, other, rest = QuantileSketch(most=64), QuantileSketch(most=64), QuantileSketch(most=64)
+    whole, other, rest = (
+        QuantileSketch(max_cells=64),
+        QuantileSketch(max_cells=64),
+        QuantileSketch(max_cells=64),
+    )
     whole.add(pa.array(values))
     other.add(pa.array(values[:10]))
     rest.add(pa.array(values[10:]))

@@ -40,8 +40,8 @@ def stored(pixels, kind="png", **options):
 
 
 def sound(rate=8000, seconds=0.5, tone=440.0, channels=1):
-    one = 0.5 * np.sin(2 * np.pi * tone * np.arange(int(rate * seconds)) / rate)
-    return np.stack([one / (channel + 1) for channel in range(channels)], axis=1)
+    decode_single = 0.5 * np.sin(2 * np.pi * tone * np.arange(int(rate * seconds)) / rate)
+    return np.stack([decode_single / (channel + 1) for channel in range(channels)], axis=1)
 
 
 def recorded(samples, rate=8000, kind="wav"):
@@ -50,7 +50,7 @@ def recorded(samples, rate=8000, kind="wav"):
     return out.getvalue()
 
 
-def one(how, blob):
+def decode_single(how, blob):
     return how.decode([blob], "x")[0]
 
 
@@ -80,24 +80,26 @@ def test_a_loader_decodes_bytes_beside_other_columns(tmp_path, pool, framework):
 def test_images_are_fitted_turned_and_converted():
     pixels = picture(0, 40, 80)
     blob = stored(pixels)
-    raw = one(Image(40, 80, dtype="uint8", channels_last=True), blob)
+    raw = decode_single(Image(40, 80, dtype="uint8", channels_last=True), blob)
     assert raw.dtype == np.uint8
     assert raw.tolist() == pixels.tolist()
-    middle = one(Image(40, fit="crop", dtype="uint8", channels_last=True), blob)
+    middle = decode_single(Image(40, fit="crop", dtype="uint8", channels_last=True), blob)
     assert middle.tolist() == pixels[:, 20:60].tolist()
-    padded = one(Image(80, fit="pad", dtype="uint8", channels_last=True), blob)
+    padded = decode_single(Image(80, fit="pad", dtype="uint8", channels_last=True), blob)
     assert not padded[:20].any()
     assert padded[20:60].tolist() == pixels.tolist()
-    assert one(Image(20, 40), blob).mean() == pytest.approx(pixels.mean() / 255, abs=0.01)
-    gray = one(Image(40, 80, mode="L"), blob)
+    assert decode_single(Image(20, 40), blob).mean() == pytest.approx(pixels.mean() / 255, abs=0.01)
+    gray = decode_single(Image(40, 80, mode="L"), blob)
     assert gray.shape == (1, 40, 80)
-    assert one(Image(40, 80, mode="RGBA"), blob)[3].min() == 1.0
+    assert decode_single(Image(40, 80, mode="RGBA"), blob)[3].min() == 1.0
     turned = PIL.Image.Exif()
     turned[0x0112] = 6  # the camera was turned by a quarter
-    upright = one(Image(80, 40, dtype="uint8", channels_last=True), stored(pixels, exif=turned))
+    upright = decode_single(
+        Image(80, 40, dtype="uint8", channels_last=True), stored(pixels, exif=turned)
+    )
     assert upright.tolist() == np.rot90(pixels, -1).tolist()
     large = picture(1, 480, 640)
-    small = one(
+    small = decode_single(
         Image(30, 40, dtype="uint8", channels_last=True), stored(large, "jpeg", quality=95)
     ).astype(float)
     wanted = np.asarray(
@@ -118,7 +120,7 @@ def chunked(width, height, depth, color, rows, *more):
     packed = zlib.compress(b"".join(b"\0" + row for row in rows))
     body = [
         chunk(b"IHDR", header),
-        *(chunk(*one) for one in more),
+        *(chunk(*decode_single) for decode_single in more),
         chunk(b"IDAT", packed),
         chunk(b"IEND", b""),
     ]
@@ -194,10 +196,10 @@ def test_every_exif_orientation_is_turned_upright_without_pillow(monkeypatch, ki
     wanted = [np.asarray(how._resize_with_pillow(blob, 48)).astype(int) for blob in blobs]
     assert not np.array_equal(wanted[0], wanted[5])
     monkeypatch.setattr(PIL.Image, "open", lambda *_, **__: pytest.fail("Pillow was asked"))
-    for orientation, (one, other) in enumerate(
+    for orientation, (decode_single, other) in enumerate(
         zip(how.decode(blobs, "x").astype(int), wanted, strict=True), 1
     ):
-        assert np.abs(one - other).mean() < 1.0, orientation
+        assert np.abs(decode_single - other).mean() < 1.0, orientation
 
 
 def test_rare_kinds_are_pillows_and_give_what_it_gives():
@@ -229,7 +231,9 @@ def test_rare_kinds_are_pillows_and_give_what_it_gives():
     assert np.abs(clear.astype(int) - found[3]).max() <= 2, "alpha is left out, not blended"
     seen = Image(60, 90, mode="RGBA", dtype="uint8", channels_last=True)
     assert set(
-        one(seen, stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)])))[..., 3].flat
+        decode_single(seen, stored(np.dstack([pixels, np.full((60, 90), 7, np.uint8)])))[
+            ..., 3
+        ].flat
     ) == {7}
 
 
@@ -279,7 +283,7 @@ def test_files_that_are_cut_or_too_large_are_errors_that_name_column_and_row(mon
         ValueError,
         match=r"column 'x', row 0 of a batch: cannot decode the image: Image size \(36000000",
     ):
-        one(how, huge)
+        decode_single(how, huge)
     real = builtins.__import__
     monkeypatch.setattr(
         builtins, "__import__",
@@ -287,11 +291,11 @@ def test_files_that_are_cut_or_too_large_are_errors_that_name_column_and_row(mon
         **more: (_ for _ in ()).throw(ImportError(name)) if name.startswith("PIL")
         else real(name, *args, **more),
     )  # fmt: skip
-    assert one(how, stored(pixels)).shape == (3, 16, 16)
+    assert decode_single(how, stored(pixels)).shape == (3, 16, 16)
     with pytest.raises(
         ImportError, match=r"\(column 'x', row 0 of a batch: it has 60000 x 60000 pixels, more than"
     ):
-        one(how, huge)
+        decode_single(how, huge)
 
 
 def test_gray_images_of_sixteen_bits_keep_their_high_byte():
@@ -300,8 +304,10 @@ def test_gray_images_of_sixteen_bits_keep_their_high_byte():
     big = io.BytesIO()
     PIL.Image.frombytes("I;16B", (32, 24), deep.astype(">u2").tobytes()).save(big, "tiff")
     for blob in (stored(deep), stored(deep, "tiff"), big.getvalue()):
-        assert one(Image(24, 32, mode="L", dtype="uint8"), blob)[0].tolist() == gray.tolist()
-        colours = one(Image(24, 32, dtype="uint8"), blob)
+        assert (
+            decode_single(Image(24, 32, mode="L", dtype="uint8"), blob)[0].tolist() == gray.tolist()
+        )
+        colours = decode_single(Image(24, 32, dtype="uint8"), blob)
         assert colours.tolist() == [gray.tolist()] * 3
     for kind, told in ((np.int32, "32-bit integers"), (np.float32, "floats")):
         batch = pa.record_batch(
@@ -318,7 +324,12 @@ def test_formats_for_which_pillow_runs_other_programs_are_not_opened(monkeypatch
     how = Image(24, 32, dtype="uint8", channels_last=True)
     for kind in ("png", "webp", "gif", "bmp", "tiff"):
         options = {"lossless": True} if kind == "webp" else {}
-        assert np.abs(one(how, stored(pixels, kind, **options)).astype(float) - pixels).mean() < 8.0
+        assert (
+            np.abs(
+                decode_single(how, stored(pixels, kind, **options)).astype(float) - pixels
+            ).mean()
+            < 8.0
+        )
     ran = []
     monkeypatch.setattr(PIL.EpsImagePlugin, "Ghostscript", lambda *given, **_: ran.append(given))
     for kind in ("eps", "ppm"):
@@ -326,7 +337,7 @@ def test_formats_for_which_pillow_runs_other_programs_are_not_opened(monkeypatch
             ValueError,
             match="column 'x', row 0 of a batch: cannot decode the image: cannot identify",
         ):
-            one(how, stored(pixels, kind))
+            decode_single(how, stored(pixels, kind))
     assert not ran
 
 
@@ -359,8 +370,10 @@ def test_sounds_are_cut_padded_and_mixed(kind):
     close = 1e-3 if kind != "ogg" else 0.1  # Ogg loses a little
     np.testing.assert_allclose(found[0, :4000], samples[:, 0], atol=close)
     both = recorded(sound(channels=2), kind=kind)
-    np.testing.assert_allclose(one(Audio(4000, 8000), both)[0], sound()[:, 0] * 0.75, atol=close)
-    assert one(Audio(100, 8000, channels=2), both).shape == (1, 2, 100)
+    np.testing.assert_allclose(
+        decode_single(Audio(4000, 8000), both)[0], sound()[:, 0] * 0.75, atol=close
+    )
+    assert decode_single(Audio(100, 8000, channels=2), both).shape == (1, 2, 100)
 
 
 def test_sounds_of_other_rates_are_resampled():
@@ -469,8 +482,8 @@ def test_an_invalid_argument_names_the_column_the_row_or_the_option(monkeypatch)
         r"neither a PNG nor a JPEG"
     )
     with pytest.raises(ImportError, match=told):
-        one(Image(8), b"")
+        decode_single(Image(8), b"")
     with pytest.raises(
         ImportError, match=r"decoding sounds needs soundfile: pip install 'farandole\[audio\]'"
     ):
-        one(Audio(8, 8000), b"")
+        decode_single(Audio(8, 8000), b"")

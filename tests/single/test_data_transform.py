@@ -118,7 +118,7 @@ def test_a_batch_without_rows_has_the_shapes_and_types_of_others(
     assert found[0]["v"][0] == (3,)
 
 
-def kept(function):
+def filter_rows(function):
     """A function that makes columns of the rows above 2 alone."""
 
     def some(batch):
@@ -134,7 +134,7 @@ def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_oth
     tmp_path, function, pool, order
 ):
     pq.write_table(pa.table({"id": order}), tmp_path / "f.parquet")
-    options = {"shuffle": False, "transformation_fn": kept(function), "transform_pool": pool}
+    options = {"shuffle": False, "transformation_fn": filter_rows(function), "transform_pool": pool}
     with contextlib.closing(ParquetLoader(tmp_path, 1, **options)) as loader:
         found = [batch["v"] for batch in loader]
     assert [len(values) for values in found] == [int(one > 2) for one in order]
@@ -145,7 +145,7 @@ def test_a_batch_whose_rows_are_all_filtered_out_has_the_shapes_and_types_of_oth
 
 def test_a_rank_whose_rows_are_all_filtered_out_has_the_shapes_of_the_others(tmp_path):
     pq.write_table(pa.table({"id": np.arange(4)}), tmp_path / "f.parquet")
-    options = {"shuffle": False, "transformation_fn": kept(lists)}
+    options = {"shuffle": False, "transformation_fn": filter_rows(lists)}
     shapes = [
         [batch["v"].shape for batch in ParquetLoader(tmp_path, 1, rank=rank, size=4, **options)]
         for rank in (0, 3)

@@ -93,7 +93,7 @@ def secret(request, monkeypatch):
 
 
 @pytest.fixture(params=["local", "memory"])
-def place(request, monkeypatch, tmp_path):
+def run_place(request, monkeypatch, tmp_path):
     """Returns the trouble, and a function that opens a new run."""
     trouble, numbers = Trouble(), itertools.count()
     if request.param == "local":
@@ -126,7 +126,7 @@ def assert_all_are_known(run):
     there = contents_there(run)
     store = native.Store(run.run_path)
     for name, data in there.items():
-        mismatch = checkpoint_signatures.find_mismatch(store, name, data, run.seal_key)
+        mismatch = checkpoint_signatures.find_mismatch(store, name, data, run.run_key)
         assert mismatch is None, (name, text_of(data), mismatch)
     return there
 
@@ -137,8 +137,10 @@ def read_back(run, name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", MODES)
-def test_writes_that_fail_at_any_step_leave_a_checkpoint_that_is_used(place, secret, mode, name):
-    trouble, new_run = place
+def test_writes_that_fail_at_any_step_leave_a_checkpoint_that_is_used(
+    run_place, secret, mode, name
+):
+    trouble, new_run = run_place
     for step in itertools.count():
         run = new_run()
         for epoch in (1, 2):
@@ -168,8 +170,8 @@ def test_writes_that_fail_at_any_step_leave_a_checkpoint_that_is_used(place, sec
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_history_of_failures_and_damage_leaves_what_lies_there_usable(place, secret, seed):
-    trouble, new_run = place
+def test_any_history_of_failures_and_damage_leaves_what_lies_there_usable(run_place, secret, seed):
+    trouble, new_run = run_place
     run, chance = new_run(), random.Random(seed)
     for number in range(40):
         kind = chance.choice(("write", "fail", "fail", "fail", "damage"))
@@ -193,8 +195,8 @@ def test_any_history_of_failures_and_damage_leaves_what_lies_there_usable(place,
             assert_all_are_known(run)
 
 
-def test_a_marker_does_not_grow_with_the_number_of_failures(place, secret):
-    trouble, new_run = place
+def test_a_marker_does_not_grow_with_the_number_of_failures(run_place, secret):
+    trouble, new_run = run_place
     run = new_run()
     run.write_checkpoint("checkpoint", archive("good"))
     store = native.Store(run.run_path)
@@ -212,8 +214,8 @@ def test_a_marker_does_not_grow_with_the_number_of_failures(place, secret):
     assert len(store.read(checkpoint_signatures.MARKER_FILENAME)) < 1_500
 
 
-def test_a_previous_checkpoint_that_was_restored_again_and_again_stays_known(place, secret):
-    trouble, new_run = place
+def test_a_previous_checkpoint_that_was_restored_again_and_again_stays_known(run_place, secret):
+    trouble, new_run = run_place
     del trouble
     run = new_run()
     for text in ("first", "second"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def planned_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Replaces `wait` and returns its planned answers, in the order of the calls, with the
     members.
     """
@@ -45,39 +45,39 @@ def table() -> Iterator[handles.HandleTable]:
 
 
 def test_a_wait_that_was_interrupted_continues_where_it_was(
-    told: list[Any], table: handles.HandleTable
+    planned_answers: list[Any], table: handles.HandleTable
 ) -> None:
     handle = table.submit_operation(None, list, lambda: [7, 8, 9])
-    told += [(7, 70), (8, KeyboardInterrupt())]
+    planned_answers += [(7, 70), (8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(handle)
-    told += [(8, KeyboardInterrupt())]
+    planned_answers += [(8, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(handle)
     assert table.poll(handle)
-    told += [(8, 80), (9, 90)]
+    planned_answers += [(8, 80), (9, 90)]
     assert table.synchronize(handle) == [70, 80, 90]
     with pytest.raises(ValueError, match="no operation has this handle"):
         table.synchronize(handle)
 
 
 def test_a_group_is_waited_for_to_its_end_and_raises_its_first_failure(
-    told: list[Any], table: handles.HandleTable
+    planned_answers: list[Any], table: handles.HandleTable
 ) -> None:
     handle = table.submit_operation(None, list, lambda: [1, 2, 3, 4])
-    told += [(1, FarandoleInternalError("first")), (2, KeyboardInterrupt())]
+    planned_answers += [(1, FarandoleInternalError("first")), (2, KeyboardInterrupt())]
     with pytest.raises(KeyboardInterrupt):
         table.synchronize(handle)
-    told += [(2, 20), (3, FarandoleInternalError("second")), (4, 40)]
+    planned_answers += [(2, 20), (3, FarandoleInternalError("second")), (4, 40)]
     with pytest.raises(FarandoleInternalError, match="first"):
         table.synchronize(handle)
-    assert not told
+    assert not planned_answers
 
 
 def test_one_operation_gives_a_list_of_one_outcome(
-    told: list[Any], table: handles.HandleTable
+    planned_answers: list[Any], table: handles.HandleTable
 ) -> None:
-    told += [(5, None)]
+    planned_answers += [(5, None)]
     assert table.synchronize(table.submit_operation(None, list, lambda: 5)) == [None]
 
 

@@ -46,7 +46,7 @@ class Poison:
 
 
 @pytest.fixture
-def mark(tmp_path):
+def executed_file(tmp_path):
     return tmp_path / "it ran"
 
 
@@ -63,24 +63,30 @@ def saved(value):
     return file.getvalue()
 
 
-def test_the_poison_works(mark):
-    pickle.loads(pickle.dumps(Poison(mark)))
-    assert mark.exists()
+def test_the_poison_works(executed_file):
+    pickle.loads(pickle.dumps(Poison(executed_file)))
+    assert executed_file.exists()
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*(does not have many workers|isinstance|LeafSpec|_register_pytree).*"
 )
 @pytest.mark.parametrize("fitted", [torch_fit, lightning_fit])
-def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, mark, fitted):
+def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(
+    data, executed_file, fitted
+):
     fitted(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
     state = torch.load(path, weights_only=True)
-    path.write_bytes(saved(state | {"history": Poison(mark), "farandole_history": Poison(mark)}))
+    path.write_bytes(
+        saved(
+            state | {"history": Poison(executed_file), "farandole_history": Poison(executed_file)}
+        )
+    )
     path.with_name(MARKER_FILENAME).unlink()  # who can write there can also take the marker away
     with pytest.raises(PickleNotAllowedError, match="of run 'r' contains more"):
         fitted(data, "r", 2)
-    assert not mark.exists()
+    assert not executed_file.exists()
 
 
 @pytest.mark.filterwarnings(
@@ -88,11 +94,11 @@ def test_a_poisoned_checkpoint_ends_the_run_that_would_continue_from_it(data, ma
 )
 @pytest.mark.parametrize("by", ["variable", "parameter"])
 def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(
-    data, mark, monkeypatch, by
+    data, executed_file, monkeypatch, by
 ):
     lightning_fit(data, "r", 1)
     path = data / "runs" / "r" / "checkpoint"
-    path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(mark)}))
+    path.write_bytes(saved(torch.load(path, weights_only=True) | {"more": Poison(executed_file)}))
     path.with_name(MARKER_FILENAME).unlink()
     if by == "parameter":  # it has priority, in both directions
         monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "1")
@@ -102,16 +108,18 @@ def test_a_checkpoint_of_lightning_with_code_is_resumed_where_that_is_allowed(
         match=f"run 'r' contains more.*{ALLOW_PICKLE_PARAMETER}=True or {ALLOW_PICKLE_VARIABLE}=1",
     ):
         lightning_fit(data, "r", 2, **consent)
-    assert not mark.exists()
+    assert not executed_file.exists()
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0" if by == "parameter" else "1")
     consent = {ALLOW_PICKLE_PARAMETER: True} if by == "parameter" else {}
     assert len(lightning_fit(data, "r", 2, **consent).getHistory()) == 2
-    assert mark.exists()
+    assert executed_file.exists()
 
 
 @pytest.mark.parametrize("allowed", [None, False, True])
-def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, mark, allowed):
-    native.Store(str(tmp_path)).write("checkpoint.best", saved({"state_dict": Poison(mark)}))
+def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, executed_file, allowed):
+    native.Store(str(tmp_path)).write(
+        "checkpoint.best", saved({"state_dict": Poison(executed_file)})
+    )
     store = SimpleNamespace(
         checkpoint_filename="checkpoint",
         read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name),
@@ -122,13 +130,15 @@ def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, mark, allow
     watch = LightningRunRecorder(job, tmp_path, [], 0, 1, StopCheck(store))
     with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):
         watch.result_weights(SimpleNamespace(checkpoint_callback=None), torch.nn.Linear(1, 1))
-    assert mark.exists() == bool(allowed)
+    assert executed_file.exists() == bool(allowed)
 
 
-def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(mark, monkeypatch):
+def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(
+    executed_file, monkeypatch
+):
     linear = torch.nn.Linear(1, 1)
     _, parts = TorchModelWriter(TorchModel(model=linear)).split_values({"model": linear})
-    poisoned = parts | {"objects": pickle.dumps(Poison(mark))}
+    poisoned = parts | {"objects": pickle.dumps(Poison(executed_file))}
     with pytest.raises(PickleNotAllowedError, match="the object saved at here holds pickled code"):
         TorchModelReader(TorchModel).allow_pickle(False).restore_parts(
             TorchModel(), poisoned, "here"
@@ -145,18 +155,18 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(ma
         loaded, poisoned, "here"
     )
     assert torch.equal(loaded.getModel().weight, linear.weight)
-    assert not mark.exists()
+    assert not executed_file.exists()
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "maybe")
     with pytest.raises(ValueError, match="ALLOW_PICKLE must be a boolean"):
         decision_from_env()
 
 
-def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(mark):
+def test_safe_mode_of_keras_refuses_pickled_classes_before_they_run(executed_file):
     pytest.importorskip("keras")
     from farandole.spark.keras import KerasModel
     from farandole.spark.keras.saving.persistence import KerasModelReader
 
-    parts = {"model": b"", "custom_objects": pickle.dumps(Poison(mark))}
+    parts = {"model": b"", "custom_objects": pickle.dumps(Poison(executed_file))}
     with pytest.raises(PickleNotAllowedError, match="custom_objects"):
         KerasModelReader(KerasModel).safe_mode(True).restore_parts(KerasModel(), parts, "here")
-    assert not mark.exists()
+    assert not executed_file.exists()

@@ -304,12 +304,12 @@ def test_a_lease_that_another_thread_takes_just_now_is_not_deleted(tmp_path, mon
     url = (tmp_path / "runs/r").as_uri()
     refusals: list[str] = []
 
-    def take() -> None:
+    def acquire_lease_elsewhere() -> None:
         with pytest.raises(RunInUseError) as refused:
             run_lease.RunLease(url, "r").acquire_lease()
         refusals.append(str(refused.value))
 
-    other = threading.Thread(target=take)
+    other = threading.Thread(target=acquire_lease_elsewhere)
 
     def register(*arguments: Any) -> lease_files.LeaseFile:
         if not other.ident:  # the file is there, and this process does not yet know it as its own

@@ -75,8 +75,8 @@ def test_with_a_secret_a_foreign_marker_is_worth_nothing(tmp_path, monkeypatch):
     assert text_of(run_of(tmp_path, "mine").resume()) == "mine"
     with pytest.raises(ValueError, match="no usable checkpoint"):
         run_of(tmp_path, "copy").resume()
-    assert "mine" not in repr(run_of(tmp_path, "x").seal_key or b"")
-    assert "seal_key" not in repr(run_of(tmp_path, "x"))
+    assert "mine" not in repr(run_of(tmp_path, "x").run_key or b"")
+    assert "run_key" not in repr(run_of(tmp_path, "x"))
 
 
 def test_a_run_of_before_there_were_markers_continues(tmp_path, monkeypatch):

@@ -16,17 +16,17 @@ class Jobs:
 
     def __init__(self, total):
         self.slots = SlotQueue(lambda: total)
-        self.began, self.said, self.doors, self.threads = [], [], {}, {}
+        self.began, self.messages, self.doors, self.threads = [], [], {}, {}
 
     def start(self, name, number):
         said = threading.Event()
 
-        def hear(text):
-            self.said.append(text)
+        def note_message(text):
+            self.messages.append(text)
             said.set()
 
         def run():
-            with self.slots.hold_slots(number, hear):
+            with self.slots.hold_slots(number, note_message):
                 self.began.append(name)
                 said.set()
                 assert self.doors[name].wait(20)
@@ -52,8 +52,8 @@ def test_a_job_gets_all_of_its_slots_or_waits_and_says_so():
     jobs.start("first", 3)
     jobs.start("second", 3)
     jobs.has(["first"])
-    assert jobs.said == [
-        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 wait before it"
+    assert jobs.messages == [
+        "a job of 3 processes waits for slots: 1 jobs hold 3 of 4, 0 jobs are ahead in the queue"
     ]
     jobs.end("first")
     jobs.has(["first", "second"])
@@ -89,7 +89,7 @@ def test_a_job_with_a_limit_waits_no_longer_and_leaves_the_queue():
     late = pytest.raises(
         TimeoutError, match=r"Timed out waiting for slots: 0 of 1 after 0.1 s; .*1 jobs hold 2 of 2"
     )
-    with late, jobs.slots.hold_slots(1, jobs.said.append, patience=0.1):
+    with late, jobs.slots.hold_slots(1, jobs.messages.append, max_wait_seconds=0.1):
         pass
     jobs.end("first")
     jobs.start("second", 2)
@@ -103,20 +103,20 @@ def test_the_wait_for_slots_is_a_part_of_a_given_start_timeout():
     left = []
 
     def second():
-        with jobs.slots.hold_slots_for_start(2, jobs.said.append, 60, 60.0) as seconds:
+        with jobs.slots.hold_slots_for_start(2, jobs.messages.append, 60, 60.0) as seconds:
             left.append(seconds)
 
     thread = threading.Thread(target=second)
     thread.start()
     deadline = time.monotonic() + 20
-    while not jobs.said:
+    while not jobs.messages:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     time.sleep(0.5)  # of its minute
     jobs.end("first")
     thread.join(20)
     assert 40 < left[0] < 59.6
-    with jobs.slots.hold_slots_for_start(2, jobs.said.append, None, 600.0) as seconds:
+    with jobs.slots.hold_slots_for_start(2, jobs.messages.append, None, 600.0) as seconds:
         assert seconds == start_timeout_seconds(None)
 
 
@@ -126,7 +126,7 @@ def test_gangs_that_each_hold_half_do_not_come_to_be():
 
     def job():
         for _ in range(20):
-            with slots.hold_slots(3, lambda _: None, patience=20):
+            with slots.hold_slots(3, lambda _: None, max_wait_seconds=20):
                 held.append(3)
                 most.append(sum(held))
                 held.pop()

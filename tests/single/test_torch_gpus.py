@@ -32,12 +32,12 @@ def seen(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
-    def told():
+    def run_queued():
         for call in queued:
             call()
         return chosen
 
-    return told
+    return run_queued
 
 
 def test_a_rank_takes_the_gpu_of_its_local_rank_once_cuda_is_used(seen):
@@ -83,8 +83,8 @@ def test_a_gpu_that_cannot_be_used_is_said_once_and_torch_copies(capfd):
     hvd.init()
     _device._usable_by_ordinal.clear()
     assert [_device.is_usable_in_place(OnGpu()) for _ in range(2)] == [False, False]
-    told = capfd.readouterr().err
-    assert told.count("tensors on GPU 1000 are copied to the host by torch") == 1
+    run_queued = capfd.readouterr().err
+    assert run_queued.count("tensors on GPU 1000 are copied to the host by torch") == 1
     with pytest.raises(FarandoleEnvironmentError):
         _device.engine.open_device(1000, [])
 

@@ -41,7 +41,7 @@ class World:
     def new(self, rank: int, size: int) -> RowAssignment:
         return RowAssignment(self.total, self.batch, False, rank, size, UnassignedRows(0, 0))
 
-    def take(self, books: RowAssignment) -> bool:
+    def take_step_rows(self, books: RowAssignment) -> bool:
         """Takes the rows that a rank needs for a step; false when all epochs are over."""
         while len(books.taken_pieces) < self.passes:
             if books.epoch >= EPOCHS:
@@ -53,7 +53,7 @@ class World:
 
     def step(self) -> bool:
         """One step of all ranks, with everything that may happen in it; false at the end."""
-        more = [self.take(books) for books in self.ranks]
+        more = [self.take_step_rows(books) for books in self.ranks]
         assert len(set(more)) == 1, "all ranks end after the same step"
         if not more[0]:
             return False
@@ -71,7 +71,9 @@ class World:
             for piece in books.taken_pieces:
                 self.counted.update(rows_of(books, piece))
 
-    def told(self, left: list[RowAssignment], comers: int) -> list[dict[str, Any] | None]:
+    def records_of_world(
+        self, left: list[RowAssignment], comers: int
+    ) -> list[dict[str, Any] | None]:
         """Returns the records of the remaining workers, and `None` for each new one."""
         return [*(copy.deepcopy(books.to_record()) for books in left), *[None] * comers]
 
@@ -88,31 +90,31 @@ class World:
             for books in left:
                 books.finish_step()
             if self.random.random() < 0.5 and left[0].epoch < EPOCHS - 1:
-                self.take(left[0])
+                self.take_step_rows(left[0])
         comers = self.random.randint(0, 2)
         everybody = [*left, *(self.new(0, 1) for _ in range(comers))]
         order = list(range(len(everybody)))
         self.random.shuffle(order)
         # The world may break again while some have agreed already.
-        told = self.told(left, comers)
+        told = self.records_of_world(left, comers)
         for number in self.random.sample(
             range(len(left)), self.random.choice([0, 0, len(left) // 2])
         ):
             left[number].adopt_agreement([told[other] for other in order], order.index(number))
-        records = self.told(left, comers)
+        records = self.records_of_world(left, comers)
         self.ranks = [everybody[number] for number in order]
         for rank, books in enumerate(self.ranks):
             books.adopt_agreement([records[number] for number in order], rank)
         first = self.ranks[0]
         for books in self.ranks:
-            assert (books.place, books.rounds, books.dealt_rounds) == (
-                first.place,
+            assert (books.position, books.rounds, books.dealt_rounds) == (
+                first.position,
                 first.rounds,
                 first.dealt_rounds,
             ), "RD-T2"
         if not finished:
             for books in self.ranks:
-                self.take(books)
+                self.take_step_rows(books)
         return finished
 
 

@@ -136,21 +136,21 @@ def train(offset):
     from farandole.spark.task import report
     print("hello from", os.environ["RANK"])
     report({"step": 1})
-    # The driver has heard of it while this still works.
+    # The driver receives it while this still works.
     deadline = time.monotonic() + 30
-    while not os.path.exists(folder + "/heard"):
+    while not os.path.exists(folder + "/report_noted"):
         assert time.monotonic() < deadline, "the driver hears nothing"
         time.sleep(0.05)
     return work(offset)[:3]
 
-def heard(rank, record):
+def note_report(rank, record):
     assert record == {"step": 1}
-    open(folder + "/heard", "w").close()
+    open(folder + "/report_noted", "w").close()
 
 from farandole.spark import runner
 out = io.StringIO()
 options = dict(num_proc=2, store=folder + "/store", stdout=out, start_timeout=20)
-print("met", runner.run_with_progress(train, (1,), {}, heard, **options))
+print("met", runner.run_with_progress(train, (1,), {}, note_report, **options))
 assert sorted(out.getvalue().splitlines()) == [f"[{rank}]<stdout>:hello from {rank}" for rank in range(2)]
 print("alone", farandole.spark.run(lambda: 7, num_proc=2, start_timeout=20))
 try:

@@ -42,7 +42,7 @@ class Refusing(keras.layers.Layer):
         return inputs
 
 
-def one(name, shape, dtype="float32"):
+def input_spec(name, shape, dtype="float32"):
     return {
         "columns": [name] if isinstance(name, str) else name,
         "shape": [-1, *shape],
@@ -77,7 +77,9 @@ def test_an_onnx_file_predicts_what_transform_predicts(spark, tmp_path):
     )
     model = KerasModel(
         model=network, feature_columns=[["a", "b"], "v", "word"], label_columns=["kind", "size"],
-        signature=[one(["a", "b"], [2]), one("v", [4]), one("word", [1], "int64")],
+        signature=[
+            input_spec(["a", "b"], [2]), input_spec("v", [4]), input_spec("word", [1], "int64"),
+        ],
     )  # fmt: skip
     path = tmp_path / "model.onnx"
     model.to_onnx(path, frame)
@@ -117,7 +119,7 @@ def test_images_and_sequences_are_exported_with_any_number_of_rows(tmp_path):
     )
     model = KerasModel(
         model=network, feature_columns=["image", "tokens"], label_columns=["y"],
-        signature=[one("image", [8, 8, 1]), one("tokens", [6], "int64")],
+        signature=[input_spec("image", [8, 8, 1]), input_spec("tokens", [6], "int64")],
     )  # fmt: skip
     model.to_onnx(tmp_path / "model.onnx")  # it checks other rows than those that were traced
     random = np.random.default_rng(0)
@@ -133,7 +135,7 @@ def test_images_and_sequences_are_exported_with_any_number_of_rows(tmp_path):
 def exported(tmp_path, *layers):
     network = keras.Sequential([keras.Input((2,)), *layers])
     KerasModel(
-        model=network, feature_columns=["x"], label_columns=["y"], signature=[one("x", [2])]
+        model=network, feature_columns=["x"], label_columns=["y"], signature=[input_spec("x", [2])]
     ).to_onnx(tmp_path / "model.onnx")  # fmt: skip
 
 

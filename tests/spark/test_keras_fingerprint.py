@@ -62,7 +62,7 @@ class Loss(keras.losses.Loss):
 def test_the_code_of_the_users_layers_and_losses_counts_and_that_of_metrics_does_not():
     usual = {"metric": "label", "call": "x * 2", "loss": "keras.ops.mean((label - output) ** 2)"}
 
-    def told(**changed):
+    def fingerprint_of_layer(**changed):
         known = {"__name__": "users"}
         exec(LAYER.format(**usual | changed), known)
         made = keras.Sequential([keras.Input((2,)), known["Scaled"](), keras.layers.Dense(1)])
@@ -70,7 +70,10 @@ def test_the_code_of_the_users_layers_and_losses_counts_and_that_of_metrics_does
         return Fingerprint(tuple(model_parts(made, None, None)))
 
     def differ(**changed):
-        return {one.name for one in told().differences_to(told(**changed))}
+        return {
+            one.name
+            for one in fingerprint_of_layer().differences_to(fingerprint_of_layer(**changed))
+        }
 
     assert not differ()
     assert not differ(metric="label * 2")

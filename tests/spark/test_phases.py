@@ -92,14 +92,14 @@ class Driver:
 
     def __init__(self, process):
         self.process = process
-        self.said = []
+        self.recent_lines = []
         self._answers = queue.Queue()
         for stream in (process.stdout, process.stderr):
             threading.Thread(target=self._read, args=(stream,), daemon=True).start()
 
     def _read(self, stream):
         for line in stream:
-            self.said.append(line)
+            self.recent_lines.append(line)
             if line.startswith("answer "):
                 self._answers.put(json.loads(line.removeprefix("answer ")))
 
@@ -109,7 +109,7 @@ class Driver:
             try:
                 return self._answers.get(timeout=0.5)
             except queue.Empty:
-                told = "".join(self.said[-60:])
+                told = "".join(self.recent_lines[-60:])
                 assert self.process.poll() is None, f"it ended:\n{told}"
                 assert time.monotonic() < deadline, f"no answer in {limit} s:\n{told}"
 

@@ -21,7 +21,7 @@ from farandole.spark.job.executor_loss import ExecutorLossReasons
 from farandole.spark.shim import SparkPlugin
 
 
-class Door:
+class FakeJavaPlugin:
     """The plugin's class in Java."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Door:
         self.logged: list[str] = []
         self.gauges: dict[str, float] = {}
         self.timelines: list[str] = []
-        self.told: list[dict[str, str]] = []
+        self.queued_messages: list[dict[str, str]] = []
         self.broken = False
         self.calls = 0
 
@@ -48,7 +48,7 @@ class Door:
         self.timelines.append(path)
 
     def news(self, since: int) -> str:
-        return json.dumps({"next": len(self.told), "news": self.told[since:]})
+        return json.dumps({"next": len(self.queued_messages), "news": self.queued_messages[since:]})
 
     def row(self, key: str) -> Any:
         (found,) = [body for (_, name), body in self.rows.items() if name == key]
@@ -65,8 +65,8 @@ class Builder:
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door()
+def java_plugin() -> FakeJavaPlugin:
+    return FakeJavaPlugin()
 
 
 def seats(size: int) -> list[Any]:
@@ -96,12 +96,12 @@ def test_the_plugin_is_added_to_the_jars_and_plugins_that_a_builder_has(tmp_path
     assert "spark.farandole.warmWorkers" not in shims.plugin(Builder(), warm=False)._options
 
 
-def test_a_run_is_reported_from_its_start_to_its_end(door):
+def test_a_run_is_reported_from_its_start_to_its_end(java_plugin):
     with training.report_run(
-        SparkPlugin(door), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
+        SparkPlugin(java_plugin), "mine", "TorchEstimator", {"epochs": 2, "lr": float("inf")}
     ) as run:
         assert training.current_run() is run
-        with training.report_run(SparkPlugin(door), "inner", "run") as inner:
+        with training.report_run(SparkPlugin(java_plugin), "inner", "run") as inner:
             assert inner is run, "what a fit starts is a part of the fit"
         run.set_job_tag("farandole-1", 2)
         run.update_rank_facts(0, {"pid": 7})  # which is rank 1, as it turns out
@@ -124,9 +124,9 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
             {"kind": "epoch", "entry": entry, "epochs": 2, "steps": 9, "rows_per_second": 10.0}
         )
         run.record_restart("a host was lost")
-        assert door.row("run")["state"] == "running"
+        assert java_plugin.row("run")["state"] == "running"
     assert training.current_run() is training.SILENT_RUN
-    told = door.row("run")
+    told = java_plugin.row("run")
     assert told | {"started": 0, "ended": 0, "user": ""} == {
         "name": "mine",
         "what": "TorchEstimator",
@@ -140,7 +140,7 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
         "parameters": {"epochs": 2, "lr": "inf"},
     }
     assert told["started"] <= told["ended"]
-    assert door.row("ranks")["ranks"] == [
+    assert java_plugin.row("ranks")["ranks"] == [
         {
             "rank": 0,
             "task": 1,
@@ -152,62 +152,62 @@ def test_a_run_is_reported_from_its_start_to_its_end(door):
         },
         {"rank": 1, "task": 0, "host": "host-1", "executor": "3", "pid": 7},
     ]
-    assert door.row("epoch/00000000")["values"] == {"loss": 0.5}
-    assert door.row("event/000001")["reason"] == "a host was lost"
-    assert "step" not in door.logged
-    assert door.gauges == {"rowsPerSecond": 10.0, "stepSeconds": 0.2, "restarts": 1.0}
+    assert java_plugin.row("epoch/00000000")["values"] == {"loss": 0.5}
+    assert java_plugin.row("event/000001")["reason"] == "a host was lost"
+    assert "step" not in java_plugin.logged
+    assert java_plugin.gauges == {"rowsPerSecond": 10.0, "stepSeconds": 0.2, "restarts": 1.0}
 
 
 @pytest.mark.parametrize(
     ("error", "state"),
     [(FarandoleJobError("rank 1 failed"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
-def test_a_failed_run_says_why(door, error, state):
-    with pytest.raises(type(error)), training.report_run(SparkPlugin(door), "mine", "run"):
+def test_a_failed_run_says_why(java_plugin, error, state):
+    with pytest.raises(type(error)), training.report_run(SparkPlugin(java_plugin), "mine", "run"):
         raise error
-    assert door.row("run")["state"] == state
-    assert door.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
+    assert java_plugin.row("run")["state"] == state
+    assert java_plugin.row("run")["reason"] == (str(error) or "KeyboardInterrupt")
 
 
-def test_a_plugin_that_fails_is_left_alone_and_the_run_continues(door):
-    door.broken = True
-    with training.report_run(SparkPlugin(door), "mine", "run") as run:
+def test_a_plugin_that_fails_is_left_alone_and_the_run_continues(java_plugin):
+    java_plugin.broken = True
+    with training.report_run(SparkPlugin(java_plugin), "mine", "run") as run:
         run.set_placements(seats(2))
         run.add_event("something", "else")
-    assert door.calls == 1
+    assert java_plugin.calls == 1
 
 
-def test_ranks_that_left_say_how_until_the_ranks_have_new_places(door):
-    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
+def test_ranks_that_left_say_how_until_the_ranks_have_new_places(java_plugin):
+    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
     run.set_placements(seats(2))
     run.mark_worker_gone(1, "failed")
     run.mark_worker_gone(0, "ended")
     run.mark_ended(None)
-    assert [one["state"] for one in door.row("ranks")["ranks"]] == ["failed", "ended"]
+    assert [one["state"] for one in java_plugin.row("ranks")["ranks"]] == ["failed", "ended"]
     run.set_placements(seats(2))
-    assert all("state" not in one for one in door.row("ranks")["ranks"])
+    assert all("state" not in one for one in java_plugin.row("ranks")["ranks"])
 
 
-def test_the_tab_gets_the_timeline_once_it_is_written(door, tmp_path):
+def test_the_tab_gets_the_timeline_once_it_is_written(java_plugin, tmp_path):
     path = tmp_path / "trace.json"
     with (
         timelines.collect_timelines(path) as gathering,
-        training.report_run(SparkPlugin(door), "mine", "run"),
+        training.report_run(SparkPlugin(java_plugin), "mine", "run"),
     ):
         timelines.worker_variables()
         timelines.collect_piece(0, timeline(0, 1_000))
-        assert "timeline" not in door.row("run")
+        assert "timeline" not in java_plugin.row("run")
     assert gathering.summary
-    assert door.timelines == [str(path)]
-    told = door.row("run")
+    assert java_plugin.timelines == [str(path)]
+    told = java_plugin.row("run")
     assert (told["timeline"], told["timeline_is_here"], told["state"]) == (str(path), True, "ended")
 
 
-def test_a_timeline_elsewhere_is_only_named(door):
-    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
+def test_a_timeline_elsewhere_is_only_named(java_plugin):
+    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
     run.publish_timeline("s3://bucket/runs/mine/timeline.json")
-    assert door.timelines == []
-    assert door.row("run")["timeline_is_here"] is False
+    assert java_plugin.timelines == []
+    assert java_plugin.row("run")["timeline_is_here"] is False
 
 
 def test_without_the_plugin_nothing_is_kept():
@@ -226,12 +226,14 @@ def died(rank: int, **how: Any) -> FarandoleJobError:
 
 
 @pytest.fixture
-def word(door):
-    run = training.TrainingRun(SparkPlugin(door), "mine", "run")
-    door.told.append({"kind": "removed", "executor": "1", "reason": "of a job before"})
-    made = ExecutorLossReasons(SparkPlugin(door), "farandole-1", run, JobOutput(verbose=0))
+def loss_reasons(java_plugin):
+    run = training.TrainingRun(SparkPlugin(java_plugin), "mine", "run")
+    java_plugin.queued_messages.append(
+        {"kind": "removed", "executor": "1", "reason": "of a job before"}
+    )
+    made = ExecutorLossReasons(SparkPlugin(java_plugin), "farandole-1", run, JobOutput(verbose=0))
     run.set_placements(seats(2))
-    door.told += [
+    java_plugin.queued_messages += [
         {"kind": "started", "tag": "farandole-0", "task": "0", "executor": "9"},
         {"kind": "started", "tag": "farandole-1", "task": "0", "executor": "1"},
         {"kind": "started", "tag": "farandole-1", "task": "1", "executor": "2"},
@@ -240,8 +242,10 @@ def word(door):
     return made
 
 
-def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, word):
-    door.told.append(
+def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(
+    java_plugin, loss_reasons
+):
+    java_plugin.queued_messages.append(
         {
             "kind": "removed",
             "executor": "1",
@@ -249,53 +253,57 @@ def test_a_death_gets_the_reason_for_which_spark_has_removed_its_executor(door, 
         }
     )
     error = died(1, signal_name="SIGKILL")
-    word.add_loss_reason(error)
+    loss_reasons.add_loss_reason(error)
     assert "removed executor 1, which it was in: Container killed by YARN" in str(error)
-    assert door.row("event/000001") | {"time": 0} == {
+    assert java_plugin.row("event/000001") | {"time": 0} == {
         "time": 0,
         "what": "Spark has removed executor 1",
         "reason": "Container killed by YARN for exceeding memory",
     }
 
 
-def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(door, word):
+def test_a_removal_that_spark_tells_after_it_has_ended_the_job_is_an_event(
+    java_plugin, loss_reasons
+):
     removed = {"kind": "removed", "executor": "2", "reason": "Command exited with code 137"}
-    later = threading.Timer(0.2, door.told.append, [removed])
+    later = threading.Timer(0.2, java_plugin.queued_messages.append, [removed])
     later.start()
-    word.add_loss_reason(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
+    loss_reasons.add_loss_reason(FarandoleJobError("the Spark job has failed: stage 1 was lost"))
     later.join()
-    assert door.row("event/000001")["what"] == "Spark has removed executor 2"
+    assert java_plugin.row("event/000001")["what"] == "Spark has removed executor 2"
 
 
 @pytest.mark.parametrize(
     "error", [died(0, exception_type="KeyError"), died(0, exit_code=3), FarandoleJobError("all")]
 )
-def test_a_failure_that_is_its_own_reason_gets_no_other(door, word, error):
+def test_a_failure_that_is_its_own_reason_gets_no_other(java_plugin, loss_reasons, error):
     before = str(error)
-    word.add_loss_reason(error)
+    loss_reasons.add_loss_reason(error)
     assert str(error) == before
 
 
-def test_the_task_that_collects_the_rows_moves_no_rank(door, word):
-    door.told.append(
+def test_the_task_that_collects_the_rows_moves_no_rank(java_plugin, loss_reasons):
+    java_plugin.queued_messages.append(
         {"kind": "started", "tag": "farandole-1", "stage": "2", "task": "0", "executor": "7"}
     )
-    word._next_poll = 0.0
-    word.poll_messages()
-    assert not word._training.has_executor("7")
-    assert [word._training.executor_of(rank) for rank in range(2)] == ["2", "1"]
+    loss_reasons._next_poll = 0.0
+    loss_reasons.poll_messages()
+    assert not loss_reasons._training.has_executor("7")
+    assert [loss_reasons._training.executor_of(rank) for rank in range(2)] == ["2", "1"]
 
 
-def test_decommissioning_and_failed_stages_of_this_job_are_events(door, word):
-    door.told += [
+def test_decommissioning_and_failed_stages_of_this_job_are_events(java_plugin, loss_reasons):
+    java_plugin.queued_messages += [
         {"kind": "decommissioning", "executor": "2"},
         {"kind": "decommissioning", "executor": "9"},
         {"kind": "stage", "tag": "farandole-0", "reason": "of another job"},
         {"kind": "stage", "tag": "farandole-1", "reason": "a task failed"},
     ]
-    word._next_poll = 0.0
-    word.poll_messages()
-    events = [body["what"] for (_, key), body in door.rows.items() if key.startswith("event/")]
+    loss_reasons._next_poll = 0.0
+    loss_reasons.poll_messages()
+    events = [
+        body["what"] for (_, key), body in java_plugin.rows.items() if key.startswith("event/")
+    ]
     assert events == ["Spark decommissions executor 2", "stage failed"]
 
 

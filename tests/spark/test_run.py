@@ -160,10 +160,10 @@ def test_a_lost_agent_makes_spark_start_the_gang_again_and_the_job_succeeds(spar
 def test_two_runs_side_by_side_do_not_meet(spark):
     results = {}
 
-    def one(name):
+    def run_job(name):
         results[name] = farandole.spark.run(lambda: name, num_proc=1)
 
-    threads = [threading.Thread(target=one, args=(name,)) for name in ("a", "b")]
+    threads = [threading.Thread(target=run_job, args=(name,)) for name in ("a", "b")]
     for thread in threads:
         thread.start()
     for thread in threads:

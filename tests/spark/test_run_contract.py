@@ -38,12 +38,12 @@ def backend(request: pytest.FixtureRequest) -> Callable[..., Backend]:
 
 
 def test_results_come_back_by_rank(backend):
-    def place():
+    def rank_and_size():
         import os
 
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
 
-    assert backend().run(place) == [(0, 2, 0), (1, 2, 1)]
+    assert backend().run(rank_and_size) == [(0, 2, 0), (1, 2, 1)]
 
 
 def test_arguments_and_closures_reach_the_function(backend):

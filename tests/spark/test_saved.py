@@ -34,7 +34,7 @@ class Broken(OSError):
 
 
 @pytest.fixture(params=["spark", "store"])
-def place(request, spark, tmp_path):
+def save_path(request, spark, tmp_path):
     """A path that Spark writes, and one that the native store does."""
     return (
         f"{tmp_path}/object"
@@ -43,16 +43,16 @@ def place(request, spark, tmp_path):
     )
 
 
-def files(place):
+def files(save_path):
     return sorted(
         name
-        for name, _ in native.Store(place).list()
+        for name, _ in native.Store(save_path).list()
         if not name.rpartition("/")[2].startswith(("_", "."))
     )
 
 
-def read(place, spark):
-    found = SaveDirectory(place, spark)
+def read(save_path, spark):
+    found = SaveDirectory(save_path, spark)
     return found.read_parts(found.read_metadata())
 
 
@@ -69,43 +69,43 @@ def breaking(monkeypatch, saved, call, *, after):
 
 
 @pytest.mark.parametrize("call", WRITES)
-def test_a_save_that_fails_leaves_the_old_object(spark, place, monkeypatch, call):
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
-    failing = SaveDirectory(place, spark)
+def test_a_save_that_fails_leaves_the_old_object(spark, save_path, monkeypatch, call):
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, call, after=False)
     with pytest.raises(Broken):
         failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
-    assert read(place, spark) == {"weights": b"old"}
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"next"}, overwrite=True)
-    assert read(place, spark) == {"weights": b"next"}
-    assert [name.partition("/")[0] for name in files(place)] == ["data", "metadata"]
+    assert read(save_path, spark) == {"weights": b"old"}
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"next"}, overwrite=True)
+    assert read(save_path, spark) == {"weights": b"next"}
+    assert [name.partition("/")[0] for name in files(save_path)] == ["data", "metadata"]
 
 
 def test_a_process_that_ends_after_its_data_or_metadata_leaves_one_whole_object(
-    spark, place, monkeypatch
+    spark, save_path, monkeypatch
 ):
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
     for call, expected in zip(WRITES, (b"old", b"new"), strict=True):
-        failing = SaveDirectory(place, spark)
+        failing = SaveDirectory(save_path, spark)
         breaking(monkeypatch, failing, call, after=True)
         with pytest.raises(Broken):
             failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
-        assert read(place, spark) == {"weights": expected}
+        assert read(save_path, spark) == {"weights": expected}
 
 
 def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
-    spark, place, monkeypatch, caplog
+    spark, save_path, monkeypatch, caplog
 ):
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
-    failing = SaveDirectory(place, spark)
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"old"}, overwrite=False)
+    failing = SaveDirectory(save_path, spark)
     breaking(monkeypatch, failing, "delete_entry", after=False)
     with caplog.at_level(logging.WARNING, "farandole"):
         failing.write_save(METADATA, {"weights": b"new"}, overwrite=True)
     assert "could not be deleted" in caplog.text
-    assert read(place, spark) == {"weights": b"new"}
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"newest"}, overwrite=True)
-    assert read(place, spark) == {"weights": b"newest"}
-    assert len(files(place)) == 2
+    assert read(save_path, spark) == {"weights": b"new"}
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"newest"}, overwrite=True)
+    assert read(save_path, spark) == {"weights": b"newest"}
+    assert len(files(save_path)) == 2
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -120,16 +120,16 @@ def test_a_failed_deletion_is_logged_and_repeated_by_the_next_save(
         "stages/0/x",
     ],
 )
-def test_files_of_others_are_never_deleted_where_no_object_is(spark, place, name, overwrite):
-    theirs = native.Store(place)
+def test_files_of_others_are_never_deleted_where_no_object_is(spark, save_path, name, overwrite):
+    theirs = native.Store(save_path)
     theirs.write(name, b"of the user")
     theirs.write("data/save=0123/part-0.parquet", b"remains of a save that was cut off")
     shown = name if name.startswith(("data/", "metadata/")) else name.partition("/")[0]
     with pytest.raises(FileExistsError, match=re.escape(shown)) if overwrite else suppress(OSError):
-        SaveDirectory(place, spark).write_save(METADATA, {"weights": b"x"}, overwrite=overwrite)
+        SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"x"}, overwrite=overwrite)
     assert theirs.read(name) == b"of the user"
     if overwrite:
-        assert files(place) == sorted([name, "data/save=0123/part-0.parquet"])
+        assert files(save_path) == sorted([name, "data/save=0123/part-0.parquet"])
 
 
 def test_a_save_that_does_not_overwrite_deletes_nothing(spark, tmp_path):
@@ -139,75 +139,75 @@ def test_a_save_that_does_not_overwrite_deletes_nothing(spark, tmp_path):
     assert read(str(tmp_path), spark) == {"weights": b"x"}
 
 
-def test_remains_of_a_first_save_that_was_cut_off_are_replaced(spark, place, monkeypatch):
+def test_remains_of_a_first_save_that_was_cut_off_are_replaced(spark, save_path, monkeypatch):
     for call in WRITES:
-        failing = SaveDirectory(place, spark)
+        failing = SaveDirectory(save_path, spark)
         breaking(monkeypatch, failing, call, after=call == WRITES[0])
         with pytest.raises(Broken):
             failing.write_save(METADATA, {"weights": b"cut"}, overwrite=True)
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
-    assert read(place, spark) == {"weights": b"new"}
-    assert len(files(place)) == 2
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
+    assert read(save_path, spark) == {"weights": b"new"}
+    assert len(files(save_path)) == 2
 
 
-def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, place):
-    old, text = native.Store(place), json.dumps({**METADATA, "uid": "before"})
+def test_objects_of_the_earlier_layout_are_read_and_replaced(spark, save_path):
+    old, text = native.Store(save_path), json.dumps({**METADATA, "uid": "before"})
     old.write(
         "data/part-00000.parquet", module._encode_parquet([("weights", 0, bytearray(b"earlier"))])
     )
     old.write("metadata/part-00000.txt", text.encode() + b"\n")
-    assert read(place, spark) == {"weights": b"earlier"}
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
-    assert read(place, spark) == {"weights": b"new"}
-    assert len(files(place)) == 2
+    assert read(save_path, spark) == {"weights": b"earlier"}
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"new"}, overwrite=True)
+    assert read(save_path, spark) == {"weights": b"new"}
+    assert len(files(save_path)) == 2
 
 
 def test_earlier_versions_read_what_is_written_now(spark, tmp_path):
-    place = f"{tmp_path}/object"
+    save_path = f"{tmp_path}/object"
     for data in (b"one", b"two"):
-        SaveDirectory(place, spark).write_save(METADATA, {"weights": data}, overwrite=True)
-    (row,) = spark.read.parquet(f"{place}/data").collect()
+        SaveDirectory(save_path, spark).write_save(METADATA, {"weights": data}, overwrite=True)
+    (row,) = spark.read.parquet(f"{save_path}/data").collect()
     assert (row.part, row.chunk, bytes(row.bytes)) == ("weights", 0, b"two")
-    assert json.loads(spark.read.text(f"{place}/metadata").first()[0])["class"] == "an.Object"
+    assert json.loads(spark.read.text(f"{save_path}/metadata").first()[0])["class"] == "an.Object"
 
 
-def test_a_save_of_a_newer_format_is_refused(spark, place, monkeypatch):
+def test_a_save_of_a_newer_format_is_refused(spark, save_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"newer"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"newer"}, overwrite=False)
     monkeypatch.undo()
     with pytest.raises(
         ValueError,
         match=f"has format {module.FORMAT_VERSION + 1}, .* reads up to format "
         f"{module.FORMAT_VERSION}:",
     ):
-        read(place, spark)
+        read(save_path, spark)
 
 
-def test_metadata_cannot_point_outside(spark, place):
-    SaveDirectory(place, spark).write_save(METADATA, {}, overwrite=False)
-    found = SaveDirectory(place, spark)
+def test_metadata_cannot_point_outside(spark, save_path):
+    SaveDirectory(save_path, spark).write_save(METADATA, {}, overwrite=False)
+    found = SaveDirectory(save_path, spark)
     metadata = found.read_metadata() | {"save": {"data": "data/../../elsewhere", "number": 9}}
     with pytest.raises(ValueError, match="names no directory of its data"):
         found.read_parts(metadata)
 
 
-def damaged(place, spark, table):
+def damaged(save_path, spark, table):
     """An object whose rows are this table; written as a dictionary is, and packed."""
     file = pa.BufferOutputStream()
     pq.write_table(table, file, compression="zstd", row_group_size=1 << 20)
-    save = SaveDirectory(place, spark)
+    save = SaveDirectory(save_path, spark)
     save.write_save(METADATA, {"weights": b"sound"}, overwrite=False)
     directory = save.read_metadata()["save"]["data"]
-    store = native.Store(place)
+    store = native.Store(save_path)
     for name, _ in store.list():
         if name.startswith(directory):
             store.delete(name)
     store.write(f"{directory}/part-0.parquet", file.getvalue().to_pybytes())
-    return f"{place}/{directory}"
+    return f"{save_path}/{directory}"
 
 
 def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_higher_limit(
-    spark, place, monkeypatch
+    spark, save_path, monkeypatch
 ):
     """A text of a dictionary, at which all rows point: 200 MB in a file of some kilobytes.
 
@@ -219,71 +219,73 @@ def test_a_file_whose_rows_take_more_than_its_size_allows_is_read_only_with_a_hi
         pa.array([0] * rows, pa.int32()), pa.array([b"x" * (1 << 20)])
     )
     columns = [pa.array(["weights"] * rows), pa.array(range(rows), pa.int32()), points]
-    damaged(place, spark, pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]))
+    damaged(save_path, spark, pa.Table.from_arrays(columns, names=["part", "chunk", "bytes"]))
     with pytest.raises(
         ValueError,
         match=rf"take more than files of their size .* set {module.SAVED_BYTES_VARIABLE} to the "
         rf"bytes",
     ):
-        read(place, spark)
+        read(save_path, spark)
     monkeypatch.setenv(module.SAVED_BYTES_VARIABLE, str(rows + 10 << 20))
-    assert read(place, spark) == {"weights": b"x" * (rows << 20)}
+    assert read(save_path, spark) == {"weights": b"x" * (rows << 20)}
     monkeypatch.setenv(module.SAVED_BYTES_VARIABLE, "much")
     with pytest.raises(
         ValueError, match=f"{module.SAVED_BYTES_VARIABLE} must be a whole number.*: much"
     ):
-        read(place, spark)
+        read(save_path, spark)
 
 
 def test_a_relative_path_is_synchronized_where_spark_writes_it(spark, tmp_path, monkeypatch):
     synchronized = []
     monkeypatch.setattr(module.durable, "sync_tree", synchronized.append)
-    place = os.path.relpath(
+    save_path = os.path.relpath(
         tmp_path / "object", spark._jvm.java.lang.System.getProperty("user.dir")
     )
     elsewhere = tmp_path / "some" / "other" / "directory"
     elsewhere.mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
-    SaveDirectory(place, spark).write_save(METADATA, {"weights": b"here"}, overwrite=False)
+    SaveDirectory(save_path, spark).write_save(METADATA, {"weights": b"here"}, overwrite=False)
     assert (tmp_path / "object" / "metadata").is_dir()
     assert synchronized == [tmp_path / "object"] * 2
 
 
-def test_files_with_other_columns_are_an_error_that_names_the_place(spark, place):
-    where = damaged(place, spark, pa.table({"part": [1], "chunk": [0], "bytes": [b"x"]}))
+def test_files_with_other_columns_are_an_error_that_names_the_place(spark, save_path):
+    where = damaged(save_path, spark, pa.table({"part": [1], "chunk": [0], "bytes": [b"x"]}))
     with pytest.raises(ValueError, match="are not those of a save") as told:
-        read(place, spark)
+        read(save_path, spark)
     assert where.removeprefix("memory:/") in str(told.value)
 
 
 def test_a_file_takes_no_more_memory_than_its_largest_row_and_no_more_bytes_than_its_rows(
-    spark, place
+    spark, save_path
 ):
-    SaveDirectory(place, spark).write_save(
+    SaveDirectory(save_path, spark).write_save(
         METADATA, {"weights": bytes(40 << 20), "rest": b""}, overwrite=False
     )
-    assert read(place, spark) == {"weights": bytes(40 << 20), "rest": b""}
-    (size,) = (size for name, size in native.Store(place).list() if name.endswith(".parquet"))
+    assert read(save_path, spark) == {"weights": bytes(40 << 20), "rest": b""}
+    (size,) = (size for name, size in native.Store(save_path).list() if name.endswith(".parquet"))
     assert 40 << 20 < size < 41 << 20, "what is packed could be larger than its file says"
-    (name,) = (name for name, _ in native.Store(place).list() if name.endswith(".parquet"))
-    footer = pq.ParquetFile(pa.BufferReader(native.Store(place).read(name))).metadata
+    (name,) = (name for name, _ in native.Store(save_path).list() if name.endswith(".parquet"))
+    footer = pq.ParquetFile(pa.BufferReader(native.Store(save_path).read(name))).metadata
     assert [footer.row_group(group).num_rows for group in range(footer.num_row_groups)] == [1] * 4
 
 
 def test_no_file_holds_the_consent_to_run_it(spark, tmp_path):
-    place = f"{tmp_path}/object"
-    LightningEstimator(model=torch.nn.Linear(1, 1), allow_pickle=True, epochs=3).write().save(place)
-    found = SaveDirectory(place, spark)
+    save_path = f"{tmp_path}/object"
+    LightningEstimator(model=torch.nn.Linear(1, 1), allow_pickle=True, epochs=3).write().save(
+        save_path
+    )
+    found = SaveDirectory(save_path, spark)
     metadata = found.read_metadata()
     assert "allow_pickle" not in json.dumps(metadata)
     forged = {
         name: metadata[name] | {"allow_pickle": True} for name in ("paramMap", "defaultParamMap")
     }
     objects = payload.unpack_pickle(found.read_parts(metadata)["objects"]) | {"allow_pickle": True}
-    SaveDirectory(place, spark).write_save(
+    SaveDirectory(save_path, spark).write_save(
         metadata | forged, {"objects": payload.pack_pickle(objects)}, overwrite=True
     )
-    loaded = LightningEstimator.load(place)
+    loaded = LightningEstimator.load(save_path)
     assert (loaded.getEpochs(), loaded.getAllowPickle()) == (3, None)
     # Spark saves the param maps of a CrossValidator, which it applies by `copy`.
     with pytest.raises(ValueError, match="a param map cannot set allow_pickle"):

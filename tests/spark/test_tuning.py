@@ -27,7 +27,7 @@ from farandole.tuning import fmin
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def place():
+def rank_in_world():
     """Returns the rank's place after all ranks have met."""
     import numpy as np
 
@@ -40,7 +40,9 @@ def place():
 def test_gangs_that_do_not_fit_at_once_wait_for_each_other_and_say_so(spark, capfd):
     size = spark.sparkContext.defaultParallelism
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: farandole.spark.run(place, num_proc=size), range(3)))
+        found = list(
+            pool.map(lambda _: farandole.spark.run(rank_in_world, num_proc=size), range(3))
+        )
     assert found == [[(rank, float(size)) for rank in range(size)]] * 3
     said = capfd.readouterr().err
     assert f"a job of {size} processes waits for slots: 1 jobs hold {size} of {size}" in said
@@ -55,8 +57,8 @@ def test_gangs_that_would_each_hold_half_of_the_slots_do_not_wait_for_each_other
 
     def gang(elastic):
         if elastic:
-            return farandole.spark.run_elastic(place, num_proc=size, elastic_timeout=120)
-        return farandole.spark.run(place, num_proc=size)
+            return farandole.spark.run_elastic(rank_in_world, num_proc=size, elastic_timeout=120)
+        return farandole.spark.run(rank_in_world, num_proc=size)
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(gang, [True, True, False]))
@@ -88,7 +90,7 @@ def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spar
     began = time.monotonic()
     for start in (farandole.spark.run, farandole.spark.run_elastic):
         with pytest.raises(TimeoutError, match="1 jobs hold"):
-            start(place, num_proc=size, start_timeout=1)
+            start(rank_in_world, num_proc=size, start_timeout=1)
     assert time.monotonic() - began < 8
     over.set()
     holder.join(60)
@@ -224,7 +226,7 @@ def test_fits_on_this_host_in_a_search_share_its_cores(searched, capfd):
 @pytest.mark.slow
 def test_trials_of_hyperopt_are_jobs_on_executors_that_wait_for_each_others_slots(spark, capfd):
     def distance(x):
-        rank, ranks = place()
+        rank, ranks = rank_in_world()
         return {"loss": (x - 1) ** 2, "rank": rank, "ranks": ranks}
 
     trials = hyperopt.Trials()

@@ -129,7 +129,7 @@ def test_18_the_timeline_is_a_single_bracket(spark, tmp_path):
 
 
 PLACES = """
-def place():
+def describe_rank():
     import os
     import numpy as np
     import farandole.numpy as hvd
@@ -147,9 +147,9 @@ def in_containers(tmp_path_factory):
     """
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
-print(farandole.spark.run(place, num_proc=2))
+print(farandole.spark.run(describe_rank, num_proc=2))
 os.environ["FARANDOLE_DIAL_OUT"] = "1"
-print(farandole.spark.run(place, num_proc=2))
+print(farandole.spark.run(describe_rank, num_proc=2))
 spark.stop()
 """
     directory = tmp_path_factory.mktemp("containers")
@@ -182,7 +182,7 @@ def test_ranks_of_executors_that_only_dial_out_are_linked_through_the_drivers_po
 def test_14_two_pods_of_one_kubernetes_node_count_on_memory_that_they_do_not_share(tmp_path):
     body = """
 spark = session(os.environ["MASTER_URL"], executor_cores="1")
-print(farandole.spark.run(place, num_proc=2))
+print(farandole.spark.run(describe_rank, num_proc=2))
 print(farandole.spark.run(lambda: open("/proc/sys/kernel/hostname").read().strip(), num_proc=2))
 spark.stop()
 """
@@ -205,7 +205,7 @@ def test_13_addresses_that_spark_found_reach_the_ranks(tmp_path):
 spark = session("local-cluster[1,2,1024]", executor_cores="2", **{{
     "task_resource_gpu_amount": "1", "executor_resource_gpu_amount": "2",
     "worker_resource_gpu_amount": "2", "worker_resource_gpu_discoveryScript": {str(script)!r}}})
-print(sorted(found[3] for found in farandole.spark.run(place, num_proc=2)))
+print(sorted(found[3] for found in farandole.spark.run(describe_rank, num_proc=2)))
 spark.stop()
 """
     done = drive(PLACES + body, tmp_path, 150, PATH=f"{tmp_path}:{os.environ['PATH']}")

@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def ask(self, method, path, body=None, headers=None):
+    def request_upstream(self, method, path, body=None, headers=None):
         request = urllib.request.Request(
             self.server.upstream + path, data=body, method=method, headers=headers or {}
         )
@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def pass_on(self):
         headers = {name: self.headers[name] for name in PASSED_ON if name in self.headers}
-        status, body, theirs = self.ask(self.command, self.path, None, headers)
+        status, body, theirs = self.request_upstream(self.command, self.path, None, headers)
         kept = {name.replace("-", "_"): theirs[name] for name in RETURNED if name in theirs}
         if self.command == "HEAD":
             kept["Content_Length"] = theirs.get("content-length", "0")
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         generation = self.headers.get("x-goog-if-generation-match")
         if generation is not None:
             target += f"&ifGenerationMatch={generation}"
-        status, text, _ = self.ask(
+        status, text, _ = self.request_upstream(
             "POST", target, data, {"Content-Type": "application/octet-stream"}
         )
         return status, text, f'"{json.loads(text).get("etag", "x")}"' if status == 200 else ""
@@ -98,7 +98,9 @@ class Handler(BaseHTTPRequestHandler):
             unquote(path).lstrip("/").partition("/") for path in (source, urlsplit(self.path).path)
         )
         path = f"/storage/v1/b/{from_bucket}/o/{quote(from_name, safe='')}/rewriteTo"
-        status, text, _ = self.ask("POST", f"{path}/b/{bucket}/o/{quote(name, safe='')}", b"")
+        status, text, _ = self.request_upstream(
+            "POST", f"{path}/b/{bucket}/o/{quote(name, safe='')}", b""
+        )
         self.answer(status, text)
 
     def do_PUT(self):

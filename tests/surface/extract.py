@@ -26,14 +26,17 @@ def arguments(function, *, bound):
     told = function.args
     positional = [*told.posonlyargs, *told.args]
     defaults = [None] * (len(positional) - len(told.defaults)) + list(told.defaults)
-    parts = [one(argument, default) for argument, default in zip(positional, defaults, strict=True)]
+    parts = [
+        argument_text(argument, default)
+        for argument, default in zip(positional, defaults, strict=True)
+    ]
     parts = parts[1 if bound else 0 :]
     if told.vararg:
         parts.append(f"*{told.vararg.arg}")
     elif told.kwonlyargs:
         parts.append("*")
     parts += [
-        one(argument, default)
+        argument_text(argument, default)
         for argument, default in zip(told.kwonlyargs, told.kw_defaults, strict=True)
     ]
     if told.kwarg:
@@ -41,7 +44,7 @@ def arguments(function, *, bound):
     return parts
 
 
-def one(argument, default):
+def argument_text(argument, default):
     """One argument with its default."""
     return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
 

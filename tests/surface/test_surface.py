@@ -41,7 +41,7 @@ def framework(module):
     return next(homes, "torch")
 
 
-def told(*arguments):
+def check_output(*arguments):
     """Returns the output of the check in its own process."""
     env = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "tests.surface.check", *arguments]
@@ -59,13 +59,13 @@ def told(*arguments):
 def test_every_difference_from_horovod_has_a_reason_and_every_reason_a_difference(needed):
     modules = [module for module in FACTS if framework(module) == needed]
     if needed == "mxnet":
-        found = told(
+        found = check_output(
             "--sources", *(module.replace("horovod", "farandole", 1) for module in modules)
         )
     elif find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
     else:
-        found = told(*modules)
+        found = check_output(*modules)
     known = {
         entry: why for entry, why in reasons().items() if framework(entry.split(":")[0]) == needed
     }

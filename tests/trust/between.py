@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from tests.launch.bed import Hold, checked
+from tests.launch.namespace_cluster import Hold, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -70,10 +70,10 @@ class Torch:
             optimizer.step()
         # Weights and their gradients; the optimizer has one more of each, or two.
         kept = [
-            one
+            run_operation
             for state in optimizer.state.values()
-            for one in state.values()
-            if torch.is_tensor(one)
+            for run_operation in state.values()
+            if torch.is_tensor(run_operation)
         ]
         return sum(map(self.size, kept)) + 2 * sum(map(self.size, model.parameters()))
 
@@ -113,7 +113,7 @@ class TensorFlow:
         return 3 * sum(map(self.size, weights))
 
 
-def one(ops, draw, own, held, sets):
+def run_operation(ops, draw, own, held, sets):
     """One operation, drawn by all ranks alike; `held` is what this rank keeps, by draws of its own.
 
     The bytes that were alive at most: what was held before, and what the operation itself has in
@@ -160,14 +160,14 @@ def soak(kind, seconds, seed):
     hvd.init(process_sets="dynamic")
     draw, own, held, sets = random.Random(seed), random.Random(hvd.rank()), [], []
     for _ in range(40):
-        one(ops, draw, own, held, sets)
+        run_operation(ops, draw, own, held, sets)
     held.clear()
     tidy()
     heap, base, samples, looked = MallocHeap(), resident(), [], time.monotonic()
     most, end = 0, time.monotonic() + seconds
     while hvd.broadcast_object(time.monotonic() < end):
         for _ in range(10):
-            most = max(most, one(ops, draw, own, held, sets))
+            most = max(most, run_operation(ops, draw, own, held, sets))
         if time.monotonic() - looked > 0.5:
             samples.append((most, resident(), heap.used_bytes()))
             most, looked = 0, time.monotonic()

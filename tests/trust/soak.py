@@ -48,7 +48,7 @@ def interrupting(driver, output, label):
         signal.pause()
 
 
-def one(folder, kind, backends):
+def run_fit(folder, kind, backends):
     """One fit; whether it ended as it should."""
     if kind == 1:
         try:
@@ -118,7 +118,7 @@ def main(folder, fits, every, cold):
     for number in range(fits):
         kind = number % 4
         backends = slow if cold and number % cold == cold - 1 else warm
-        if not one(folder, kind, backends):
+        if not run_fit(folder, kind, backends):
             raise SystemExit(f"fit {number}, of kind {kind}, did not end as it should")
         if (number + 1) % every == 0:
             print(json.dumps({"fits": number + 1, **held(folder)}), flush=True)

@@ -56,7 +56,7 @@ def interrupting(driver):
         signal.pause()
 
 
-def one(kind, backend):
+def run_job(kind, backend):
     """One job; whether it ended as it should."""
     if kind == 1:
         try:
@@ -144,7 +144,7 @@ def main(fits, every):
     session.sparkContext.setLogLevel("OFF")
     backend = SparkBackend(2, verbose=0, stderr=sys.stderr)
     for number in range(fits):
-        if not one(number % 4, backend):
+        if not run_job(number % 4, backend):
             raise SystemExit(f"job {number} did not end as it should")
         if (number + 1) % every == 0:
             print(json.dumps({"fits": number + 1, **held(session)}), flush=True)

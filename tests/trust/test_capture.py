@@ -69,7 +69,7 @@ def captured():
         tap.settimeout(0.1)
         packets, ended = [], threading.Event()
 
-        def take():
+        def capture_packets():
             while True:
                 try:
                     packets.append(tap.recv(1 << 17))
@@ -77,7 +77,7 @@ def captured():
                     if ended.is_set():
                         return
 
-        thread = threading.Thread(target=take)
+        thread = threading.Thread(target=capture_packets)
         thread.start()
         try:
             yield packets

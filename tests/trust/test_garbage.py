@@ -162,7 +162,7 @@ def test_deep_and_huge_headers_of_tensors_are_errors():
 
 
 @pytest.fixture
-def meeting():
+def registry_module():
     # By its path: the package around it loads TensorFlow, which it does without.
     path = Path(farandole.__file__).parent / "tensorflow" / "data" / "_registry.py"
     spec = importlib.util.spec_from_file_location("meeting_of_data", path)
@@ -193,8 +193,8 @@ def request(server, module, text):
         return line.makefile("rb").read()
 
 
-def test_garbage_at_the_meeting_point_changes_nothing(meeting, monkeypatch):
-    server, module = meeting
+def test_garbage_at_the_meeting_point_changes_nothing(registry_module, monkeypatch):
+    server, module = registry_module
     failed = []
     monkeypatch.setattr(threading, "excepthook", lambda told: failed.append(told.exc_value))
     asker = client(server, module)
@@ -242,9 +242,9 @@ def is_over(line, byte):
 
 
 def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_speaks(
-    meeting, monkeypatch
+    registry_module, monkeypatch
 ):
-    server, module = meeting
+    server, module = registry_module
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_SECONDS", 1.0)
     began = time.monotonic()
     with socket.create_connection(address(server), 10.0) as line:
@@ -257,8 +257,8 @@ def test_a_stranger_at_the_meeting_point_has_so_long_in_all_however_slowly_he_sp
     assert 0.5 < time.monotonic() - began < 3.0
 
 
-def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monkeypatch):
-    server, module = meeting
+def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(registry_module, monkeypatch):
+    server, module = registry_module
     server._max_connections = 50
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_SECONDS", 60.0)
     asker = client(server, module)
@@ -276,8 +276,8 @@ def test_a_crowd_of_strangers_keeps_no_rank_from_the_meeting_point(meeting, monk
             stranger.close()
 
 
-def test_a_request_that_was_changed_on_the_way_is_refused(meeting):
-    server, module = meeting
+def test_a_request_that_was_changed_on_the_way_is_refused(registry_module):
+    server, module = registry_module
     door = socket.create_server(("127.0.0.1", 0))
 
     def relay():
@@ -331,7 +331,7 @@ def _server_of(place):
     raise AssertionError("no fork server")
 
 
-def ask(place, draw, message, head=None, count=2):
+def send_request(place, draw, message, head=None, count=2):
     """A request, nearly; what the server says to it."""
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.settimeout(10.0)
@@ -364,16 +364,16 @@ def test_garbage_at_the_fork_server_leaves_it_as_it_was(forks):
     def case(draw):
         kind = draw.randrange(3)
         if kind == 0:
-            ask(place, draw, mutated(draw, sound)[:4000], count=draw.randrange(9))
+            send_request(place, draw, mutated(draw, sound)[:4000], count=draw.randrange(9))
         elif kind == 1:
-            ask(
+            send_request(
                 place,
                 draw,
                 draw.randbytes(60),
                 head=draw.choice([0, 1, 60, 61, 1 << 31, (1 << 32) - 1]),
             )
         else:
-            ask(
+            send_request(
                 place,
                 draw,
                 sound,

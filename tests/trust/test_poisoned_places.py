@@ -48,48 +48,55 @@ class Poison:
         return Path.touch, (self.path,)
 
 
-def plain(mark):
+def plain(executed_file):
     """A pickle."""
-    return pickle.dumps(Poison(mark))
+    return pickle.dumps(Poison(executed_file))
 
 
-def of_torch(mark):
+def of_torch(executed_file):
     """Like `torch.save` has it."""
     file = io.BytesIO()
-    torch.save({"model": Poison(mark), "state_dict": Poison(mark), "history": Poison(mark)}, file)
+    torch.save(
+        {
+            "model": Poison(executed_file),
+            "state_dict": Poison(executed_file),
+            "history": Poison(executed_file),
+        },
+        file,
+    )
     return file.getvalue()
 
 
-def of_keras(mark):
+def of_keras(executed_file):
     """An archive by the name of a `.keras` file, whose parts are pickles."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as out:
         for name in ("config.json", "metadata.json", "model.weights.h5", "state.json"):
-            out.writestr(name, plain(mark))
+            out.writestr(name, plain(executed_file))
     return file.getvalue()
 
 
-def of_numpy(mark):
+def of_numpy(executed_file):
     """An archive of NumPy, whose arrays hold objects."""
     file = io.BytesIO()
     held = np.empty(1, object)
-    held[0] = Poison(mark)
+    held[0] = Poison(executed_file)
     np.savez(file, **{"plain": held, "0": held, "1": held})
     return file.getvalue()
 
 
-def of_lambda(mark):
+def of_lambda(executed_file):
     """A model of Keras whose layer touches the file when it is built."""
     import keras
 
     # Keras saves the code of a lambda, and of other functions the name.
-    name = str(mark)
+    name = str(executed_file)
     layer = keras.layers.Lambda(
         lambda x: (__import__("pathlib").Path(name).touch(), x)[1], output_shape=(2,)
     )
-    path = mark.with_name("lambda.keras")
+    path = executed_file.with_name("lambda.keras")
     keras.Sequential([keras.Input((2,)), layer]).save(path)
-    mark.unlink(missing_ok=True)
+    executed_file.unlink(missing_ok=True)
     return path.read_bytes()
 
 
@@ -101,7 +108,7 @@ POISONS = [
 
 
 @pytest.fixture
-def mark(tmp_path):
+def executed_file(tmp_path):
     return tmp_path / "it ran"
 
 
@@ -109,57 +116,59 @@ def files_of(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def each_poisoned(folder, mark, read, poison):
+def each_poisoned(folder, executed_file, read, poison):
     """Poisons each file in turn, in a copy, and reads it; returns the files."""
     names = files_of(folder)
     for index, name in enumerate(names):
         copy = folder.with_name(f"copy-{index}")
         shutil.copytree(folder, copy)
-        (copy / name).write_bytes(poison(mark))
+        (copy / name).write_bytes(poison(executed_file))
         # That it is refused is as good as that it is not read.
         with contextlib.suppress(Exception):
             read(copy)
-        assert not mark.exists(), name
+        assert not executed_file.exists(), name
         if name.startswith("runs/") and checkpoint_signatures.MARKER_FILENAME not in name:
             # A writer of that place can remove the marker, too.
             (copy / "runs" / "r" / checkpoint_signatures.MARKER_FILENAME).unlink()
             with contextlib.suppress(Exception):
                 read(copy)
-            assert not mark.exists(), name
+            assert not executed_file.exists(), name
         shutil.rmtree(copy)
     return names
 
 
-def test_the_poisons_work(mark):
-    pickle.loads(plain(mark))
-    assert mark.exists()
-    mark.unlink()
-    torch.load(io.BytesIO(of_torch(mark)), weights_only=False)
-    assert mark.exists()
-    mark.unlink()
-    np.load(io.BytesIO(of_numpy(mark)), allow_pickle=True)["plain"]
-    assert mark.exists()
+def test_the_poisons_work(executed_file):
+    pickle.loads(plain(executed_file))
+    assert executed_file.exists()
+    executed_file.unlink()
+    torch.load(io.BytesIO(of_torch(executed_file)), weights_only=False)
+    assert executed_file.exists()
+    executed_file.unlink()
+    np.load(io.BytesIO(of_numpy(executed_file)), allow_pickle=True)["plain"]
+    assert executed_file.exists()
 
 
 @pytest.mark.slow
-def test_the_poison_of_keras_works(mark):
+def test_the_poison_of_keras_works(executed_file):
     keras = pytest.importorskip("keras")
-    of_lambda(mark)
-    keras.saving.load_model(mark.with_name("lambda.keras"), safe_mode=False)(np.ones((1, 2)))
-    assert mark.exists()
+    of_lambda(executed_file)
+    keras.saving.load_model(executed_file.with_name("lambda.keras"), safe_mode=False)(
+        np.ones((1, 2))
+    )
+    assert executed_file.exists()
 
 
 @pytest.mark.parametrize("poison", [*POISONS, pytest.param(of_lambda, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "fitted", [torch_fit, lightning_fit, pytest.param(keras_fit, marks=pytest.mark.slow)]
 )
-def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted, poison):
+def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, executed_file, fitted, poison):
     folder = tmp_path / "store"
     x, y = line(rows=32)
     write(folder / "intermediate_train_data", x=x, y=y)
     fitted(folder, "r", 1)
     fitted(folder, "r", 2)
-    names = each_poisoned(folder, mark, lambda copy: fitted(copy, "r", 3), poison)
+    names = each_poisoned(folder, executed_file, lambda copy: fitted(copy, "r", 3), poison)
     assert {
         "runs/r/checkpoint",
         "runs/r/checkpoint.previous",
@@ -169,7 +178,7 @@ def test_no_file_of_a_run_or_of_its_data_has_its_code_run(tmp_path, mark, fitted
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_no_best_checkpoint_has_its_code_run(tmp_path, mark, poison):
+def test_no_best_checkpoint_has_its_code_run(tmp_path, executed_file, poison):
     folder = tmp_path / "store"
     x, y = line(rows=32)
     write(folder / "intermediate_train_data", x=x, y=y)
@@ -180,12 +189,12 @@ def test_no_best_checkpoint_has_its_code_run(tmp_path, mark, poison):
         ).fit_on_parquet()
 
     best(folder, 2)
-    names = each_poisoned(folder, mark, best, poison)
+    names = each_poisoned(folder, executed_file, best, poison)
     assert "runs/r/checkpoint.best" in names
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_no_file_of_prepared_data_has_its_code_run(tmp_path, mark, poison):
+def test_no_file_of_prepared_data_has_its_code_run(tmp_path, executed_file, poison):
     folder = tmp_path / "store"
     frame = pd.DataFrame({"x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]})
 
@@ -194,7 +203,8 @@ def test_no_file_of_prepared_data_has_its_code_run(tmp_path, mark, poison):
 
     prepared(folder)
     assert any(
-        name.endswith("_manifest.json") for name in each_poisoned(folder, mark, prepared, poison)
+        name.endswith("_manifest.json")
+        for name in each_poisoned(folder, executed_file, prepared, poison)
     )
 
 
@@ -226,7 +236,7 @@ def keras_state(_):
 @pytest.mark.parametrize(
     "made", [plain_state, torch_state, pytest.param(keras_state, marks=pytest.mark.slow)]
 )
-def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made, poison):
+def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, executed_file, made, poison):
     import farandole.torch as hvd
 
     folder = tmp_path / "store"
@@ -245,7 +255,7 @@ def test_no_file_of_an_elastic_states_run_has_its_code_run(tmp_path, mark, made,
     hvd.init()
     try:
         assert [trained(folder) for _ in range(2)] == [1, 2], "a run goes on from its commit"
-        names = each_poisoned(folder, mark, trained, poison)
+        names = each_poisoned(folder, executed_file, trained, poison)
     finally:
         hvd.shutdown()
     assert set(names) == {
@@ -362,13 +372,13 @@ def test_every_class_that_can_be_saved_has_a_row():
     "made", [SAVED[0], *(pytest.param(one, marks=pytest.mark.slow) for one in SAVED[1:])]
 )
 def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(
-    tmp_path, mark, made, poison, spark
+    tmp_path, executed_file, made, poison, spark
 ):
     assert spark
     folder = tmp_path / "saved"
     saved, load = made()
     saved.write().overwrite().save(str(folder))
-    names = each_poisoned(folder, mark, lambda copy: load(str(copy)), poison)
+    names = each_poisoned(folder, executed_file, lambda copy: load(str(copy)), poison)
     assert any(name.endswith(".parquet") for name in names)
     # A file of parts that is whole, and whose parts are poisoned.
     reader = SaveDirectory(str(folder), spark)
@@ -376,8 +386,8 @@ def test_no_file_of_a_saved_object_has_its_code_run_where_that_was_asked_for(
     parts = reader.read_parts(metadata)
     for name in parts:
         SaveDirectory(str(folder), spark).write_save(
-            metadata, parts | {name: poison(mark)}, overwrite=True
+            metadata, parts | {name: poison(executed_file)}, overwrite=True
         )
         with contextlib.suppress(Exception):
             load(str(folder))
-        assert not mark.exists(), name
+        assert not executed_file.exists(), name

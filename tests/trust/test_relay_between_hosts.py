@@ -10,14 +10,14 @@ its real network.
 from __future__ import annotations
 
 import pytest
-from tests.launch import bed
+from tests.launch import namespace_cluster
 from tests.needs import skipped_without
 from tests.started import on_host, together
 from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
 
 pytestmark = [
     pytest.mark.timeout(200),
-    skipped_without(bed.missing()),
+    skipped_without(namespace_cluster.missing()),
 ]
 # Sums whose every element is known; a rank that gets another one says so.
 SUMS = """

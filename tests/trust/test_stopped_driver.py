@@ -74,7 +74,7 @@ class Ended:
     """The outcome of a job whose driver was stopped."""
 
     status: int
-    said: str
+    output: str
     rounds: list[int]
     longest: float
 
@@ -114,16 +114,16 @@ def stopped(folder: Path, kind: str, seconds: float) -> Ended:
         driver.send_signal(signal.SIGCONT)
         driver.kill()
         driver.wait()
-    said = output.read_text()
+    text = output.read_text()
     pairs = [
         line.partition("results ")[2].partition(" last")[0]
-        for line in said.splitlines()
+        for line in text.splitlines()
         if "results" in line
     ]
     results = [one for pair in pairs for one in ast.literal_eval(pair)]
     return Ended(
         status,
-        said,
+        text,
         [rounds for rounds, _ in results],
         max((longest for _, longest in results), default=0.0),
     )
@@ -139,12 +139,12 @@ def until(fits, limit: float = 100.0) -> None:
 
 def check(ended: Ended, seconds: float) -> None:
     """The job went on, and its user knows what was."""
-    assert ended.status == 0, ended.said
-    assert len(ended.rounds) == 2, ended.said
+    assert ended.status == 0, ended.output
+    assert len(ended.rounds) == 2, ended.output
     assert ended.rounds[0] == ended.rounds[1]
     assert ended.longest < seconds, "ranks do not wait for their driver"
-    assert "this process did not run for " in ended.said
-    assert "was lost" not in ended.said.replace("records were lost", "")
+    assert "this process did not run for " in ended.output
+    assert "was lost" not in ended.output.replace("records were lost", "")
 
 
 @pytest.mark.parametrize("kind", ["local", "command"])

@@ -249,7 +249,7 @@ def test_functions_run_as_before_without_a_viewer(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def kept(store: Path) -> dict[str, object]:
+def read_only_record(store: Path) -> dict[str, object]:
     """The record of the only run of a store."""
     (run,) = (store / "runs").iterdir()
     return json.loads((run / "_record.json").read_text())
@@ -260,7 +260,7 @@ def test_true_keeps_the_run_in_the_current_directory(tmp_path, monkeypatch, capf
 
     monkeypatch.chdir(tmp_path)
     assert farandole.run(os.getcwd, num_proc=1, ui=True) == [str(tmp_path)]
-    record = kept(tmp_path / "farandole-runs")
+    record = read_only_record(tmp_path / "farandole-runs")
     assert (record["state"], record["what"], record["size"]) == ("ended", "run", 1)
     assert "the run is at http://127.0.0.1:" in capfd.readouterr().err
 
@@ -304,7 +304,7 @@ def test_a_stall_is_an_event_of_the_run(tmp_path):
     farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "1"})
     reasons = [
         event["reason"]
-        for event in kept(tmp_path)["events"]
+        for event in read_only_record(tmp_path)["events"]
         if event["what"] == "stall: others wait for rank 1"
     ]
     assert reasons

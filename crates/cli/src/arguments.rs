@@ -160,17 +160,17 @@ mod tests {
 
     #[test]
     fn every_version_is_the_commands() {
-        let told = |words: &[&str], drop_in| {
+        let printed = |words: &[&str], drop_in| {
             let words: Vec<String> = words.iter().map(|word| (*word).to_owned()).collect();
             parse_arguments(&words, drop_in).unwrap_err().to_string()
         };
         let version = env!("CARGO_PKG_VERSION");
-        assert_eq!(told(&["farandole", "--version"], false), format!("farandole {version}\n"));
+        assert_eq!(printed(&["farandole", "--version"], false), format!("farandole {version}\n"));
         assert_eq!(
-            told(&["farandole", "run", "--version"], false),
+            printed(&["farandole", "run", "--version"], false),
             format!("farandole {version}\n")
         );
-        assert_eq!(told(&["horovodrun", "-v"], true), format!("horovodrun {version}\n"));
+        assert_eq!(printed(&["horovodrun", "-v"], true), format!("horovodrun {version}\n"));
     }
 
     #[test]

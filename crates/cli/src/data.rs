@@ -226,9 +226,9 @@ mod tests {
     use crate::host_interpreter::{PythonDistribution, PythonInstallation};
 
     #[derive(Default)]
-    struct Told(RefCell<Vec<String>>);
+    struct RecordedCalls(RefCell<Vec<String>>);
 
-    impl HostInterpreter for Told {
+    impl HostInterpreter for RecordedCalls {
         fn package_folder(&self) -> std::path::PathBuf {
             std::path::PathBuf::new()
         }
@@ -256,13 +256,13 @@ mod tests {
     fn arguments_reach_the_package_by_name() {
         let line = "data prepare a.csv b=c.csv --to /s --fill x=0 --fill 1 --allow-nan \
                     --statistics --row-group-rows 7";
-        let told = Told::default();
+        let recorder = RecordedCalls::default();
         let status = |line: &str| {
             let matches = build_command().try_get_matches_from(line.split(' ')).unwrap();
-            run_data(&matches, &told).unwrap()
+            run_data(&matches, &recorder).unwrap()
         };
         assert_eq!(status(line), 0);
-        let mut words = told.0.borrow().clone();
+        let mut words = recorder.0.borrow().clone();
         assert_eq!(words.remove(0), "prepare");
         words.sort();
         let expected = [
@@ -279,7 +279,7 @@ mod tests {
         ];
         assert_eq!(words, expected);
         assert_eq!(status("data head /d"), 1);
-        let mut words = told.0.borrow().clone();
+        let mut words = recorder.0.borrow().clone();
         words.sort();
         assert_eq!(words, ["head", "rows=5", "url=/d"]);
     }

@@ -147,8 +147,8 @@ fn check_java(page: &mut DoctorPage, needed: bool) {
         Some(output) => {
             let text = String::from_utf8_lossy(&output.stderr).into_owned();
             // Before the version, the JVM lists variables from which it takes options.
-            let told = text.lines().find(|line| line.contains(" version "));
-            page.add_check(true, "Java", told.or(text.lines().next()).unwrap_or_default());
+            let description = text.lines().find(|line| line.contains(" version "));
+            page.add_check(true, "Java", description.or(text.lines().next()).unwrap_or_default());
         }
         None => {
             page.add_check(false, "Java", &format!("{program} does not run"));
@@ -381,8 +381,8 @@ mod tests {
             ("Staged", true, true, "through host memory"),
             ("copied", true, true, "by torch"),
         ] {
-            let (by_nccl, told) = describe_gpu_tensor_path(chosen, driver, nccl);
-            assert!(!by_nccl && told.contains(way), "{told}");
+            let (by_nccl, description) = describe_gpu_tensor_path(chosen, driver, nccl);
+            assert!(!by_nccl && description.contains(way), "{description}");
         }
     }
 

@@ -34,12 +34,16 @@ pub(crate) fn build_command() -> Command {
 pub(crate) fn run_explain(matches: &ArgMatches) -> Result<i32> {
     let run = ui::absolute_location(matches.get_one::<String>("run").cloned().unwrap_or_default());
     store::configure_stores(matches, std::slice::from_ref(&run))?;
-    let told = explain_run(&run)?;
+    let explanation = explain_run(&run)?;
     let mut out = std::io::stdout();
     if matches.get_flag("json") {
-        writeln!(out, "{}", serde_json::to_string(&told)?)?;
+        writeln!(out, "{}", serde_json::to_string(&explanation)?)?;
     } else {
-        writeln!(out, "verdict: {}\nwhy:     {}\nnext:    {}", told.verdict, told.why, told.next)?;
+        writeln!(
+            out,
+            "verdict: {}\nwhy:     {}\nnext:    {}",
+            explanation.verdict, explanation.why, explanation.next
+        )?;
     }
     Ok(0)
 }

@@ -136,7 +136,7 @@ fn append_run_section(page: &mut String) {
             flag.aliases.iter().filter(|name| **name != "np").map(|name| format!("`--{name}`")),
         );
         let effect = match flag.effect {
-            FlagEffect::Ignored(why) => format!("accepted, means nothing here: {why}"),
+            FlagEffect::Ignored(reason) => format!("accepted, means nothing here: {reason}"),
             _ => flag.help.to_owned(),
         };
         let key = flag.key.map_or(String::new(), |(section, key)| format!("`{section}.{key}`"));

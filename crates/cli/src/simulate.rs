@@ -364,16 +364,16 @@ mod tests {
 
     #[test]
     fn an_invalid_argument_is_refused_by_name() {
-        let told = |line: &str| read_cluster(&read(line).unwrap()).unwrap_err().to_string();
+        let error_text = |line: &str| read_cluster(&read(line).unwrap()).unwrap_err().to_string();
         assert_eq!(
-            told("--ranks 8 --hosts 3"),
+            error_text("--ranks 8 --hosts 3"),
             "the number of hosts must be a divisor of the number of ranks: 3"
         );
         assert_eq!(
-            told("--ranks 8 --hosts 4 --bandwidth 0"),
+            error_text("--ranks 8 --hosts 4 --bandwidth 0"),
             "the bandwidth must be at least 1000 bytes per second: 0"
         );
-        assert_eq!(told("--ranks 8 --hosts 4 --latency=-1"), "--latency");
+        assert_eq!(error_text("--ranks 8 --hosts 4 --latency=-1"), "--latency");
         assert!(read("--ranks 8").is_err());
         assert!(read("--ranks 8 --hosts 4 --forward 5").is_err(), "a pass of no model");
         assert!(read("--ranks 8 --hosts 4 --model lenet").is_err());

@@ -257,12 +257,12 @@ pub(crate) fn run_store(matches: &ArgMatches) -> Result<i32> {
             };
             let now = SystemTime::now();
             let dry = matches.get_flag("dry-run");
-            let StaleData { stale, left } = if dry {
+            let StaleData { stale, skipped } = if dry {
                 find_stale_data(&store, limits, now)?
             } else {
                 sweep_stale_data(&store, limits, now)?
             };
-            for one in left {
+            for one in skipped {
                 eprintln!("left: {}: {}", one.path, one.reason);
             }
             let state = if dry { "would go" } else { "deleted" };

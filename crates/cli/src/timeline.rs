@@ -91,7 +91,9 @@ impl TimelineSink {
     pub(crate) fn merge_received(&self) -> Result<Vec<String>> {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let merged = pieces.merge_pieces(&self.path);
-        if merged.is_err() && std::fs::metadata(&self.path).is_ok_and(|told| told.len() == 0) {
+        if merged.is_err()
+            && std::fs::metadata(&self.path).is_ok_and(|metadata| metadata.len() == 0)
+        {
             drop(std::fs::remove_file(&self.path)); // made by `new`
         }
         let mut lines = merged?.summary_lines();

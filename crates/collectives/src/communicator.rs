@@ -262,25 +262,29 @@ pub trait DeviceEvent: Send + Sync {
 }
 
 /// Forms communicators among devices, one device of each member. Members exchange their
-/// capabilities as encoded bytes (`cards`).
+/// capabilities as encoded bytes.
 pub trait DeviceFabric: Send + Sync {
     /// Returns this member's encoded capabilities for the device, at most
     /// [`MAX_CAPABILITIES_BYTES`] bytes. Empty if the device cannot take part.
     fn device_capabilities(&self, device: u32) -> Vec<u8>;
 
     /// Returns the reason why members with these capabilities cannot form a communicator, if there
-    /// is one. The answer depends only on `cards`, so it is the same on every member. This member
-    /// is at position `place`.
-    fn formation_obstacle(&self, cards: &[&[u8]], members: &[Rank], place: usize)
-    -> Option<String>;
+    /// is one. The answer depends only on `capabilities`, so it is the same on every member. This
+    /// member is at position `own_member`.
+    fn formation_obstacle(
+        &self,
+        capabilities: &[&[u8]],
+        members: &[Rank],
+        own_member: usize,
+    ) -> Option<String>;
 
     /// Returns a notice for the user about the communicator of members with these capabilities, if
     /// they can form one.
     fn formation_notice(
         &self,
-        _cards: &[&[u8]],
+        _capabilities: &[&[u8]],
         _members: &[Rank],
-        _place: usize,
+        _own_member: usize,
     ) -> Option<String> {
         None
     }
@@ -291,10 +295,10 @@ pub trait DeviceFabric: Send + Sync {
     ///
     /// # Errors
     /// Text with the reason why no name could be created.
-    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String>;
+    fn create_communicator_name(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String>;
 
-    /// Begins to form the communicator with this name. `place` holds the position of this member
-    /// and the number of members. `patience` is the deadline of the formation and of each
+    /// Begins to form the communicator with this name. `position` holds the index of this member
+    /// and the number of members. `timeout` is the deadline of the formation and of each
     /// operation.
     ///
     /// # Errors
@@ -303,8 +307,8 @@ pub trait DeviceFabric: Send + Sync {
         &self,
         device: u32,
         name: &[u8],
-        place: (usize, usize),
-        patience: Duration,
+        position: (usize, usize),
+        timeout: Duration,
     ) -> Result<Box<dyn Communicator>>;
 }
 

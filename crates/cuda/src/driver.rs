@@ -12,12 +12,12 @@ use std::sync::{Arc, OnceLock};
 use crate::library::function_table;
 use crate::{CudaLibrary, Error, LibrarySearchPath, Result};
 
-/// Work that is done in order.
-pub type Stream = *mut c_void;
-/// A point in it.
-pub type Mark = *mut c_void;
-/// A function on the device.
-pub type Function = *mut c_void;
+/// A CUDA stream, `CUstream`.
+pub type RawStream = *mut c_void;
+/// A CUDA event, `CUevent`.
+pub type RawEvent = *mut c_void;
+/// A kernel of a loaded module, `CUfunction`.
+pub type RawFunction = *mut c_void;
 
 /// Memory in the order of streams.
 pub type MemoryPool = *mut c_void;
@@ -30,10 +30,10 @@ pub struct PoolSettings {
     kind: i32,
     handles: i32,
     /// 1: on a device.
-    place: i32,
+    location_kind: i32,
     device: i32,
     security: *mut c_void,
-    rest: [u64; 8],
+    reserved: [u64; 8],
 }
 
 const NOT_READY: i32 = 600;
@@ -74,39 +74,39 @@ function_table! {
             push = "cuCtxPushCurrent_v2"(*mut c_void);
             pop = "cuCtxPopCurrent_v2"(*mut *mut c_void);
             priorities = "cuCtxGetStreamPriorityRange"(*mut i32, *mut i32);
-            stream_create = "cuStreamCreateWithPriority"(*mut Stream, c_uint, i32);
-            stream_destroy = "cuStreamDestroy_v2"(Stream);
-            stream_wait = "cuStreamWaitEvent"(Stream, Mark, c_uint);
-            stream_synchronize = "cuStreamSynchronize"(Stream);
-            capturing = "cuStreamIsCapturing"(Stream, *mut i32);
+            stream_create = "cuStreamCreateWithPriority"(*mut RawStream, c_uint, i32);
+            stream_destroy = "cuStreamDestroy_v2"(RawStream);
+            stream_wait = "cuStreamWaitEvent"(RawStream, RawEvent, c_uint);
+            stream_synchronize = "cuStreamSynchronize"(RawStream);
+            capturing = "cuStreamIsCapturing"(RawStream, *mut i32);
             capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut i32);
-            event_create = "cuEventCreate"(*mut Mark, c_uint);
-            event_destroy = "cuEventDestroy_v2"(Mark);
-            event_record = "cuEventRecord"(Mark, Stream);
-            event_query = "cuEventQuery"(Mark);
-            event_synchronize = "cuEventSynchronize"(Mark);
+            event_create = "cuEventCreate"(*mut RawEvent, c_uint);
+            event_destroy = "cuEventDestroy_v2"(RawEvent);
+            event_record = "cuEventRecord"(RawEvent, RawStream);
+            event_query = "cuEventQuery"(RawEvent);
+            event_synchronize = "cuEventSynchronize"(RawEvent);
             host_register = "cuMemHostRegister_v2"(*mut c_void, usize, c_uint);
             host_unregister = "cuMemHostUnregister"(*mut c_void);
-            to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, Stream);
-            to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Stream);
-            within = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, Stream);
+            to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, RawStream);
+            to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, RawStream);
+            within = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, RawStream);
             module_load = "cuModuleLoadData"(*mut *mut c_void, *const c_void);
             module_unload = "cuModuleUnload"(*mut c_void);
-            function = "cuModuleGetFunction"(*mut Function, *mut c_void, *const c_char);
+            function = "cuModuleGetFunction"(*mut RawFunction, *mut c_void, *const c_char);
             launch = "cuLaunchKernel"(
-                Function, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Stream, *mut *mut c_void,
+                RawFunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, RawStream, *mut *mut c_void,
                 *mut *mut c_void
             );
             error_name = "cuGetErrorName"(i32, *mut *const c_char);
             error_string = "cuGetErrorString"(i32, *mut *const c_char);
         }
         optional {
-            allocate = "cuMemAllocAsync"(*mut u64, usize, Stream);
-            free = "cuMemFreeAsync"(u64, Stream);
+            allocate = "cuMemAllocAsync"(*mut u64, usize, RawStream);
+            free = "cuMemFreeAsync"(u64, RawStream);
             pool_create = "cuMemPoolCreate"(*mut MemoryPool, *const PoolSettings);
             pool_set = "cuMemPoolSetAttribute"(MemoryPool, i32, *mut c_void);
             pool_destroy = "cuMemPoolDestroy"(MemoryPool);
-            allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, Stream);
+            allocate_from = "cuMemAllocFromPoolAsync"(*mut u64, usize, MemoryPool, RawStream);
             window = "cuMemAlloc_v2"(*mut u64, usize);
             window_free = "cuMemFree_v2"(u64);
             window_offer = "cuIpcGetMemHandle"(*mut IpcMemoryHandle, u64);
@@ -145,8 +145,8 @@ impl CudaDriver {
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Driver`.
-    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
-        let library = places.load_library(CudaLibrary::Driver)?;
+    pub fn load_from(search_path: &LibrarySearchPath) -> Result<Self> {
+        let library = search_path.load_library(CudaLibrary::Driver)?;
         Self::from_table(DriverTable::from_library(&library)?)
     }
 
@@ -283,12 +283,12 @@ impl CudaDriver {
         if status == 0 {
             return Ok(());
         }
-        let say = |tell: unsafe extern "C" fn(i32, *mut *const c_char) -> i32| {
+        let say = |find_text: unsafe extern "C" fn(i32, *mut *const c_char) -> i32| {
             let mut text = std::ptr::null();
             // SAFETY: the place lives across the call; the text is the driver's own, for ever.
-            let told = unsafe { tell(status, &raw mut text) } == 0 && !text.is_null();
+            let has_text = unsafe { find_text(status, &raw mut text) } == 0 && !text.is_null();
             // SAFETY: as above; it ends with a zero.
-            told.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+            has_text.then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
         };
         let (name, words) = (say(self.table.error_name), say(self.table.error_string));
         let reason = match (name, words) {
@@ -380,7 +380,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn create_stream(&self) -> Result<Stream> {
+    pub(crate) fn create_stream(&self) -> Result<RawStream> {
         let mut stream = null_mut();
         self.call_driver("cuStreamCreateWithPriority", |table| {
             let (mut least, mut greatest) = (0, 0);
@@ -399,7 +399,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn is_capturing(&self, stream: Stream) -> Result<bool> {
+    pub(crate) fn is_capturing(&self, stream: RawStream) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the place lives across the call, and the caller's stream, too.
         self.call_driver("cuStreamIsCapturing", |table| unsafe {
@@ -412,7 +412,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn create_event(&self) -> Result<Mark> {
+    pub(crate) fn create_event(&self) -> Result<RawEvent> {
         let mut mark = null_mut();
         // SAFETY: the place lives across the call.
         self.call_driver("cuEventCreate", |table| unsafe {
@@ -425,7 +425,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver` when the work failed.
-    pub(crate) fn is_event_complete(&self, mark: Mark) -> Result<bool> {
+    pub(crate) fn is_event_complete(&self, mark: RawEvent) -> Result<bool> {
         // SAFETY: the caller owns the mark.
         match self.call_for_status("cuEventQuery", |table| unsafe { (table.event_query)(mark) })? {
             NOT_READY => Ok(false),
@@ -437,7 +437,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver` when there is none left.
-    pub(crate) fn allocate_async(&self, bytes: usize, stream: Stream) -> Result<u64> {
+    pub(crate) fn allocate_async(&self, bytes: usize, stream: RawStream) -> Result<u64> {
         let mut address = 0;
         let pool = *self.pool.get_or_init(|| self.create_memory_pool());
         self.call_driver("cuMemAllocAsync", |table| {
@@ -463,10 +463,10 @@ impl PrimaryContext {
         let settings = PoolSettings {
             kind: 1,
             handles: 0,
-            place: 1,
+            location_kind: 1,
             device: self.device,
             security: null_mut(),
-            rest: [0; 8],
+            reserved: [0; 8],
         };
         let (mut pool, mut kept) = (null_mut(), POOL_RELEASE_THRESHOLD_BYTES);
         // SAFETY: the places live across the call.
@@ -486,7 +486,7 @@ impl PrimaryContext {
     ///
     /// # Errors
     /// `Driver`.
-    pub(crate) fn free_async(&self, address: u64, stream: Stream) -> Result<()> {
+    pub(crate) fn free_async(&self, address: u64, stream: RawStream) -> Result<()> {
         self.call_driver("cuMemFreeAsync", |table| match table.free {
             // SAFETY: the caller has it from `allocate`, gives it back once and names a stream that
             // lives.

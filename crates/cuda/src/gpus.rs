@@ -42,8 +42,8 @@ pub struct ProcessGpus {
 
 impl ProcessGpus {
     /// Creates the object without a search for GPUs.
-    pub fn new(places: LibrarySearchPath) -> Self {
-        Self { search_path: Mutex::new(places), ..Self::default() }
+    pub fn new(search_path: LibrarySearchPath) -> Self {
+        Self { search_path: Mutex::new(search_path), ..Self::default() }
     }
 
     /// Disables NCCL.
@@ -104,13 +104,13 @@ impl ProcessGpus {
         if let Some(gpu) = known.get(&ordinal) {
             return Ok(Arc::clone(gpu));
         }
-        let mut places = self.search_path.lock();
+        let mut search_path = self.search_path.lock();
         for package in packages {
-            if !places.packages.contains(package) {
-                places.packages.push(package.clone());
+            if !search_path.packages.contains(package) {
+                search_path.packages.push(package.clone());
             }
         }
-        let driver = self.driver.get_or_init(|| CudaDriver::load_from(&places)).clone()?;
+        let driver = self.driver.get_or_init(|| CudaDriver::load_from(&search_path)).clone()?;
         driver.device_handle(ordinal)?;
         let gpu = Arc::new(GpuDevice::new(driver, ordinal));
         Ok(Arc::clone(known.entry(ordinal).or_insert(gpu)))
@@ -151,64 +151,66 @@ impl ProcessGpus {
         &self,
         gpu: &GpuDevice,
         name: &[u8; 128],
-        place: (usize, usize),
-        patience: Duration,
+        position: (usize, usize),
+        timeout: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
         let lost = |reason: String| CollectiveError::Lost {
             reason: format!("a mailbox of CUDA IPC {reason}"),
         };
-        let card = ipc::decode_region_card(name).ok_or_else(|| lost("has no card".to_owned()))?;
+        let handle =
+            ipc::decode_region_handle(name).ok_or_else(|| lost("has no handle".to_owned()))?;
         let mut mailboxes = self.mailboxes.lock();
-        let own = mailboxes.iter().position(|region| *region.region_handle() == card);
+        let own = mailboxes.iter().position(|region| *region.region_handle() == handle);
         let region = own.map(|index| mailboxes.swap_remove(index));
         drop(mailboxes);
-        let region = region.map_or_else(|| SharedRegion::open_peer_region(&card), Ok);
+        let region = region.map_or_else(|| SharedRegion::open_peer_region(&handle), Ok);
         let region = region.map_err(|error| lost(format!("was not found: {error}")))?;
-        let mailbox = IpcMailbox::from_region(region, place)
+        let mailbox = IpcMailbox::from_region(region, position)
             .ok_or_else(|| lost("is too small".to_owned()))?;
         let kernels = self.kernel_cache.clone().ok_or_else(|| lost("came unasked".to_owned()))?;
-        let piece = name[ipc::REGION_CARD_BYTES];
-        let site = GpuIpcDevice::new(
+        let piece = name[ipc::REGION_HANDLE_BYTES];
+        let device_window = GpuIpcDevice::new(
             gpu.create_stream()?,
             piece,
             self.search_path.lock().clone(),
             kernels,
         )?;
-        Ok(Box::new(IpcCommunicator::begin_forming(site, mailbox, patience)))
+        Ok(Box::new(IpcCommunicator::begin_forming(device_window, mailbox, timeout)))
     }
 
-    /// Returns the reason why the members with these cards cannot have a communicator of NCCL, if
-    /// so.
+    /// Returns the reason why the members with these capabilities cannot have a communicator of
+    /// NCCL, if so.
     fn nccl_obstacle(
         &self,
-        cards: &[Option<GpuCapabilities>],
+        capabilities: &[Option<GpuCapabilities>],
         members: &[Rank],
-        place: usize,
+        own_member: usize,
     ) -> Option<String> {
         let rank = |member: usize| members.get(member).copied().unwrap_or_default();
         let mut seen: BTreeMap<[u8; 16], usize> = BTreeMap::new();
-        for (member, card) in cards.iter().enumerate() {
-            let Some(card) = card else {
+        for (member, gpu) in capabilities.iter().enumerate() {
+            let Some(gpu) = gpu else {
                 return Some(format!(
                     "rank {} has tensors on a device and no driver of CUDA",
                     rank(member)
                 ));
             };
-            if let Some(other) = seen.insert(card.uuid, member) {
+            if let Some(other) = seen.insert(gpu.uuid, member) {
                 return Some(format!(
                     "ranks {} and {} use the same GPU, {}; to give each its own, call \
                      torch.cuda.set_device(farandole.torch.local_rank())",
                     rank(other),
                     rank(member),
-                    format_uuid(&card.uuid)
+                    format_uuid(&gpu.uuid)
                 ));
             }
         }
-        let versions: Vec<i32> = cards.iter().flatten().map(|card| card.nccl_version).collect();
+        let versions: Vec<i32> =
+            capabilities.iter().flatten().map(|gpu| gpu.nccl_version).collect();
         if let Some(member) = versions.iter().position(|version| *version == 0) {
-            let own = (member == place).then(|| self.nccl_library().err()).flatten();
-            let why = own.map(|error| format!(": {error}")).unwrap_or_default();
-            return Some(format!("rank {} has no NCCL{why}", rank(member)));
+            let own = (member == own_member).then(|| self.nccl_library().err()).flatten();
+            let reason = own.map(|error| format!(": {error}")).unwrap_or_default();
+            return Some(format!("rank {} has no NCCL{reason}", rank(member)));
         }
         let member = versions.iter().position(|version| *version != versions[0])?;
         Some(format!(
@@ -223,56 +225,61 @@ impl ProcessGpus {
 
 impl DeviceFabric for ProcessGpus {
     fn device_capabilities(&self, device: u32) -> Vec<u8> {
-        self.own_capabilities(device).map(|card| card.to_bytes()).unwrap_or_default()
+        self.own_capabilities(device).map(|gpu| gpu.to_bytes()).unwrap_or_default()
     }
 
     fn formation_obstacle(
         &self,
-        cards: &[&[u8]],
+        capabilities: &[&[u8]],
         members: &[Rank],
-        place: usize,
+        own_member: usize,
     ) -> Option<String> {
-        let cards: Vec<Option<GpuCapabilities>> =
-            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
-        if members_share_one_gpu(&cards) {
+        let capabilities: Vec<Option<GpuCapabilities>> =
+            capabilities.iter().map(|bytes| GpuCapabilities::from_bytes(bytes)).collect();
+        if members_share_one_gpu(&capabilities) {
             return None;
         }
-        self.nccl_obstacle(&cards, members, place)
+        self.nccl_obstacle(&capabilities, members, own_member)
             .map(|reason| host_memory_fallback_notice(&reason))
     }
 
-    fn formation_notice(&self, cards: &[&[u8]], members: &[Rank], place: usize) -> Option<String> {
-        let cards: Vec<Option<GpuCapabilities>> =
-            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
-        let why =
-            self.nccl_obstacle(&cards, members, place).filter(|_| members_share_one_gpu(&cards))?;
+    fn formation_notice(
+        &self,
+        capabilities: &[&[u8]],
+        members: &[Rank],
+        own_member: usize,
+    ) -> Option<String> {
+        let capabilities: Vec<Option<GpuCapabilities>> =
+            capabilities.iter().map(|bytes| GpuCapabilities::from_bytes(bytes)).collect();
+        let reason = self
+            .nccl_obstacle(&capabilities, members, own_member)
+            .filter(|_| members_share_one_gpu(&capabilities))?;
         Some(format!(
-            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {why}"
+            "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: {reason}"
         ))
     }
 
-    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn create_communicator_name(&self, capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
         let read: Vec<Option<GpuCapabilities>> =
-            cards.iter().map(|card| GpuCapabilities::from_bytes(card)).collect();
+            capabilities.iter().map(|bytes| GpuCapabilities::from_bytes(bytes)).collect();
         if members_share_one_gpu(&read) {
             let failed = |error: farandole_shm::Error| {
                 host_memory_fallback_notice(&format!("no mailbox for CUDA IPC: {error}"))
             };
-            let region =
-                SharedRegion::create(IpcMailbox::bytes_for_members(cards.len())).map_err(failed)?;
+            let region = SharedRegion::create(IpcMailbox::bytes_for_members(capabilities.len()))
+                .map_err(failed)?;
             // If a program limits the memory of a GPU, members may see different sizes of the same
             // GPU.
             let memory =
-                read.iter().flatten().map(|card| card.memory_bytes).min().unwrap_or_default();
+                read.iter().flatten().map(|gpu| gpu.memory_bytes).min().unwrap_or_default();
             let piece = ipc::piece_size_mib(memory);
             let name =
-                [&[IPC_NAME_TAG], &ipc::encode_region_card(region.region_handle())[..], &[piece]]
+                [&[IPC_NAME_TAG], &ipc::encode_region_handle(region.region_handle())[..], &[piece]]
                     .concat();
             self.mailboxes.lock().push(region);
             return Ok(name);
         }
-        let abilities =
-            |card: &Option<GpuCapabilities>| card.as_ref().map_or(0, |card| card.abilities);
+        let abilities = |gpu: &Option<GpuCapabilities>| gpu.as_ref().map_or(0, |gpu| gpu.abilities);
         let common = read.iter().map(abilities).fold(
             ABILITY_STREAM_ORDERED_MEMORY | ABILITY_REGISTERED_MEMORY | ABILITY_FLOAT8_REDUCTION,
             |all, own| all & own,
@@ -286,8 +293,8 @@ impl DeviceFabric for ProcessGpus {
         &self,
         device: u32,
         name: &[u8],
-        place: (usize, usize),
-        patience: Duration,
+        position: (usize, usize),
+        timeout: Duration,
     ) -> Result<Box<dyn Communicator>, CollectiveError> {
         let named = name
             .split_first()
@@ -297,10 +304,11 @@ impl DeviceFabric for ProcessGpus {
         };
         let gpu = self.open_gpu(device, &[])?;
         if common == IPC_NAME_TAG {
-            return self.form_ipc_communicator(&gpu, id, place, patience);
+            return self.form_ipc_communicator(&gpu, id, position, timeout);
         }
-        let (nccl, lane) = (self.nccl_library()?, gpu.create_stream()?);
-        let formed = NcclCommunicator::begin_forming(nccl, lane, UniqueId(*id), place, patience)?;
+        let (nccl, stream) = (self.nccl_library()?, gpu.create_stream()?);
+        let formed =
+            NcclCommunicator::begin_forming(nccl, stream, UniqueId(*id), position, timeout)?;
         let formed = if common & ABILITY_STREAM_ORDERED_MEMORY == 0 {
             formed
         } else {
@@ -323,20 +331,19 @@ fn host_memory_fallback_notice(reason: &str) -> String {
     format!("tensors on GPUs go through host memory: {reason}")
 }
 
-/// Returns whether members with these cards have one GPU, and find each other there.
-fn members_share_one_gpu(cards: &[Option<GpuCapabilities>]) -> bool {
-    let [Some(first), others @ ..] = cards else { return false };
-    let alike = |card: &Option<GpuCapabilities>| {
-        card.as_ref().is_some_and(|card| {
-            card.uuid == first.uuid && card.neighbourhood == first.neighbourhood
-        })
+/// Returns whether members with these capabilities have one GPU, and find each other there.
+fn members_share_one_gpu(capabilities: &[Option<GpuCapabilities>]) -> bool {
+    let [Some(first), others @ ..] = capabilities else { return false };
+    let alike = |gpu: &Option<GpuCapabilities>| {
+        gpu.as_ref()
+            .is_some_and(|gpu| gpu.uuid == first.uuid && gpu.neighbourhood == first.neighbourhood)
     };
     first.neighbourhood != 0
         && (1..MAX_MEMBERS_PER_LAUNCH).contains(&others.len())
         && others.iter().all(alike)
 }
 
-/// The offer of a member.
+/// The properties of a GPU that a member sends to the others before they form a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct GpuCapabilities {
     uuid: [u8; 16],
@@ -369,10 +376,10 @@ const COMMUNICATOR_NAME_BYTES: usize = 1 + size_of::<UniqueId>();
 const _: () = assert!(
     CAPABILITIES_BYTES <= MAX_CAPABILITIES_BYTES
         && COMMUNICATOR_NAME_BYTES < MAX_CAPABILITIES_BYTES,
-    "a card has room for it"
+    "MAX_CAPABILITIES_BYTES has room for both"
 );
 const _: () = assert!(
-    ipc::REGION_CARD_BYTES + 1 < COMMUNICATOR_NAME_BYTES,
+    ipc::REGION_HANDLE_BYTES + 1 < COMMUNICATOR_NAME_BYTES,
     "names are read up to the length of the longest"
 );
 
@@ -385,7 +392,7 @@ impl GpuCapabilities {
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (mark, rest) = bytes.split_first()?;
+        let (presence, rest) = bytes.split_first()?;
         let (uuid, rest) = rest.split_first_chunk::<16>()?;
         let (version, rest) = rest.split_first_chunk::<4>()?;
         let (abilities, rest) = rest.split_first()?;
@@ -393,14 +400,14 @@ impl GpuCapabilities {
         let (neighbours, memory) =
             (u64::from_le_bytes(*neighbours), u64::from_le_bytes(*rest.first_chunk()?));
         let (version, abilities) = (i32::from_le_bytes(*version), *abilities);
-        let card = Self {
+        let decoded = Self {
             uuid: *uuid,
             nccl_version: version,
             abilities,
             neighbourhood: neighbours,
             memory_bytes: memory,
         };
-        (*mark == 1).then_some(card)
+        (*presence == 1).then_some(decoded)
     }
 }
 
@@ -426,14 +433,19 @@ mod tests {
         gpus
     }
 
-    fn formed(gpus: &ProcessGpus, cards: &[Vec<u8>], place: usize) -> Result<usize, String> {
-        let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
-        match gpus.formation_obstacle(&cards, &[Rank(4), Rank(7)], place) {
+    fn formed(
+        gpus: &ProcessGpus,
+        capabilities: &[Vec<u8>],
+        position: usize,
+    ) -> Result<usize, String> {
+        let capabilities: Vec<&[u8]> = capabilities.iter().map(Vec::as_slice).collect();
+        match gpus.formation_obstacle(&capabilities, &[Rank(4), Rank(7)], position) {
             Some(reason) => Err(reason),
             None => {
-                let name = gpus.create_communicator_name(&cards)?;
-                let mut formed =
-                    gpus.form_communicator(1, &name, (place, 2), Duration::from_secs(20)).unwrap();
+                let name = gpus.create_communicator_name(&capabilities)?;
+                let mut formed = gpus
+                    .form_communicator(1, &name, (position, 2), Duration::from_secs(20))
+                    .unwrap();
                 while !formed.make_progress(&mut Vec::new()).unwrap() {}
                 Ok(formed.member_count())
             }
@@ -443,13 +455,13 @@ mod tests {
     #[test]
     fn members_with_a_gpu_each_form_one_under_the_name_that_one_gives() {
         let gpus = gpus(fake_nccl());
-        let cards = [gpus.device_capabilities(0), gpus.device_capabilities(1)];
+        let capabilities = [gpus.device_capabilities(0), gpus.device_capabilities(1)];
         assert_eq!(
             take_calls(),
             Vec::<String>::new(),
-            "nobody has a name before all cards are there"
+            "no member creates a name before it has all capabilities"
         );
-        assert_eq!(formed(&gpus, &cards, 1), Ok(2));
+        assert_eq!(formed(&gpus, &capabilities, 1), Ok(2));
         assert_eq!(take_calls(), ["name", "init 1/2 id 9 blocking 1", "abort"]);
     }
 
@@ -481,7 +493,7 @@ mod tests {
             (gpus(fake_nccl()).with_memory_registration_enabled(), super::tests::gpus(fake_nccl()));
         assert!(
             unwilling.allocate_registered(1, 0, 64).unwrap().is_none(),
-            "nobody has asked for it"
+            "registration is off by default"
         );
         let memory = gpus.allocate_registered(1, 0, 64).unwrap().unwrap();
         assert_eq!(take_calls(), [format!("memory of 64 at {:#x}", memory.start_address())]);
@@ -501,8 +513,10 @@ mod tests {
     #[test]
     fn floats_of_eight_bits_go_by_nccl_where_all_members_can() {
         let carried = |gpus: &ProcessGpus, others: [GpuCapabilities; 2]| {
-            let cards = others.map(|card| card.to_bytes());
-            let name = padded(&gpus.create_communicator_name(&[&cards[0], &cards[1]]).unwrap());
+            let capabilities = others.map(|gpu| gpu.to_bytes());
+            let name = padded(
+                &gpus.create_communicator_name(&[&capabilities[0], &capabilities[1]]).unwrap(),
+            );
             let formed = gpus.form_communicator(1, &name, (1, 2), Duration::from_secs(1)).unwrap();
             let (dtype, op, segments) = (DataType::F8E5M2, ReduceOp::Sum, Vec::new());
             formed.can_execute(&CollectiveOperation::Allreduce {
@@ -515,7 +529,7 @@ mod tests {
         };
         let own = |gpus: &ProcessGpus| {
             [gpus.device_capabilities(0), gpus.device_capabilities(1)]
-                .map(|card| GpuCapabilities::from_bytes(&card).unwrap())
+                .map(|bytes| GpuCapabilities::from_bytes(&bytes).unwrap())
         };
         let gpus_of = |version: i32| {
             with_fake(|fake| fake.version = version);
@@ -563,28 +577,33 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let gpus = gpus(fake_nccl()).with_ipc_enabled(KernelCache::new(folder.path()));
         let (own, other) = (gpus.device_capabilities(1), gpus.device_capabilities(1));
-        let cards: [&[u8]; 2] = [&own, &other];
+        let capabilities: [&[u8]; 2] = [&own, &other];
         let ranks = [Rank(4), Rank(7)];
-        assert_eq!(gpus.formation_obstacle(&cards, &ranks, 0), None);
-        let remark = gpus.formation_notice(&cards, &ranks, 0).unwrap();
+        assert_eq!(gpus.formation_obstacle(&capabilities, &ranks, 0), None);
+        let remark = gpus.formation_notice(&capabilities, &ranks, 0).unwrap();
         let words = "allreduces of tensors on GPUs go by CUDA IPC, the rest through host memory: \
                      ranks 4 and 7";
         assert!(remark.starts_with(words), "{remark}");
-        let name = padded(&gpus.create_communicator_name(&cards).unwrap());
-        let card = ipc::decode_region_card(&name[1..]).unwrap();
-        assert_eq!(gpus.mailboxes.lock().first().map(|region| *region.region_handle()), Some(card));
-        let told = |bytes| {
+        let name = padded(&gpus.create_communicator_name(&capabilities).unwrap());
+        let handle = ipc::decode_region_handle(&name[1..]).unwrap();
+        assert_eq!(
+            gpus.mailboxes.lock().first().map(|region| *region.region_handle()),
+            Some(handle)
+        );
+        let capabilities_with = |bytes| {
             GpuCapabilities { memory_bytes: bytes, ..GpuCapabilities::from_bytes(&own).unwrap() }
                 .to_bytes()
         };
         let name_of = |first: u64, second: u64| {
-            gpus.create_communicator_name(&[&told(first), &told(second)]).unwrap()
+            gpus.create_communicator_name(&[&capabilities_with(first), &capabilities_with(second)])
+                .unwrap()
         };
-        let piece = |first, second| name_of(first, second)[1 + ipc::REGION_CARD_BYTES];
+        let piece = |first, second| name_of(first, second)[1 + ipc::REGION_HANDLE_BYTES];
         assert_eq!((piece(80 << 30, 80 << 30), piece(80 << 30, 24 << 30)), (64, 24));
         gpus.mailboxes.lock().truncate(1);
-        let formed =
-            |place| gpus.form_communicator(1, &name, (place, 2), Duration::from_secs(1)).unwrap();
+        let formed = |position| {
+            gpus.form_communicator(1, &name, (position, 2), Duration::from_secs(1)).unwrap()
+        };
         let first = formed(0);
         assert!(gpus.mailboxes.lock().is_empty(), "the communicator has it");
         assert!(first.is_forming() && formed(1).member_count() == 2);
@@ -601,32 +620,32 @@ mod tests {
         let gpus = gpus(fake_nccl()).with_ipc_enabled(KernelCache::new(folder.path()));
         let own = GpuCapabilities::from_bytes(&gpus.device_capabilities(1)).unwrap();
         assert_ne!(own.neighbourhood, 0);
-        let way = |others: &[GpuCapabilities]| {
-            let cards: Vec<Vec<u8>> = [&[own.clone()][..], others]
+        let obstacle = |others: &[GpuCapabilities]| {
+            let capabilities: Vec<Vec<u8>> = [&[own.clone()][..], others]
                 .concat()
                 .iter()
                 .map(GpuCapabilities::to_bytes)
                 .collect();
-            let cards: Vec<&[u8]> = cards.iter().map(Vec::as_slice).collect();
-            let ranks: Vec<Rank> = (0..).take(cards.len()).map(Rank).collect();
-            assert_eq!(gpus.formation_notice(&cards, &ranks, 0), None);
-            gpus.formation_obstacle(&cards, &ranks, 0)
+            let capabilities: Vec<&[u8]> = capabilities.iter().map(Vec::as_slice).collect();
+            let ranks: Vec<Rank> = (0..).take(capabilities.len()).map(Rank).collect();
+            assert_eq!(gpus.formation_notice(&capabilities, &ranks, 0), None);
+            gpus.formation_obstacle(&capabilities, &ranks, 0)
         };
         let stranger = GpuCapabilities { neighbourhood: own.neighbourhood ^ 2, ..own.clone() };
-        assert!(way(&[stranger]).unwrap().contains("use the same GPU"));
+        assert!(obstacle(&[stranger]).unwrap().contains("use the same GPU"));
         assert!(
-            way(&[GpuCapabilities { neighbourhood: 0, ..own.clone() }])
+            obstacle(&[GpuCapabilities { neighbourhood: 0, ..own.clone() }])
                 .unwrap()
                 .contains("use the same GPU")
         );
         let far = GpuCapabilities { uuid: [9; 16], ..own.clone() };
-        assert!(way(&[own.clone(), far.clone()]).unwrap().contains("use the same GPU"));
-        assert_eq!(way(&[far]), None, "that is for NCCL");
+        assert!(obstacle(&[own.clone(), far.clone()]).unwrap().contains("use the same GPU"));
+        assert_eq!(obstacle(&[far]), None, "that is for NCCL");
         assert!(
-            way(&vec![own.clone(); MAX_MEMBERS_PER_LAUNCH]).is_some(),
+            obstacle(&vec![own.clone(); MAX_MEMBERS_PER_LAUNCH]).is_some(),
             "more than a kernel reads"
         );
-        assert_eq!(way(&[]), None);
+        assert_eq!(obstacle(&[]), None);
     }
 
     #[test]
@@ -634,14 +653,14 @@ mod tests {
         let (gpus, missing) =
             (gpus(fake_nccl()), Error::NotFound { library: "libnccl", tried: "x".to_owned() });
         let without = super::tests::gpus(Err(missing));
-        let card = gpus.device_capabilities(0);
-        let reason = |other: Vec<u8>| formed(&gpus, &[card.clone(), other], 0).unwrap_err();
+        let own = gpus.device_capabilities(0);
+        let reason = |other: Vec<u8>| formed(&gpus, &[own.clone(), other], 0).unwrap_err();
         assert!(
             reason(vec![0; MAX_CAPABILITIES_BYTES])
                 .ends_with("rank 7 has tensors on a device and no driver of CUDA")
         );
         assert!(reason(without.device_capabilities(1)).ends_with("rank 7 has no NCCL"));
-        let own = formed(&without, &[card.clone(), without.device_capabilities(1)], 1).unwrap_err();
+        let own = formed(&without, &[own.clone(), without.device_capabilities(1)], 1).unwrap_err();
         assert!(own.ends_with("rank 7 has no NCCL: libnccl was not found: x"), "{own}");
         let old = GpuCapabilities {
             nccl_version: 21_800,
@@ -663,7 +682,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_is_not_there_brings_no_card() {
+    fn a_missing_gpu_has_no_capabilities() {
         assert!(gpus(fake_nccl()).open_gpu(9, &[]).is_err());
         assert_eq!(gpus(fake_nccl()).device_capabilities(9), Vec::<u8>::new());
     }

@@ -21,18 +21,18 @@ pub struct CudaFinding {
 
 /// Returns whether there is a driver, and the version of NCCL as it counts, such as 23007; 0 where
 /// there is none, or no driver. The driver is not initialised, so that a process may still fork.
-pub fn detect_driver_and_nccl_version(places: &LibrarySearchPath) -> (bool, i32) {
-    if places.load_library(CudaLibrary::Driver).is_err() {
+pub fn detect_driver_and_nccl_version(search_path: &LibrarySearchPath) -> (bool, i32) {
+    if search_path.load_library(CudaLibrary::Driver).is_err() {
         return (false, 0);
     }
-    (true, NcclLibrary::load_from(places).map_or(0, |nccl| nccl.version_code()))
+    (true, NcclLibrary::load_from(search_path).map_or(0, |nccl| nccl.version_code()))
 }
 
 /// Looks for every library, loads it, and asks for its version; devices are counted without using
 /// one.
-pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
-    let driver = CudaDriver::load_from(places);
-    let told = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
+pub fn collect_inventory(search_path: &LibrarySearchPath) -> Vec<CudaFinding> {
+    let driver = CudaDriver::load_from(search_path);
+    let found = driver.as_ref().map_err(Clone::clone).and_then(|driver| {
         let version = driver.cuda_version()?;
         Ok(format!(
             "serves CUDA {}.{}, {} devices",
@@ -41,9 +41,9 @@ pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
             driver.device_count()?
         ))
     });
-    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), told)];
-    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(places)));
-    let compiler = NvrtcCompiler::load_from(places).map(|nvrtc| {
+    let mut all = vec![to_finding(CudaLibrary::Driver.library_name(), found)];
+    all.push(to_finding(CudaLibrary::Runtime.library_name(), describe_runtime(search_path)));
+    let compiler = NvrtcCompiler::load_from(search_path).map(|nvrtc| {
         let (major, minor) = nvrtc.compiler_version();
         let archs = nvrtc.supported_architectures();
         let range = match (archs.first(), archs.last()) {
@@ -53,7 +53,7 @@ pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
         format!("{major}.{minor}{range}, {}", nvrtc.library_path())
     });
     all.push(to_finding(CudaLibrary::Nvrtc.library_name(), compiler));
-    let nccl = NcclLibrary::load_from(places).map(|nccl| {
+    let nccl = NcclLibrary::load_from(search_path).map(|nccl| {
         let with = if nccl.supports_registration() { " with registration" } else { "" };
         format!("{}{with}, {}", nccl.version_text(), nccl.library_path())
     });
@@ -68,14 +68,14 @@ pub fn collect_inventory(places: &LibrarySearchPath) -> Vec<CudaFinding> {
 }
 
 fn describe_gpu(driver: &CudaDriver, ordinal: u32) -> CudaFinding {
-    let told = driver
+    let found = driver
         .device_properties(ordinal)
         .map(|facts| format!("{}, sm_{}, {} GiB", facts.name, facts.arch, facts.bytes >> 30));
-    to_finding(&format!("GPU {ordinal}"), told)
+    to_finding(&format!("GPU {ordinal}"), found)
 }
 
-fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
-    let library = places.load_library(CudaLibrary::Runtime)?;
+fn describe_runtime(search_path: &LibrarySearchPath) -> Result<String> {
+    let library = search_path.load_library(CudaLibrary::Runtime)?;
     // SAFETY: the function's type in the runtime's header.
     let ask = unsafe {
         library.find_function::<unsafe extern "C" fn(*mut i32) -> i32>(
@@ -84,10 +84,10 @@ fn describe_runtime(places: &LibrarySearchPath) -> Result<String> {
     };
     let mut version = 0;
     // SAFETY: the place lives across the call.
-    let told = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
+    let found = ask.is_some_and(|ask| unsafe { ask(&raw mut version) } == 0);
     crate::library::check_functions_found(
         &library,
-        if told { &[] } else { &["cudaRuntimeGetVersion"] },
+        if found { &[] } else { &["cudaRuntimeGetVersion"] },
     )?;
     Ok(format!(
         "{}.{}, {}",
@@ -103,8 +103,8 @@ fn library_file(library: &SharedLibrary, kind: CudaLibrary) -> String {
         .unwrap_or_else(|| library.opened_name().to_owned())
 }
 
-fn to_finding(name: &str, told: Result<String>) -> CudaFinding {
-    let works = told.is_ok();
-    let detail = told.unwrap_or_else(|error| error.to_string());
+fn to_finding(name: &str, found: Result<String>) -> CudaFinding {
+    let works = found.is_ok();
+    let detail = found.unwrap_or_else(|error| error.to_string());
     CudaFinding { name: name.to_owned(), works, detail }
 }

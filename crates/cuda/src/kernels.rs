@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use farandole_kernels::{DataType, ReduceOp};
 
-use crate::driver::{Function, PrimaryContext, Stream};
+use crate::driver::{PrimaryContext, RawFunction, RawStream};
 use crate::{Error, KernelCache, NvrtcCompiler, Result};
 
 /// All kernels, one source.
@@ -59,11 +59,14 @@ impl TransferBatch {
 }
 
 /// Returns the launches for tensors, given as address and number of elements, that lie one after
-/// the other in a buffer whose elements have `element_size` bytes; and the bytes of that buffer.
+/// the other in a buffer whose elements have `element_bytes` bytes; and the bytes of that buffer.
 ///
 /// # Errors
 /// `Arguments` for more than a launch can number.
-pub fn plan_transfers(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<TransferBatch>, u64)> {
+pub fn plan_transfers(
+    tensors: &[(u64, u64)],
+    element_bytes: u64,
+) -> Result<(Vec<TransferBatch>, u64)> {
     let too_many = || Error::Arguments {
         reason: "tensors have more bytes than a launch can number".to_owned(),
     };
@@ -86,7 +89,7 @@ pub fn plan_transfers(tensors: &[(u64, u64)], size: u64) -> Result<(Vec<Transfer
                 u32::try_from(at / TENSOR_ALIGNMENT_BYTES).map_err(|_| too_many())?;
             batch.tiles[index] = u32::try_from(tiles).map_err(|_| too_many())?;
             let bytes = count
-                .checked_mul(size)
+                .checked_mul(element_bytes)
                 .and_then(|bytes| bytes.checked_next_multiple_of(TENSOR_ALIGNMENT_BYTES));
             at = bytes.and_then(|bytes| at.checked_add(bytes)).ok_or_else(too_many)?;
         }
@@ -255,7 +258,7 @@ impl KernelModule {
         Ok(Self { context, module })
     }
 
-    fn kernel_function(&self, name: &str) -> Result<Function> {
+    fn kernel_function(&self, name: &str) -> Result<RawFunction> {
         let fail = || Error::Arguments { reason: format!("there is no kernel {name}") };
         let text = CString::new(name).map_err(|_| fail())?;
         let mut function = null_mut();
@@ -272,7 +275,7 @@ impl KernelModule {
         &self,
         name: &str,
         blocks: u32,
-        stream: Stream,
+        stream: RawStream,
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         let function = self.kernel_function(name)?;

@@ -47,8 +47,8 @@ mod staging;
 pub use cache::KernelCache;
 pub use device::{GpuDevice, GpuStream};
 pub use driver::{
-    CudaDriver, DeviceProperties, DriverTable, Function, IpcMemoryHandle, Mark, MemoryPool,
-    PoolSettings, PrimaryContext, Stream,
+    CudaDriver, DeviceProperties, DriverTable, IpcMemoryHandle, MemoryPool, PoolSettings,
+    PrimaryContext, RawEvent, RawFunction, RawStream,
 };
 pub use error::{Error, Result};
 pub use gpus::ProcessGpus;

@@ -147,13 +147,13 @@ enum LibraryCandidate {
 mod tests {
     use super::*;
 
-    fn places(named: &str, package: &str) -> LibrarySearchPath {
+    fn search_path(named: &str, package: &str) -> LibrarySearchPath {
         LibrarySearchPath { packages: vec![package.into()], ..LibrarySearchPath::from_knob(named) }
     }
 
     #[test]
     fn named_folders_come_first_then_what_is_loaded_then_wheels_then_the_system() {
-        let all = places("/opt/a:/opt/b", "/site").list_candidates(CudaLibrary::Nccl);
+        let all = search_path("/opt/a:/opt/b", "/site").list_candidates(CudaLibrary::Nccl);
         let file = |path: &str| LibraryCandidate::File(path.into());
         assert_eq!(
             all,
@@ -169,7 +169,7 @@ mod tests {
 
     #[test]
     fn wheels_of_cuda_13_and_of_cuda_12_are_looked_into() {
-        let all = places("", "/site").list_candidates(CudaLibrary::Nvrtc);
+        let all = search_path("", "/site").list_candidates(CudaLibrary::Nvrtc);
         for path in
             ["/site/nvidia/cu13/lib/libnvrtc.so.13", "/site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]
         {
@@ -182,13 +182,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("libnccl.so.2"), "no library").unwrap();
         let named = folder.path().to_str().unwrap();
-        let places =
+        let search_path =
             LibrarySearchPath { packages: Vec::new(), ..LibrarySearchPath::from_knob(named) };
-        if let Err(error) = places.load_library(CudaLibrary::Nccl) {
+        if let Err(error) = search_path.load_library(CudaLibrary::Nccl) {
             let text = error.to_string();
             assert!(text.starts_with("libnccl was not found: ") && text.contains(named), "{text}");
         }
-        let candidates = places.list_candidates(CudaLibrary::Nccl);
+        let candidates = search_path.list_candidates(CudaLibrary::Nccl);
         assert_eq!(candidates[0], LibraryCandidate::File(folder.path().join("libnccl.so.2")));
     }
 
@@ -205,9 +205,9 @@ mod tests {
             compiler.status().unwrap().success(),
             "this test needs a C compiler, as linking does"
         );
-        let places =
+        let search_path =
             LibrarySearchPath { user_folders: Vec::new(), packages: vec![site.path().to_owned()] };
-        let found = places.load_library(CudaLibrary::Nvrtc).unwrap();
+        let found = search_path.load_library(CudaLibrary::Nvrtc).unwrap();
         assert_eq!(found.opened_name(), library.to_str().unwrap());
         assert!(found.file_of_function(CudaLibrary::Nvrtc.probe_symbol()).is_some());
     }

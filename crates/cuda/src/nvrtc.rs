@@ -57,8 +57,8 @@ impl NvrtcCompiler {
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, and `Compile` if the library does not report its version.
-    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
-        let library = places.load_library(CudaLibrary::Nvrtc)?;
+    pub fn load_from(search_path: &LibrarySearchPath) -> Result<Self> {
+        let library = search_path.load_library(CudaLibrary::Nvrtc)?;
         let table = NvrtcTable::from_library(&library)?;
         let mut version = (0, 0);
         // SAFETY: both places live across the call.
@@ -149,9 +149,9 @@ impl NvrtcCompiler {
         let status = unsafe { (self.table.log_size)(program.program, &raw mut bytes) };
         let mut log = vec![0_u8; bytes];
         // SAFETY: the memory has as many bytes as the library asked for.
-        let told = status == 0
+        let has_log = status == 0
             && unsafe { (self.table.log)(program.program, log.as_mut_ptr().cast()) } == 0;
-        told.then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
+        has_log.then(|| String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned())
     }
 }
 

@@ -19,7 +19,7 @@ const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
 
 fn compiler() -> Option<NvrtcCompiler> {
     wheels::there(CudaLibrary::Nvrtc)?;
-    Some(NvrtcCompiler::load_from(&wheels::places()).unwrap())
+    Some(NvrtcCompiler::load_from(&wheels::search_path()).unwrap())
 }
 
 /// The names that stand in the tables of machine code.

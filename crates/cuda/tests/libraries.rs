@@ -13,7 +13,7 @@ fn nccl_of_the_wheel_has_every_function_and_a_version() {
     // By its path, or by its name alone when the other test has loaded it already.
     assert!(library.opened_name().ends_with("libnccl.so.2"), "{}", library.opened_name());
     NcclTable::from_library(&library).unwrap();
-    let nccl = NcclLibrary::load_from(&wheels::places()).unwrap();
+    let nccl = NcclLibrary::load_from(&wheels::search_path()).unwrap();
     assert!(nccl.version_code() >= 21_800, "{}", nccl.version_text());
     assert_eq!(nccl.version_text().split('.').count(), 3);
     assert_eq!(
@@ -26,7 +26,7 @@ fn nccl_of_the_wheel_has_every_function_and_a_version() {
 
 #[test]
 fn functions_of_the_driver_have_the_names_that_its_header_knows() {
-    let packages = wheels::places().packages;
+    let packages = wheels::search_path().packages;
     let headers = packages.iter().map(|package| package.join("nvidia/cu13/include/cuda.h"));
     let Some(header) = headers.filter_map(|header| std::fs::read_to_string(header).ok()).next()
     else {
@@ -42,7 +42,7 @@ fn functions_of_the_driver_have_the_names_that_its_header_knows() {
 
 #[test]
 fn an_inventory_names_every_library_with_its_version_or_what_was_tried() {
-    let findings = collect_inventory(&wheels::places());
+    let findings = collect_inventory(&wheels::search_path());
     let names: Vec<&str> = findings.iter().map(|finding| finding.name.as_str()).take(4).collect();
     assert_eq!(names, ["libcuda", "libcudart", "libnvrtc", "libnccl"]);
     for (kind, finding) in CudaLibrary::ALL_LIBRARIES.into_iter().zip(&findings) {

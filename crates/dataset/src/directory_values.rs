@@ -192,15 +192,15 @@ mod tests {
             file("n=-8/f=0.5/t=1/p"),
             file("n=__HIVE_DEFAULT_PARTITION__/f=1/t=1/p"),
         ];
-        let told = |types: &BTreeMap<String, ElementType>| {
+        let found = |types: &BTreeMap<String, ElementType>| {
             let names = BTreeSet::from(["f", "n", "t"]);
             partition_columns(&files, &names, types).map(|columns| {
-                let told = columns.into_iter().map(|c| (c.name, c.element, c.nulls));
-                told.collect::<Vec<_>>()
+                let found = columns.into_iter().map(|c| (c.name, c.element, c.nulls));
+                found.collect::<Vec<_>>()
             })
         };
         assert_eq!(
-            told(&BTreeMap::new()).unwrap(),
+            found(&BTreeMap::new()).unwrap(),
             [
                 ("f".into(), ElementType::Float64, Some(0)),
                 ("n".into(), ElementType::Int64, Some(3)),
@@ -208,14 +208,14 @@ mod tests {
             ]
         );
         let given = |element| BTreeMap::from([("n".to_owned(), element)]);
-        assert_eq!(told(&given(ElementType::Utf8)).unwrap()[1].1, ElementType::Utf8);
+        assert_eq!(found(&given(ElementType::Utf8)).unwrap()[1].1, ElementType::Utf8);
         let wrong = WrongDirectoryValue {
             column: "n".to_owned(),
             found: "\"-8\" in the names of directories".to_owned(),
             file: "n=-8/f=0.5/t=1/p".to_owned(),
             expected: ElementType::UInt8,
         };
-        assert_eq!(told(&given(ElementType::UInt8)).unwrap_err(), wrong);
+        assert_eq!(found(&given(ElementType::UInt8)).unwrap_err(), wrong);
     }
 
     #[test]

@@ -220,7 +220,7 @@ impl Manifest {
     /// in their footers.
     ///
     /// # Errors
-    /// None that these types can cause.
+    /// `Syntax` if serialization fails, which these types do not cause.
     pub fn from_footers(columns: Vec<ManifestColumn>, files: Vec<DataFile>) -> Result<Self> {
         let mut manifest = Self::new(String::new(), columns, files);
         manifest.fingerprint = format!("{:016x}", xxh3_64(manifest.to_json()?.as_bytes()));
@@ -241,7 +241,7 @@ impl Manifest {
     /// Returns the manifest as JSON.
     ///
     /// # Errors
-    /// None that this type can cause.
+    /// `Syntax` if serialization fails, which this type does not cause.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|source| Error::Syntax { source })
     }
@@ -310,7 +310,10 @@ impl Manifest {
                 .try_fold(1_u64, |product, side| product.checked_mul(*side))
                 .is_none()
             {
-                return wrong(format!("a shape past all bounds: {}", column.name));
+                return wrong(format!(
+                    "the shape of column {} has more than 2^64 elements",
+                    column.name
+                ));
             }
         }
         Ok(())

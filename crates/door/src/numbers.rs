@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! The numbers of operations and types in the door.
+//! The numbers of operations and types in the engine table.
 
 /// A collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub enum OperationCode {
     Alltoall = 3,
     /// Combines, and keeps each member's share of the rows.
     Reducescatter = 4,
-    /// Nothing but the meeting.
+    /// Waits until all members have submitted it; moves no data.
     Barrier = 5,
     /// Takes part neutrally until all ranks have joined; the output's `number` is the last to do
     /// so.

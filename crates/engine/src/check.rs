@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use farandole_kernels::{Buffer, DataType, MemoryKind as Where, ReduceOp};
+use farandole_kernels::{Buffer, DataType, MemoryKind, ReduceOp};
 use farandole_negotiation::{CollectiveCall, MemorySite, RequestSignature};
 use farandole_world::{ProcessSetId, Rank};
 
@@ -152,7 +152,7 @@ impl RequestContext<'_> {
         output: Option<&Buffer>,
     ) -> Result<MemorySite> {
         let of = |buffer: &Buffer| match buffer.memory_kind() {
-            Where::Device(ordinal) if !self.devices.has_device(ordinal) => {
+            MemoryKind::Device(ordinal) if !self.devices.has_device(ordinal) => {
                 Err(Error::UnknownDevice { tensor: Arc::clone(name), ordinal })
             }
             place => Ok(self.devices.memory_site(place)),

@@ -282,31 +282,32 @@ impl Engine {
         };
         let group = (hash_names(requests.iter().map(|request| &*request.name)), size);
         let now = Instant::now();
-        let submissions: Vec<CheckedSubmission> = requests
+        let checked: Vec<CheckedSubmission> = requests
             .into_iter()
             .map(|request| self.check_request(request, group, now))
             .collect::<Result<_>>()?;
         let key = self.process_set_membership(set)?.key;
         let mut names = Set::default();
-        let again = submissions
+        let again = checked
             .iter()
             .map(|submission| &submission.entry.name)
             .find(|name| !names.insert(*name));
-        let mut desk = self.inner.desk.lock();
-        desk.check_open(key)?;
-        if let Some(first) = submissions.first().filter(|_| desk.has_joined(key)) {
+        let mut submissions = self.inner.submissions.lock();
+        submissions.check_open(key)?;
+        if let Some(first) = checked.first().filter(|_| submissions.has_joined(key)) {
             return Err(Error::Joined { set, tensor: Arc::clone(&first.entry.name) });
         }
-        let mut taken = submissions.iter().map(|submission| &submission.entry.name);
-        if let Some(name) = again.or_else(|| taken.find(|name| desk.is_in_flight(key, name))) {
+        let mut taken = checked.iter().map(|submission| &submission.entry.name);
+        if let Some(name) = again.or_else(|| taken.find(|name| submissions.is_in_flight(key, name)))
+        {
             return Err(Error::DuplicateName { set, tensor: Arc::clone(name) });
         }
         let mut callbacks = callbacks.into_iter();
-        let handles = submissions
+        let handles = checked
             .into_iter()
-            .map(|submission| desk.admit_submission(submission, callbacks.next()))
+            .map(|submission| submissions.admit_submission(submission, callbacks.next()))
             .collect();
-        drop(desk);
+        drop(submissions);
         Ok(handles)
     }
 
@@ -330,11 +331,11 @@ impl Engine {
     /// `UnknownHandle`, `Forked`.
     pub fn poll(&self, handle: RequestHandle) -> Result<bool> {
         self.check_original_process()?;
-        if self.inner.desk.lock().is_done(handle)? {
+        if self.inner.submissions.lock().is_done(handle)? {
             return Ok(true);
         }
         self.inner.ensure_driven();
-        self.inner.desk.lock().is_done(handle)
+        self.inner.submissions.lock().is_done(handle)
     }
 
     /// Waits for a result and drives the engine meanwhile. Returns `None` after `timeout`; the
@@ -348,7 +349,7 @@ impl Engine {
         timeout: Duration,
     ) -> Result<Option<RequestCompletion>> {
         self.check_original_process()?;
-        if let Some(completion) = self.inner.desk.lock().take_result(handle)? {
+        if let Some(completion) = self.inner.submissions.lock().take_result(handle)? {
             return Ok(Some(completion));
         }
         let now = Instant::now();
@@ -359,7 +360,7 @@ impl Engine {
 
     /// Returns the reason why the engine has stopped, or `None` while it accepts requests.
     pub fn stop_cause(&self) -> Option<Arc<StopCause>> {
-        self.inner.desk.lock().stop_cause().cloned()
+        self.inner.submissions.lock().stop_cause().cloned()
     }
 
     /// Returns the counters of the engine's work.
@@ -417,15 +418,15 @@ impl Engine {
         self.check_original_process()?;
         let set = request.process_set;
         let submission = self.check_request(request, (0, 0), Instant::now())?;
-        let mut desk = self.inner.desk.lock();
-        desk.check_open(submission.set)?;
-        if desk.has_joined(submission.set) {
+        let mut submissions = self.inner.submissions.lock();
+        submissions.check_open(submission.set)?;
+        if submissions.has_joined(submission.set) {
             return Err(Error::Joined { set, tensor: Arc::clone(&submission.entry.name) });
         }
-        if desk.is_in_flight(submission.set, &submission.entry.name) {
+        if submissions.is_in_flight(submission.set, &submission.entry.name) {
             return Err(Error::DuplicateName { set, tensor: Arc::clone(&submission.entry.name) });
         }
-        Ok(desk.admit_submission(submission, callback))
+        Ok(submissions.admit_submission(submission, callback))
     }
 
     /// Runs the checks that need no other rank.

@@ -253,7 +253,7 @@ pub enum StopCause {
         missing: Option<Vec<Rank>>,
     },
     /// The driving thread panicked, which is a bug; its message is on stderr.
-    #[error("the engine panicked, and said where on stderr: this is a bug")]
+    #[error("the engine panicked (see stderr for the location): this is a bug")]
     Panicked,
     /// A peer sent an invalid control message.
     #[error("bad control message from rank {rank}: {reason}")]

@@ -68,7 +68,7 @@ pub struct EngineSettings {
     /// Time after which the engine stops if every rank waits in a barrier, a join or a change of
     /// process sets that other ranks have not entered; `None`: never. Checked with every stall
     /// report.
-    pub meeting_timeout: Option<Duration>,
+    pub barrier_deadlock_timeout: Option<Duration>,
     /// Whether to create NVTX ranges for NVIDIA's profilers, if their library can be loaded.
     pub nvtx: bool,
     /// Largest total size in bytes of the timelines of all ranks, if every rank writes its own; 0:
@@ -94,7 +94,7 @@ impl From<&Config> for EngineSettings {
                 let limit = config.stall_shutdown_time;
                 (!limit.is_zero() && limit >= check).then_some(limit)
             }),
-            meeting_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
+            barrier_deadlock_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
             nvtx: !config.disable_nvtx_ranges,
             timeline_limit: config.timeline_limit,
             tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| {

@@ -3,8 +3,8 @@
 
 //! Progress: waiting threads drive the engine. The holder of the progress lock drives for all.
 //!
-//! Locks are taken in this order: `progress`, then `desk`. `background` is taken alone. [`signals`]
-//! contains the state that threads exchange without a lock.
+//! Locks are taken in this order: `progress`, then `submissions`. `background` is taken alone.
+//! [`signals`] contains the state that threads exchange without a lock.
 
 mod drive;
 mod signals;
@@ -76,10 +76,10 @@ pub(crate) struct EngineShared {
     pub(crate) settings: Arc<EngineSettings>,
     pub(crate) host: Arc<dyn ProgressHost>,
     pub(crate) progress: Mutex<DriverState>,
-    pub(crate) desk: Mutex<SubmissionTable>,
+    pub(crate) submissions: Mutex<SubmissionTable>,
     pub(crate) callbacks: CallbackQueue,
     pub(crate) background: BackgroundThread,
-    /// Condition of the `desk` lock: a result was posted, or the progress lock is free.
+    /// Condition of the `submissions` lock: a result was posted, or the progress lock is free.
     changed: Condvar,
     signals: DriverSignals,
     /// Number of times that a thread has driven.
@@ -103,7 +103,7 @@ impl EngineShared {
             world,
             settings,
             host,
-            desk: Mutex::new(SubmissionTable::default()),
+            submissions: Mutex::new(SubmissionTable::default()),
             progress: Mutex::new(DriverState {
                 sets,
                 intake: VecDeque::new(),
@@ -163,13 +163,13 @@ impl EngineShared {
         while let Some(mut driver) = self.acquire_driver(handle, deadline) {
             self.drive_until(&mut driver, DriveGoal::Done(handle, deadline));
             self.unlock_driver(driver);
-            if Instant::now() >= deadline || !self.desk.lock().is_pending(handle) {
+            if Instant::now() >= deadline || !self.submissions.lock().is_pending(handle) {
                 break;
             }
         }
         self.signals.decrement_lock_waiters();
         self.request_drive_if_needed();
-        self.desk.lock().take_result(handle)
+        self.submissions.lock().take_result(handle)
     }
 
     /// Acquires the progress lock. Returns `None` if the result is there or the deadline has
@@ -192,8 +192,8 @@ impl EngineShared {
                 self.spin_or_yield(spun);
                 continue;
             }
-            let mut desk = self.desk.lock();
-            if Instant::now() >= deadline || !desk.is_pending(handle) {
+            let mut submissions = self.submissions.lock();
+            if Instant::now() >= deadline || !submissions.is_pending(handle) {
                 return None;
             }
             self.signals.register_waiter();
@@ -201,7 +201,7 @@ impl EngineShared {
                 if self.signals.is_preempt_requested() { None } else { self.progress.try_lock() };
             if free.is_none() {
                 let retry = deadline.min(Instant::now() + LOCK_RETRY_INTERVAL);
-                self.changed.wait_until(&mut desk, retry);
+                self.changed.wait_until(&mut submissions, retry);
             }
             self.signals.unregister_waiter();
             if free.is_some() {
@@ -226,7 +226,7 @@ impl EngineShared {
     /// Adds a process set.
     pub(crate) fn add_set(&self, set: ProcessSet) -> Result<()> {
         let mut driver = self.preempt_driver();
-        let stopped = self.desk.lock().stop_cause().cloned();
+        let stopped = self.submissions.lock().stop_cause().cloned();
         if stopped.is_none() {
             driver.sets.push(set);
         }
@@ -239,7 +239,7 @@ impl EngineShared {
     pub(crate) fn remove_set(&self, key: usize, cause: StopCause, deadline: Instant) {
         let cause = Arc::new(cause);
         let mut driver = self.preempt_driver();
-        self.desk.lock().close_set(key, &cause);
+        self.submissions.lock().close_set(key, &cause);
         self.enqueue_or_stop(&mut driver);
         let driven = &mut *driver;
         if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
@@ -261,9 +261,9 @@ impl EngineShared {
         drop(driver);
         if self.signals.should_notify_waiters() {
             // Notify under the lock: a waiter is then either asleep or has not checked yet.
-            let desk = self.desk.lock();
+            let submissions = self.submissions.lock();
             self.changed.notify_all();
-            drop(desk);
+            drop(submissions);
         }
     }
 

@@ -94,7 +94,7 @@ pub struct StalledTensor {
     /// The operation on it: `allreduce of gradient.3`, `an addition of process set [0, 1]`.
     pub operation: String,
     /// Whether the operation moves no data, so that its submitters only wait for it.
-    pub meeting: bool,
+    pub moves_no_data: bool,
     /// Time since the earliest submission that the coordinator knows.
     pub waiting: Duration,
     /// Ranks that have submitted it.
@@ -111,7 +111,7 @@ pub struct RankWait {
     /// The operation, and its process set unless it is the global one.
     pub operation: String,
     /// Whether the operation moves no data.
-    pub meeting: bool,
+    pub moves_no_data: bool,
     /// Time since its submission.
     pub since: Duration,
 }
@@ -179,8 +179,8 @@ impl StallReport {
             "the programs of the ranks have parted ways: for {lasted:.1?} every rank has waited in \
              a barrier, a join or a change of process sets that not all ranks came to"
         );
-        let meetings = self.stalls.iter().filter(|stall| stall.meeting);
-        for (index, stall) in meetings.clone().take(MAX_NAMED_TENSORS).enumerate() {
+        let barriers = self.stalls.iter().filter(|stall| stall.moves_no_data);
+        for (index, stall) in barriers.clone().take(MAX_NAMED_TENSORS).enumerate() {
             let mark = if index == 0 { ':' } else { ';' };
             text.push_str(&format!(
                 "{mark} {} in {}",
@@ -192,10 +192,10 @@ impl StallReport {
             }
         }
         for absentee in self.absentees.iter().take(MAX_NAMED_TENSORS) {
-            if meetings.clone().any(|stall| stall.submitters.contains(&absentee.rank)) {
+            if barriers.clone().any(|stall| stall.submitters.contains(&absentee.rank)) {
                 continue;
             }
-            let waits = absentee.waits.iter().flatten().find(|wait| wait.meeting);
+            let waits = absentee.waits.iter().flatten().find(|wait| wait.moves_no_data);
             text.push_str(&format!(
                 "; rank {} in {}",
                 absentee.rank,
@@ -227,15 +227,17 @@ impl fmt::Display for StallReport {
                 names[..names.len().min(MAX_NAMED_TENSORS)].join(", ")
             )?;
         }
-        let told = |(index, stall): &(usize, &StalledTensor)| *index == 0 || stall.meeting;
-        for (_, stall) in self.stalls.iter().enumerate().filter(told).take(MAX_NAMED_TENSORS) {
-            let came: Vec<String> = stall.submitters.iter().take(64).map(Rank::to_string).collect();
-            let more = if stall.submitters.len() > came.len() { " ..." } else { "" };
-            let (what, waiting) = (&stall.operation, stall.waiting);
+        let is_named =
+            |(index, stall): &(usize, &StalledTensor)| *index == 0 || stall.moves_no_data;
+        for (_, stall) in self.stalls.iter().enumerate().filter(is_named).take(MAX_NAMED_TENSORS) {
+            let submitters: Vec<String> =
+                stall.submitters.iter().take(64).map(Rank::to_string).collect();
+            let more = if stall.submitters.len() > submitters.len() { " ..." } else { "" };
+            let (operation, waiting) = (&stall.operation, stall.waiting);
             write!(
                 f,
-                "\n{what} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
-                came.join(", ")
+                "\n{operation} has waited for {waiting:.1?}; submitted by ranks: {}{more}",
+                submitters.join(", ")
             )?;
         }
         if self.deadlocked_for.is_some() {
@@ -295,7 +297,7 @@ mod tests {
         StalledTensor {
             tensor: tensor.into(),
             operation: format!("allreduce of {tensor}"),
-            meeting: false,
+            moves_no_data: false,
             waiting: Duration::from_millis(61_200),
             submitters: vec![Rank(0), Rank(2)],
             missing: missing.iter().copied().map(Rank).collect(),
@@ -316,7 +318,7 @@ mod tests {
         };
         let wait = RankWait {
             operation: "allreduce of other".to_owned(),
-            meeting: false,
+            moves_no_data: false,
             since: Duration::from_secs(2),
         };
         let report = StallReport {

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use farandole_negotiation::{CollectiveCall as Signed, Map, RequestSignature, Set};
+use farandole_negotiation::{CollectiveCall, Map, RequestSignature, Set};
 
 use crate::callbacks::{Call, Callback};
 use crate::set::{FinishedRequest, PendingEntry};
@@ -80,7 +80,7 @@ impl SubmissionTable {
         submission.entry.handle = handle;
         let names = self.sets.entry(submission.set).or_default();
         names.in_flight.insert(Arc::clone(&submission.entry.name));
-        if matches!(submission.signature.call, Signed::Join { .. }) {
+        if matches!(submission.signature.call, CollectiveCall::Join { .. }) {
             names.join_handle = Some(handle);
         }
         self.handles

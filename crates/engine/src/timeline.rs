@@ -169,8 +169,8 @@ mod tests {
         let worlds = [0, 1, 2].map(|rank| world.seen_from(Rank(rank)).unwrap());
         let titles: Vec<TimelineOwner<'_>> =
             worlds.iter().map(|world| timeline_owner(world, "x")).collect();
-        let told: Vec<_> = titles.iter().map(|title| (title.rank, title.host)).collect();
-        assert_eq!(told, [(0, "m"), (1, "m"), (2, "n")]);
+        let named: Vec<_> = titles.iter().map(|title| (title.rank, title.host)).collect();
+        assert_eq!(named, [(0, "m"), (1, "m"), (2, "n")]);
         assert!(titles.iter().all(|title| (title.size, title.generation) == (3, 4)));
     }
 }

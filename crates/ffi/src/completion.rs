@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Completions of one submission, which are collected and then passed through the door once.
-#![expect(unsafe_code, reason = "calls back across the door, and takes memory back")]
+//! Completions of one submission, which are collected and then passed to the caller of the engine
+//! table once.
+#![expect(unsafe_code, reason = "calls a C callback, and takes memory back")]
 
 use std::ffi::{CStr, c_void};
 use std::sync::Arc;
@@ -31,7 +32,7 @@ impl OutcomeReceiver {
         Self { done, context }
     }
 
-    /// Sends the outcome to the other side of the door, once.
+    /// Sends the outcome to the C caller, once.
     pub(crate) fn send_outcome(self, results: Result<Vec<RequestCompletion>, SubmissionFailure>) {
         match results {
             Ok(completions) => {
@@ -58,7 +59,7 @@ impl OutcomeReceiver {
     }
 }
 
-/// Converts a completion to an output of the door. The memory goes along as a raw box that
+/// Converts a completion to an output of the engine table. The memory goes along as a raw box that
 /// [`free_output`] takes back.
 fn to_output(completion: &RequestCompletion) -> TensorOutput {
     let (address, bytes, owner) = match &completion.output {

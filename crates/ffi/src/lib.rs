@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Fills door's table from the facade: C types in, one call of the engine, C types out.
+//! Fills the engine table from the facade: C types in, one call of the engine, C types out.
 //!
 //! Owns the translation and the numbering of unnamed operations. The framework decides names,
 //! order, and the reaction to errors.
 //!
 //! ```text
-//! C caller ── request ──> table ── request, names ──> Engine::submit_with
+//! C caller ── request ──> table ── request, names ──> Engine::submit_with_callback
 //! C caller <── outcome, message ── completion <────── callback of the engine
 //! ```
 

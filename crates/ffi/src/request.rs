@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! Converts C requests to requests of the engine.
-#![expect(unsafe_code, reason = "addresses come from the other side of the door")]
+#![expect(unsafe_code, reason = "addresses come from a C caller")]
 
 use std::sync::Arc;
 

@@ -181,7 +181,7 @@ unsafe extern "C" fn write_placement(
     unsafe { write_status(found, message, capacity) }
 }
 
-/// Converts a panic to a failure, because a panic must not cross the door.
+/// Converts a panic to a failure, because a panic must not unwind into C.
 fn catch_panic(
     run: impl FnOnce() -> Result<(), SubmissionFailure>,
 ) -> Result<(), SubmissionFailure> {

@@ -226,9 +226,9 @@ mod tests {
             (&[(0xD9, b"")], "ends before"),
             (&[], "ends before"),
         ];
-        for (segments, told) in cases {
+        for (segments, expected) in cases {
             let error = read_header(&file(segments)).unwrap_err().to_string();
-            assert!(error.contains(told), "{error} instead of {told}");
+            assert!(error.contains(expected), "{error} instead of {expected}");
         }
         assert!(
             read_header(&file(&[(0xE1, xmp), (0xE1, TURN), (0xC0, COLORS), (0xDA, b"")])).is_ok(),

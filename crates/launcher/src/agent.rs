@@ -398,9 +398,9 @@ impl AgentRun {
         let worker = match started {
             Ok(worker) => worker,
             Err(error) => {
-                let how = ExitKind::NotStarted(error.message_with_causes());
+                let kind = ExitKind::NotStarted(error.message_with_causes());
                 let exit =
-                    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+                    ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
                 // The error below is returned whether or not this report reaches the registrar.
                 drop(client.report_exit(&exit, Instant::now() + EXIT_REPORT_TIMEOUT));
                 return Err(error);
@@ -419,7 +419,7 @@ impl AgentRun {
             Err(_) => return Err(Error::ThreadEnded { task: self.task.task }),
         };
         let mut cancelled = matches!(ended_by, Some(AgentSignal::Cancelled(..)));
-        let remains = worker.collect_exit(|| {
+        let worker_exit = worker.collect_exit(|| {
             while let Ok(signal) = self.received_signals.try_recv() {
                 cancelled |= matches!(signal, AgentSignal::Cancelled(..));
                 if ended_by.is_none() && !matches!(signal, AgentSignal::Exited) {
@@ -431,11 +431,11 @@ impl AgentRun {
         // Report a failure before sending the timeline: a peer's report of the consequence must not
         // arrive before the report of the cause.
         let (first, last) =
-            if remains.exit_kind.is_success() { (gathered, None) } else { (None, gathered) };
+            if worker_exit.exit_kind.is_success() { (gathered, None) } else { (None, gathered) };
         if let Some(gathered) = first {
             gathered.send_to_driver(client, self.report_timeout(ended_by.as_ref()));
         }
-        let outcome = self.report_exit(client, place, remains, ended_by);
+        let outcome = self.report_exit(client, place, worker_exit, ended_by);
         if let Some(gathered) = last {
             gathered.send_to_driver(client, LATE_REPORT_TIMEOUT);
         }
@@ -534,17 +534,21 @@ impl AgentRun {
         &self,
         client: &TaskClient,
         place: &WorkerPlacement,
-        remains: WorkerExit,
+        worker_exit: WorkerExit,
         ended_by: Option<AgentSignal>,
     ) -> WorkerOutcome {
-        let WorkerExit { exit_kind: how, stderr_tail, result } = remains;
+        let WorkerExit { exit_kind: kind, stderr_tail, result } = worker_exit;
         let stopped = matches!(ended_by, Some(AgentSignal::Stop(_)));
         let deadline = Instant::now() + self.report_timeout(ended_by.as_ref());
         let peer_error =
-            !how.is_success() && stderr_tail.iter().any(|line| is_peer_error_line(line));
-        let exit =
-            ExitReport { how: how.clone(), peer_error, stopped, stderr_tail: stderr_tail.clone() };
-        let told = client.flush_records(deadline).and_then(|()| {
+            !kind.is_success() && stderr_tail.iter().any(|line| is_peer_error_line(line));
+        let exit = ExitReport {
+            kind: kind.clone(),
+            peer_error,
+            stopped,
+            stderr_tail: stderr_tail.clone(),
+        };
+        let delivered = client.flush_records(deadline).and_then(|()| {
             if let Some(result) =
                 result.as_deref().filter(|result| result.len() <= MAX_RESULT_BYTES)
                 && !stopped
@@ -553,11 +557,11 @@ impl AgentRun {
             }
             Ok(())
         });
-        if let Err(error) = &told {
+        if let Err(error) = &delivered {
             tracing::warn!(%error, task = self.task.task.0, "output or result did not reach the \
                                                              driver");
         }
-        let verdict = if self.task.wait_for_peers && how.is_success() && ended_by.is_none() {
+        let verdict = if self.task.wait_for_peers && kind.is_success() && ended_by.is_none() {
             self.report_success_and_await_others(client, &exit)
         } else {
             client.report_exit(&exit, deadline)
@@ -565,7 +569,7 @@ impl AgentRun {
         let outcome = WorkerOutcome {
             rank: place.rank,
             size: place.size,
-            exit_kind: Some(how.clone()),
+            exit_kind: Some(kind.clone()),
             stderr_tail,
             result,
             aborted: false,
@@ -594,13 +598,13 @@ impl AgentRun {
             }
             // A success that could not be reported is still a success: the outcome also carries the
             // result.
-            (_, Err(_)) if how.is_success() => outcome,
+            (_, Err(_)) if kind.is_success() => outcome,
             (_, Err(error)) => {
                 let who = match place.rank {
                     Some(rank) => format!("rank {rank}"),
                     None => format!("task {}", self.task.task),
                 };
-                let reason = format!("{who} {how} ({error})");
+                let reason = format!("{who} {kind} ({error})");
                 WorkerOutcome { reason: Some(reason), ..outcome }
             }
         }

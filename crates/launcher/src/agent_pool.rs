@@ -116,8 +116,8 @@ impl<'a> AgentPool<'a> {
         let (number, sender) = (self.hosts.len(), self.sender.clone());
         let open = tasks.tasks.iter().copied().collect();
         // A job that is over receives no more notices.
-        let tell = move |notice| drop(sender.send((number, notice)));
-        let remote = RemoteAgent::connect_agent(tasks, tell)?;
+        let on_event = move |notice| drop(sender.send((number, notice)));
+        let remote = RemoteAgent::connect_agent(tasks, on_event)?;
         self.hosts.push(RemoteHost {
             agent: remote,
             open_tasks: open,
@@ -129,11 +129,11 @@ impl<'a> AgentPool<'a> {
 
     /// Returns the events since the last call.
     pub(crate) fn take_events(&mut self) -> Vec<AgentPoolEvent> {
-        let mut news = Vec::new();
+        let mut events = Vec::new();
         self.agents.retain(|task, agent| match agent.wait_for_outcome(Duration::ZERO) {
             None => true,
             Some(outcome) => {
-                news.push(AgentPoolEvent::WorkerEnded { task: *task, outcome });
+                events.push(AgentPoolEvent::WorkerEnded { task: *task, outcome });
                 false
             }
         });
@@ -143,20 +143,20 @@ impl<'a> AgentPool<'a> {
                 AgentNotice::Ready => host.ready = true,
                 AgentNotice::WorkerEnded { task, outcome } => {
                     if host.open_tasks.remove(&task.0) {
-                        news.push(AgentPoolEvent::WorkerEnded { task: task.0, outcome });
+                        events.push(AgentPoolEvent::WorkerEnded { task: task.0, outcome });
                     }
                 }
                 AgentNotice::HostLost { error, .. } => {
                     let begun = std::mem::replace(&mut host.ready, true);
                     let tasks = std::mem::take(&mut host.open_tasks);
                     if !tasks.is_empty() {
-                        news.push(AgentPoolEvent::HostLost { tasks, error, begun });
+                        events.push(AgentPoolEvent::HostLost { tasks, error, begun });
                     }
                 }
                 AgentNotice::AllReported => {}
             }
         }
-        news
+        events
     }
 
     /// Returns the connection that has a task, if the task's end was not reported.
@@ -196,9 +196,9 @@ impl<'a> AgentPool<'a> {
     }
 
     /// Applies the caller's stop level to all agents.
-    pub(crate) fn apply_stop_level(&self, wish: StopLevel) {
+    pub(crate) fn apply_stop_level(&self, level: StopLevel) {
         for host in &self.hosts {
-            match wish {
+            match level {
                 StopLevel::Continue => {}
                 StopLevel::Interrupt => host.agent.interrupt_workers(),
                 StopLevel::Terminate => host.agent.terminate_workers(),
@@ -206,7 +206,7 @@ impl<'a> AgentPool<'a> {
             }
         }
         for agent in self.agents.values() {
-            match wish {
+            match level {
                 StopLevel::Continue => {}
                 StopLevel::Interrupt => agent.interrupt_worker("interrupted"),
                 StopLevel::Terminate => agent.cancel_worker("interrupted"),

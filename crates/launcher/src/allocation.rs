@@ -76,7 +76,7 @@ pub struct BatchAllocation {
 ///
 /// # Errors
 /// `Usage` naming the variable or the file that does not parse.
-pub fn detect_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+pub fn detect_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
     for find in [
         kubernetes_allocation,
         slurm_allocation,
@@ -84,26 +84,26 @@ pub fn detect_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAll
         pbs_allocation,
         grid_engine_allocation,
     ] {
-        if let Some(found) = find(here)? {
+        if let Some(found) = find(environment)? {
             return Ok(Some(found));
         }
     }
     Ok(None)
 }
 
-fn slurm_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
-    if here.environment_variable("SLURM_JOB_ID").is_none() {
+fn slurm_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    if environment.environment_variable("SLURM_JOB_ID").is_none() {
         return Ok(None);
     }
-    let Some(list) = here
+    let Some(list) = environment
         .environment_variable("SLURM_JOB_NODELIST")
-        .or_else(|| here.environment_variable("SLURM_NODELIST"))
+        .or_else(|| environment.environment_variable("SLURM_NODELIST"))
     else {
         return Ok(None);
     };
     let nodes =
         expand_nodes(&list).ok_or_else(|| malformed_variable_error("SLURM_JOB_NODELIST", &list))?;
-    let counts = match here.environment_variable("SLURM_TASKS_PER_NODE") {
+    let counts = match environment.environment_variable("SLURM_TASKS_PER_NODE") {
         Some(text) => expand_counts(&text)
             .ok_or_else(|| malformed_variable_error("SLURM_TASKS_PER_NODE", &text))?,
         None => vec![1; nodes.len()],
@@ -118,53 +118,54 @@ fn slurm_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocati
     }
     let hosts =
         nodes.into_iter().zip(counts).map(|(host, slots)| HostSlots { host, slots }).collect();
-    let shell = here.has_program("srun").then(RemoteShell::via_srun);
+    let shell = environment.has_program("srun").then(RemoteShell::via_srun);
     Ok(Some(BatchAllocation { system: "Slurm", hosts, shell, file: None }))
 }
 
-fn lsf_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
-    if here.environment_variable("LSB_JOBID").is_none() {
+fn lsf_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    if environment.environment_variable("LSB_JOBID").is_none() {
         return Ok(None);
     }
-    let mut hosts = if let Some(text) = here.environment_variable("LSB_MCPU_HOSTS") {
+    let mut hosts = if let Some(text) = environment.environment_variable("LSB_MCPU_HOSTS") {
         let words: Vec<&str> = text.split_whitespace().collect();
         let pairs =
             words.chunks_exact(2).map(|pair| Some(HostSlots::new(pair[0], pair[1].parse().ok()?)));
         let hosts: Option<Vec<HostSlots>> =
             if words.len().is_multiple_of(2) { pairs.collect() } else { None };
         hosts.ok_or_else(|| malformed_variable_error("LSB_MCPU_HOSTS", &text))?
-    } else if let Some(path) = here.environment_variable("LSB_DJOB_HOSTFILE") {
-        read_hostfile(here, "LSB_DJOB_HOSTFILE", &path)?
-    } else if let Some(text) = here.environment_variable("LSB_HOSTS") {
+    } else if let Some(path) = environment.environment_variable("LSB_DJOB_HOSTFILE") {
+        read_hostfile(environment, "LSB_DJOB_HOSTFILE", &path)?
+    } else if let Some(text) = environment.environment_variable("LSB_HOSTS") {
         text.split_whitespace().map(|host| HostSlots::new(host, 1)).collect()
     } else {
         return Ok(None);
     };
     // IBM's Cluster System Manager runs the batch script on a separate host, which LSF lists first.
-    if here.environment_variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
+    if environment.environment_variable("CSM_ALLOCATION_ID").is_some() && hosts.len() > 1 {
         hosts.remove(0);
     }
-    let shell = here.has_program("blaunch").then(RemoteShell::via_blaunch);
+    let shell = environment.has_program("blaunch").then(RemoteShell::via_blaunch);
     Ok(Some(BatchAllocation { system: "LSF", hosts: merge_hosts(hosts), shell, file: None }))
 }
 
-fn pbs_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
-    let (Some(_), Some(path)) =
-        (here.environment_variable("PBS_JOBID"), here.environment_variable("PBS_NODEFILE"))
-    else {
+fn pbs_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    let (Some(_), Some(path)) = (
+        environment.environment_variable("PBS_JOBID"),
+        environment.environment_variable("PBS_NODEFILE"),
+    ) else {
         return Ok(None);
     };
     Ok(Some(BatchAllocation {
         system: "PBS",
-        hosts: read_hostfile(here, "PBS_NODEFILE", &path)?,
+        hosts: read_hostfile(environment, "PBS_NODEFILE", &path)?,
         shell: None,
         file: None,
     }))
 }
 
-fn grid_engine_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
-    let Some(path) = here.environment_variable("PE_HOSTFILE") else { return Ok(None) };
-    let text = read_named_file(here, "PE_HOSTFILE", &path)?;
+fn grid_engine_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+    let Some(path) = environment.environment_variable("PE_HOSTFILE") else { return Ok(None) };
+    let text = read_named_file(environment, "PE_HOSTFILE", &path)?;
     // `host slots queue processors` on each line.
     let mut hosts = Vec::new();
     for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
@@ -175,7 +176,7 @@ fn grid_engine_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAl
         })?;
         hosts.push(HostSlots::new(host, slots));
     }
-    let shell = here.has_program("qrsh").then(RemoteShell::via_qrsh);
+    let shell = environment.has_program("qrsh").then(RemoteShell::via_qrsh);
     Ok(Some(BatchAllocation {
         system: "Grid Engine",
         hosts: merge_hosts(hosts),
@@ -184,27 +185,29 @@ fn grid_engine_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAl
     }))
 }
 
-fn kubernetes_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
+fn kubernetes_allocation(environment: &dyn LaunchEnvironment) -> Result<Option<BatchAllocation>> {
     const HOSTFILE_VARIABLES: [&str; 4] = [
         "OMPI_MCA_orte_default_hostfile",
         "PRTE_MCA_prte_default_hostfile",
         "I_MPI_HYDRA_HOST_FILE",
         "HYDRA_HOST_FILE",
     ];
-    let Some((name, path)) =
-        HOSTFILE_VARIABLES.iter().find_map(|name| Some((*name, here.environment_variable(name)?)))
+    let Some((name, path)) = HOSTFILE_VARIABLES
+        .iter()
+        .find_map(|name| Some((*name, environment.environment_variable(name)?)))
     else {
         return Ok(None);
     };
-    let hosts = read_hostfile(here, name, &path)?;
+    let hosts = read_hostfile(environment, name, &path)?;
     let agent = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"]
         .iter()
-        .find_map(|name| here.environment_variable(name));
+        .find_map(|name| environment.environment_variable(name));
     let shell = match agent.as_deref() {
         None | Some("ssh" | "") => None,
         // The operator's script calls kubectl without standard input, which our protocol needs.
         Some(agent) if agent.ends_with("kubexec.sh") => {
-            let on_path = here.has_program("kubectl") && !here.has_program(OPERATOR_KUBECTL_PATH);
+            let on_path = environment.has_program("kubectl")
+                && !environment.has_program(OPERATOR_KUBECTL_PATH);
             Some(RemoteShell::via_kubectl(if on_path { "kubectl" } else { OPERATOR_KUBECTL_PATH }))
         }
         Some(agent) => Some(RemoteShell::from_command(agent)?),
@@ -213,12 +216,17 @@ fn kubernetes_allocation(here: &dyn LaunchEnvironment) -> Result<Option<BatchAll
 }
 
 /// Returns the hosts of a file with one host per line.
-fn read_hostfile(here: &dyn LaunchEnvironment, name: &str, path: &str) -> Result<Vec<HostSlots>> {
-    parse_hostfile(&format!("{path} ({name})"), &read_named_file(here, name, path)?)
+fn read_hostfile(
+    environment: &dyn LaunchEnvironment,
+    name: &str,
+    path: &str,
+) -> Result<Vec<HostSlots>> {
+    parse_hostfile(&format!("{path} ({name})"), &read_named_file(environment, name, path)?)
 }
 
-fn read_named_file(here: &dyn LaunchEnvironment, name: &str, path: &str) -> Result<String> {
-    here.read_file(path)
+fn read_named_file(environment: &dyn LaunchEnvironment, name: &str, path: &str) -> Result<String> {
+    environment
+        .read_file(path)
         .map_err(|error| Error::Usage { reason: format!("cannot read {path} ({name}): {error}") })
 }
 
@@ -268,8 +276,8 @@ mod tests {
         }
     }
 
-    fn shown(here: &Played) -> String {
-        let found = detect_allocation(here).unwrap().unwrap();
+    fn shown(environment: &Played) -> String {
+        let found = detect_allocation(environment).unwrap().unwrap();
         let hosts: Vec<String> =
             found.hosts.iter().map(|host| format!("{}:{}", host.host, host.slots)).collect();
         format!("{} {}", found.system, hosts.join(" "))
@@ -306,7 +314,8 @@ mod tests {
 
     #[test]
     fn an_invalid_value_is_named() {
-        let message = |here: &Played| detect_allocation(here).unwrap_err().to_string();
+        let message =
+            |environment: &Played| detect_allocation(environment).unwrap_err().to_string();
         let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a[1-")];
         assert!(
             message(&played(&slurm, &[]))
@@ -323,12 +332,12 @@ mod tests {
 
     #[test]
     fn hosts_are_reached_by_the_systems_own_program_where_there_is_one() {
-        let mut here = played(&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a")], &[]);
-        assert!(detect_allocation(&here).unwrap().unwrap().shell.is_none());
-        here.programs = vec!["srun"];
-        let shell = detect_allocation(&here).unwrap().unwrap().shell.unwrap();
+        let mut environment = played(&[("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "a")], &[]);
+        assert!(detect_allocation(&environment).unwrap().unwrap().shell.is_none());
+        environment.programs = vec!["srun"];
+        let shell = detect_allocation(&environment).unwrap().unwrap().shell.unwrap();
         assert_eq!(shell.build_argv("a", "true")[0], "srun");
-        let mut here = played(
+        let mut environment = played(
             &[("HYDRA_HOST_FILE", "/hosts"), ("OMPI_MCA_plm_rsh_agent", "/etc/mpi/kubexec.sh")],
             &[("/hosts", "w-0\n")],
         );
@@ -337,8 +346,8 @@ mod tests {
             (&["kubectl"], "kubectl"),
             (&["kubectl", OPERATOR_KUBECTL_PATH], OPERATOR_KUBECTL_PATH),
         ] {
-            here.programs = programs.to_vec();
-            let shell = detect_allocation(&here).unwrap().unwrap().shell.unwrap();
+            environment.programs = programs.to_vec();
+            let shell = detect_allocation(&environment).unwrap().unwrap().shell.unwrap();
             assert_eq!(shell.build_argv("w-0", "true")[..4], [expected, "exec", "-i", "w-0"]);
         }
     }

@@ -174,10 +174,10 @@ mod tests {
             farandole_registrar::JobSecret::new("sixteen letters.", &JobId("job".to_owned()))
                 .unwrap();
         let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
-        let told = elastic_worker_variables(&ticket, TaskId(3), Duration::from_secs(7));
-        assert_eq!(told["FARANDOLE_OUTAGE"].as_deref(), Some("7000ms"));
+        let found = elastic_worker_variables(&ticket, TaskId(3), Duration::from_secs(7));
+        assert_eq!(found["FARANDOLE_OUTAGE"].as_deref(), Some("7000ms"));
         for (name, value) in unset_elastic_variables() {
-            assert!(value.is_none() && told[&name].is_some(), "{name}");
+            assert!(value.is_none() && found[&name].is_some(), "{name}");
         }
     }
 

@@ -76,14 +76,14 @@ impl StaticJob {
     pub fn run(
         &self,
         sink: &Arc<dyn RecordSink>,
-        wish: &dyn Fn() -> StopLevel,
+        stop_level: &dyn Fn() -> StopLevel,
     ) -> Result<JobReport> {
-        self.run_with_observer(sink, wish, &|_| {})
+        self.run_with_observer(sink, stop_level, &|_| {})
     }
 
     /// Runs the command until all processes have ended, or until one has failed and the others were
-    /// ended, or until `wish` asks to stop. Lines of the workers go to `sink`; `assigned` receives
-    /// the world when ranks are assigned.
+    /// ended, or until `stop_level` asks to stop. Lines of the workers go to `sink`; `assigned`
+    /// receives the world when ranks are assigned.
     ///
     /// # Errors
     /// `Usage` for no process, an empty command or too few slots; `JobStart` without a registrar;
@@ -92,25 +92,31 @@ impl StaticJob {
     pub fn run_with_observer(
         &self,
         sink: &Arc<dyn RecordSink>,
-        wish: &dyn Fn() -> StopLevel,
+        stop_level: &dyn Fn() -> StopLevel,
         assigned: &WorldObserver<'_>,
     ) -> Result<JobReport> {
         if self.num_proc == 0 {
             return Err(Error::Usage { reason: "at least one process is needed".to_owned() });
         }
         self.program.check_command()?;
-        let (here, there) = split_local_tasks(&self.hosts, self.num_proc)?;
+        let (local_tasks, remote_placements) = split_local_tasks(&self.hosts, self.num_proc)?;
         let mut options = RegistrarOptions::from_config(self.num_proc, &self.program.config);
-        if there.is_empty() {
+        if remote_placements.is_empty() {
             // No other host needs to connect to it.
             options.host = Some("127.0.0.1".to_owned());
             options.bind = String::new();
         }
         let registrar = Registrar::start_job(options)
             .map_err(|source| Error::JobStart { source: Box::new(source) })?;
-        let mut conduct = JobRun::start_agents(self, &registrar, (sink, assigned), here, there)?;
-        let ended = conduct.run_until_done(wish);
-        drop(conduct);
+        let mut job_run = JobRun::start_agents(
+            self,
+            &registrar,
+            (sink, assigned),
+            local_tasks,
+            remote_placements,
+        )?;
+        let ended = job_run.run_until_done(stop_level);
+        drop(job_run);
         registrar.close();
         ended
     }
@@ -148,22 +154,22 @@ impl<'a> JobRun<'a> {
         job: &'a StaticJob,
         registrar: &'a Registrar,
         (sink, assigned): (&'a Arc<dyn RecordSink>, &'a WorldObserver<'a>),
-        here: Vec<u32>,
-        there: Vec<HostPlacement>,
+        local_tasks: Vec<u32>,
+        remote_placements: Vec<HostPlacement>,
     ) -> Result<Self> {
-        let mut crew = AgentPool::new(&job.program, registrar.ticket().clone(), false);
-        for placement in there {
-            crew.start_remote_agents(placement.host, placement.tasks.collect())?;
+        let mut agent_pool = AgentPool::new(&job.program, registrar.ticket().clone(), false);
+        for placement in remote_placements {
+            agent_pool.start_remote_agents(placement.host, placement.tasks.collect())?;
         }
-        for task in here {
-            crew.start_local_agent(task, OutputTarget::Sink(Arc::clone(sink)))?;
+        for task in local_tasks {
+            agent_pool.start_local_agent(task, OutputTarget::Sink(Arc::clone(sink)))?;
         }
         Ok(Self {
             program: &job.program,
             registrar,
             sink,
             observe_world: assigned,
-            agent_pool: crew,
+            agent_pool,
             outcomes: BTreeMap::new(),
             reports: RegistrarReports::default(),
             lost_connections: Vec::new(),
@@ -176,12 +182,12 @@ impl<'a> JobRun<'a> {
         })
     }
 
-    fn run_until_done(&mut self, wish: &dyn Fn() -> StopLevel) -> Result<JobReport> {
+    fn run_until_done(&mut self, stop_level: &dyn Fn() -> StopLevel) -> Result<JobReport> {
         while !(self.agent_pool.have_all_tasks_ended() && self.lost_connections.is_empty()) {
             self.handle_registrar_events(Instant::now() + STOP_POLL_INTERVAL);
             self.handle_agent_events();
             self.accept_reported_exits();
-            self.apply_stop_level(wish());
+            self.apply_stop_level(stop_level());
             self.abandon_silent_hosts();
         }
         // The last lines of workers on other hosts arrived before the reports of their ends.
@@ -239,8 +245,8 @@ impl<'a> JobRun<'a> {
     }
 
     fn handle_agent_events(&mut self) {
-        for news in self.agent_pool.take_events() {
-            match news {
+        for event in self.agent_pool.take_events() {
+            match event {
                 AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
                     self.outcomes.insert(task, outcome);
                 }
@@ -260,7 +266,7 @@ impl<'a> JobRun<'a> {
                     if self.over_at.is_some() || self.stop_level > StopLevel::Continue =>
                 {
                     // The error that ended the job is already recorded.
-                    tracing::info!(%error, "a host ended without its last words");
+                    tracing::info!(%error, "a host disconnected, and its last messages were lost");
                 }
                 AgentPoolEvent::HostLost { error, begun, .. } => {
                     if begun {
@@ -370,21 +376,21 @@ impl<'a> JobRun<'a> {
             self.silent_host_errors.extend(lost.into_iter().map(|lost| lost.error));
         }
         for (host, tasks) in self.agent_pool.close_connections(given_up) {
-            tracing::info!(?tasks, host, "their ends are not waited for");
+            tracing::info!(?tasks, host, "stop waiting for the reports of these tasks");
             self.silent_host_errors
                 .push(Error::Host { host, reason: "its agent fell silent".to_owned() });
         }
     }
 
-    fn apply_stop_level(&mut self, wish: StopLevel) {
-        if wish <= self.stop_level {
+    fn apply_stop_level(&mut self, stop_level: StopLevel) {
+        if stop_level <= self.stop_level {
             return;
         }
-        self.stop_level = wish;
+        self.stop_level = stop_level;
         // A connection may be silent, so the registrar's interrupt goes to the same agents.
         drop(self.registrar.interrupt_workers());
-        self.agent_pool.apply_stop_level(wish);
-        if wish > StopLevel::Interrupt {
+        self.agent_pool.apply_stop_level(stop_level);
+        if stop_level > StopLevel::Interrupt {
             self.abort_job("interrupted");
         }
     }

@@ -25,11 +25,15 @@ pub fn split_local_tasks(
     }
     let placements = place_tasks(hosts, num_proc)?;
     let names: Vec<&str> = placements.iter().map(|placement| placement.host.as_str()).collect();
-    let (mut here, mut there) = (Vec::new(), Vec::new());
+    let (mut local_tasks, mut remote_placements) = (Vec::new(), Vec::new());
     for (is_here, placement) in are_local_hosts(&names).into_iter().zip(placements) {
-        if is_here { here.extend(placement.tasks) } else { there.push(placement) }
+        if is_here {
+            local_tasks.extend(placement.tasks)
+        } else {
+            remote_placements.push(placement)
+        }
     }
-    Ok((here, there))
+    Ok((local_tasks, remote_placements))
 }
 
 /// Returns for each name whether it means this host. Names are resolved in parallel, because a

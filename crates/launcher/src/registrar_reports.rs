@@ -70,7 +70,7 @@ impl RegistrarReports {
     pub(crate) fn is_settled(&self, task: u32) -> bool {
         self.exits
             .get(&task)
-            .is_some_and(|exit| exit.exit.how.is_success() || self.verdict.is_some())
+            .is_some_and(|exit| exit.exit.kind.is_success() || self.verdict.is_some())
     }
 
     /// Returns the outcome of an ended worker, like the one that its agent sends.
@@ -79,14 +79,14 @@ impl RegistrarReports {
         let outcome = WorkerOutcome {
             rank: Some(rank),
             size: self.size,
-            exit_kind: Some(exit.how.clone()),
+            exit_kind: Some(exit.kind.clone()),
             stderr_tail: exit.stderr_tail,
             result: self.results.remove(&task),
             aborted: false,
             reason: None,
             retry: false,
         };
-        let failed = !exit.how.is_success();
+        let failed = !exit.kind.is_success();
         Some(match &self.verdict {
             Some(verdict) if failed || exit.stopped => {
                 let aborted = exit.stopped || verdict.cause != Some(TaskId(task));
@@ -94,7 +94,7 @@ impl RegistrarReports {
                 WorkerOutcome { aborted, reason, retry: aborted && verdict.retry, ..outcome }
             }
             None if failed => {
-                let reason = Some(format!("rank {rank} {}", exit.how));
+                let reason = Some(format!("rank {rank} {}", exit.kind));
                 WorkerOutcome { aborted: exit.stopped || interrupted, reason, ..outcome }
             }
             _ => outcome,
@@ -109,8 +109,8 @@ mod tests {
     use super::*;
 
     fn report(code: i32, stopped: bool) -> ExitReport {
-        let how = ExitKind::Code(code);
-        ExitReport { how, peer_error: false, stopped, stderr_tail: vec!["last".to_owned()] }
+        let kind = ExitKind::Code(code);
+        ExitReport { kind, peer_error: false, stopped, stderr_tail: vec!["last".to_owned()] }
     }
 
     #[test]

@@ -124,14 +124,14 @@ impl<R: Read> Read for TimedReader<R> {
 }
 
 impl RemoteAgent {
-    /// Starts the program that connects to the host. From then on, background threads call `tell`
-    /// with every notice until `HostLost` or `AllReported`.
+    /// Starts the program that connects to the host. From then on, background threads call
+    /// `on_event` with every notice until `HostLost` or `AllReported`.
     ///
     /// # Errors
     /// `Host` when the program cannot be started.
     pub fn connect_agent(
         tasks: RemoteTasks,
-        tell: impl Fn(AgentNotice) + Send + 'static,
+        on_event: impl Fn(AgentNotice) + Send + 'static,
     ) -> Result<Self> {
         let argv = tasks.shell.build_argv(&tasks.host, &remote_shell_script(&tasks));
         let mut command = Command::new(tasks.shell.program_name());
@@ -174,7 +174,9 @@ impl RemoteAgent {
             .map_err(system)?;
         let (orders, child) = (Arc::clone(&remote.orders), Arc::clone(&remote.child));
         named("host")
-            .spawn(move || serve_connection(&tasks, stdout, &orders, (group, &child), &tail, &tell))
+            .spawn(move || {
+                serve_connection(&tasks, stdout, &orders, (group, &child), &tail, &on_event)
+            })
             .map_err(system)?;
         Ok(remote)
     }
@@ -259,14 +261,14 @@ fn serve_connection(
     orders: &Mutex<Option<ChildStdin>>,
     (group, child): (Pid, &Mutex<Option<Child>>),
     tail: &mpsc::Receiver<Vec<String>>,
-    tell: &impl Fn(AgentNotice),
+    on_event: &impl Fn(AgentNotice),
 ) {
     let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
-    let heard = handle_messages(tasks, &mut input, orders, &mut open, tell);
+    let conversation = handle_messages(tasks, &mut input, orders, &mut open, on_event);
     drop(orders.lock().take());
     drop(input);
-    if let Err(ConversationEnd::Refused(_)) = &heard {
+    if let Err(ConversationEnd::Refused(_)) = &conversation {
         // The agent waits for an order that will not come.
         kill_group(group, Signal::TERM);
     }
@@ -276,17 +278,17 @@ fn serve_connection(
         .take()
         .map_or_else(|| Err(io::ErrorKind::NotFound.into()), |mut child| child.wait());
     if open.is_empty() {
-        return tell(AgentNotice::AllReported);
+        return on_event(AgentNotice::AllReported);
     }
-    let reason = match heard {
+    let reason = match conversation {
         Err(ConversationEnd::Refused(reason)) => reason,
         Err(ConversationEnd::Broken(error)) => {
-            tracing::debug!(%error, host = tasks.host, "the agent's words broke off");
+            tracing::debug!(%error, host = tasks.host, "the connection to the agent ended in the middle of a message");
             describe_connection_end(status, &last_stderr_lines(tail))
         }
         Ok(()) => describe_connection_end(status, &last_stderr_lines(tail)),
     };
-    tell(AgentNotice::HostLost {
+    on_event(AgentNotice::HostLost {
         tasks: open,
         error: Error::Host { host: tasks.host.clone(), reason },
     });
@@ -311,14 +313,14 @@ fn handle_messages(
     input: &mut impl io::BufRead,
     orders: &Mutex<Option<ChildStdin>>,
     open: &mut BTreeSet<u32>,
-    tell: &impl Fn(AgentNotice),
+    on_event: &impl Fn(AgentNotice),
 ) -> std::result::Result<(), ConversationEnd> {
     skip_login_output(input)?;
     let Some((AgentFrameKind::Hello, body)) = read_frame(input)? else { return Ok(()) };
     let hello: AgentHello = serde_json::from_slice(&body).map_err(io::Error::other)?;
     check_versions(&hello, tasks.same_python.as_deref()).map_err(ConversationEnd::Refused)?;
     send_order(tasks, orders)?;
-    tell(AgentNotice::Ready);
+    on_event(AgentNotice::Ready);
     while let Some((kind, body)) = read_frame(input)? {
         if kind != AgentFrameKind::Ended {
             continue;
@@ -331,7 +333,7 @@ fn handle_messages(
         };
         let task = ended.task_id();
         if open.remove(&task.0) {
-            tell(AgentNotice::WorkerEnded {
+            on_event(AgentNotice::WorkerEnded {
                 task,
                 outcome: ended.into_outcome(&tasks.host, result),
             });

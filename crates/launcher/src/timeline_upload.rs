@@ -78,7 +78,7 @@ fn newest_timeline(folder: &Path) -> Option<PathBuf> {
     let files =
         entries.filter(|entry| entry.path().extension().is_some_and(|ending| ending == "json"));
     files
-        .max_by_key(|entry| entry.metadata().and_then(|told| told.modified()).ok())
+        .max_by_key(|entry| entry.metadata().and_then(|found| found.modified()).ok())
         .map(|entry| entry.path())
 }
 

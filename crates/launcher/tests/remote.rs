@@ -83,10 +83,13 @@ impl Bed {
     }
 }
 
-fn run(job: &StaticJob, wish: impl Fn() -> StopLevel) -> (Result<JobReport, Error>, Vec<String>) {
+fn run(
+    job: &StaticJob,
+    stop_level: impl Fn() -> StopLevel,
+) -> (Result<JobReport, Error>, Vec<String>) {
     let (sender, lines) = mpsc::channel();
     let sink = Arc::new(Lines(Mutex::new(sender))) as Arc<dyn RecordSink>;
-    let report = job.run(&sink, &wish);
+    let report = job.run(&sink, &stop_level);
     drop(sink);
     let mut lines: Vec<String> = lines.iter().collect();
     lines.sort();
@@ -238,7 +241,7 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
         if began.get().is_none() {
             began.set(Some(Instant::now()));
         }
-        // The second wish comes when the first has been taken.
+        // The second stop request comes when the first has been applied.
         if asked.replace(Some(())).is_none() { StopLevel::Interrupt } else { StopLevel::Kill }
     });
     let report = report.unwrap();

@@ -23,7 +23,8 @@ pub struct LivenessLimits {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum MembershipInput {
     /// An agent shows that it lives.
-    Beat {
+    #[serde(rename = "Beat")]
+    Heartbeat {
         /// Its task.
         task: TaskId,
         /// The session of its process.

@@ -23,7 +23,8 @@ pub enum ExitKind {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExitReport {
     /// The way the worker ended.
-    pub how: ExitKind,
+    #[serde(rename = "how")]
+    pub kind: ExitKind,
     /// Whether a collective had lost a peer, so another task failed first.
     pub peer_error: bool,
     /// Whether the agent ended the worker.

@@ -55,12 +55,12 @@ impl AnnouncementTally {
     pub fn add_announcement(
         &mut self,
         source: u32,
-        wish: Announcement,
+        announcement: Announcement,
         members: &[u32],
         others: impl Fn(u32) -> Vec<u32>,
     ) {
-        self.announcement = Some(match (self.announcement.take(), wish) {
-            (None, wish) => wish,
+        self.announcement = Some(match (self.announcement.take(), announcement) {
+            (None, announcement) => announcement,
             (
                 Some(Announcement::Cached(id, entry, mut absent)),
                 Announcement::Cached(other, _, more),
@@ -68,11 +68,11 @@ impl AnnouncementTally {
                 absent.extend(more);
                 Announcement::Cached(id, entry, absent)
             }
-            (Some(before), wish) => {
-                let came: Vec<u32> =
+            (Some(before), announcement) => {
+                let earlier_members: Vec<u32> =
                     self.sources.iter().flat_map(|source| others(*source)).collect();
-                let mut variants = before.into_variants(&came);
-                for variant in wish.into_variants(members) {
+                let mut variants = before.into_variants(&earlier_members);
+                for variant in announcement.into_variants(members) {
                     merge_variant(&mut variants, variant);
                 }
                 Announcement::Explicit(variants)
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn tensors_on_hosts_and_devices_are_one_wish() {
+    fn tensors_on_hosts_and_devices_match() {
         let at = |site| RequestSignature { site, ..plain(&[2]) };
         let mut tally = AnnouncementTally::new(Instant::now());
         for (member, site) in
@@ -466,7 +466,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_wish_meeting_another_is_spelled_out_for_the_ranks_that_came() {
+    fn a_cached_announcement_that_meets_another_is_expanded_for_the_earlier_ranks() {
         let call = RequestSignature { call: CollectiveCall::Allgather, ..plain(&[0]) };
         let entry = Arc::new(CachedResponse::new("t".into(), call.clone(), vec![5, 6, 7]));
         let mut tally = AnnouncementTally::new(Instant::now());
@@ -474,12 +474,12 @@ mod tests {
         let known = Announcement::Cached(CacheId { slot: 0, version: 0 }, entry, Vec::new());
         tally.add_announcement(2, known.clone(), &[2], of);
         tally.add_announcement(0, known, &[0], of);
-        let told = Announcement::Explicit(vec![RequestVariant {
+        let announced = Announcement::Explicit(vec![RequestVariant {
             signature: call,
             members: vec![1],
             rows: vec![9],
         }]);
-        tally.add_announcement(1, told, &[1], of);
+        tally.add_announcement(1, announced, &[1], of);
         let variants = tally.into_announcement().into_variants(&[]);
         assert_eq!(
             resolve_variants(&"t".into(), variants, &[Rank(0), Rank(1), Rank(2)]).unwrap().rows,

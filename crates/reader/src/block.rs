@@ -75,31 +75,31 @@ impl BlockDecoder<'_> {
         let order = part
             .shuffle
             .map(|seed| random_permutation(seed, u32::try_from(rows).unwrap_or(u32::MAX)));
-        let (recipe, bytes) = fetched.unzip();
-        let cached = self.cache.filter(|cache| recipe.is_none() && cache.contains_part(part));
-        let recipe = match (recipe, cached) {
+        let (plan, bytes) = fetched.unzip();
+        let cached = self.cache.filter(|cache| plan.is_none() && cache.contains_part(part));
+        let plan = match (plan, cached) {
             (None, None) => {
                 Some(DecodePlan::new(self.dataset, self.selected, part, self.pool.byte_limit())?)
             }
-            (recipe, _) => recipe,
+            (plan, _) => plan,
         };
-        let bytes = match (bytes, &recipe) {
-            (None, Some(recipe)) if recipe.stored_bytes() <= MAX_JOINT_FETCH_BYTES => {
-                Some(recipe.fetch_all(self.dataset, part)?)
+        let bytes = match (bytes, &plan) {
+            (None, Some(plan)) if plan.stored_bytes() <= MAX_JOINT_FETCH_BYTES => {
+                Some(plan.fetch_all(self.dataset, part)?)
             }
             (bytes, _) => bytes,
         };
         let mut columns = lay_out_columns(self.selected, rows, order.is_some());
-        let narrow = |(column, place): (&SelectedColumn, &BlockColumn)| {
-            if place.in_file_order { 0 } else { column.field.row_width() }
+        let narrow = |(column, column_layout): (&SelectedColumn, &BlockColumn)| {
+            if column_layout.in_file_order { 0 } else { column.field.row_width() }
         };
         let widest = self.selected.iter().zip(&columns).map(narrow).max().unwrap_or(0);
         let mut raw = self.pool.take_buffer(rows.saturating_mul(widest));
         let mut slab = self.pool.take_buffer(columns.last().map_or(0, |column| column.bytes.end));
-        for ((index, column), place) in self.selected.iter().enumerate().zip(&mut columns) {
+        for ((index, column), column_layout) in self.selected.iter().enumerate().zip(&mut columns) {
             if column.field.is_variable_length() {
-                let recipe = recipe.as_ref().ok_or(Error::Ended)?;
-                place.texts = Some(recipe.decode_variable_length(
+                let plan = plan.as_ref().ok_or(Error::Ended)?;
+                column_layout.texts = Some(plan.decode_variable_length(
                     self.dataset,
                     (column, index),
                     part,
@@ -107,16 +107,16 @@ impl BlockDecoder<'_> {
                 )?);
                 continue;
             }
-            let out = slab.as_mut_slice().get_mut(place.bytes.clone()).unwrap_or_default();
+            let out = slab.as_mut_slice().get_mut(column_layout.bytes.clone()).unwrap_or_default();
             let stored = rows.saturating_mul(column.field.row_width());
-            let data = if place.in_file_order {
+            let data = if column_layout.in_file_order {
                 &mut *out
             } else {
                 raw.as_mut_slice().get_mut(..stored).unwrap_or_default()
             };
-            match (&recipe, cached) {
-                (Some(recipe), _) => {
-                    recipe.decode_column(
+            match (&plan, cached) {
+                (Some(plan), _) => {
+                    plan.decode_column(
                         self.dataset,
                         (column, index),
                         part,
@@ -131,7 +131,7 @@ impl BlockDecoder<'_> {
                 (None, None) => return Err(Error::Ended),
             }
             self.check_output_range(column, part, data)?;
-            if let (Some(order), false) = (&order, place.in_file_order) {
+            if let (Some(order), false) = (&order, column_layout.in_file_order) {
                 let (element, elements) = (column.field.element, column.field.elements_per_row());
                 let data = raw.as_slice().get(..stored).unwrap_or_default();
                 shuffle_column(
@@ -142,7 +142,7 @@ impl BlockDecoder<'_> {
                 );
             }
         }
-        if let (Some(cache), Some(_)) = (self.cache, &recipe) {
+        if let (Some(cache), Some(_)) = (self.cache, &plan) {
             cache.mark_complete(part);
         }
         Ok(DecodedBlock { slab, columns, order })
@@ -183,7 +183,7 @@ impl BlockDecoder<'_> {
 /// stay in file order.
 fn lay_out_columns(selected: &[SelectedColumn], rows: usize, shuffled: bool) -> Vec<BlockColumn> {
     let mut end = 0_usize;
-    let place = |column: &SelectedColumn| {
+    let column_layout = |column: &SelectedColumn| {
         let lazy = !shuffled || column.field.row_width() > MAX_NARROW_ROW_BYTES;
         let element = if lazy { column.field.element } else { column.output_element };
         let width = if lazy { column.field.row_width() } else { column.output_row_width() };
@@ -197,7 +197,7 @@ fn lay_out_columns(selected: &[SelectedColumn], rows: usize, shuffled: bool) -> 
             texts: None,
         }
     };
-    selected.iter().map(place).collect()
+    selected.iter().map(column_layout).collect()
 }
 
 impl DecodedBlock {

@@ -41,7 +41,7 @@ enum ColumnDecoding {
         leaf: usize,
         stored: ValueStorage,
         levels: LevelLayout,
-        spots: Option<Arc<PageIndex>>,
+        page_index: Option<Arc<PageIndex>>,
         /// Rule of dates and times whose stored numbers are not the ones in batches.
         time: Option<TimeRule>,
     },
@@ -66,7 +66,7 @@ pub(crate) struct DecodePlan {
 }
 
 impl DecodePlan {
-    /// Plans the decoding of a part. No page may take more than `most` bytes decoded.
+    /// Plans the decoding of a part. No page may take more than `max_page_bytes` bytes decoded.
     ///
     /// # Errors
     /// Files that cannot be read, or that differ from the data set's description.
@@ -74,7 +74,7 @@ impl DecodePlan {
         dataset: &ParquetDataset,
         selected: &[SelectedColumn],
         part: &PlanPart,
-        most: usize,
+        max_page_bytes: usize,
     ) -> Result<Self> {
         let Some(data) = dataset.manifest().files.get(part.file) else { return Err(Error::Ended) };
         let footer = dataset.file_footer(part.file)?;
@@ -90,18 +90,18 @@ impl DecodePlan {
         };
         let has_microseconds =
             selected.iter().map(|column| unit(column) == Some("microseconds")).collect();
-        let mut recipe = Self {
+        let mut plan = Self {
             decodings: Vec::new(),
             ranges: Vec::new(),
             footer: Arc::clone(&footer),
             file,
-            max_page_bytes: most,
+            max_page_bytes,
             stored_rows,
             has_microseconds,
         };
         for (index, column) in selected.iter().enumerate() {
             let field = &column.field;
-            let way = match data.values.get(&field.name) {
+            let decoding = match data.values.get(&field.name) {
                 Some(value) => ColumnDecoding::Value(value.clone()),
                 None if data.absent.contains(&field.name) => ColumnDecoding::Nulls,
                 None if dataset
@@ -113,31 +113,32 @@ impl DecodePlan {
                 }
                 None => {
                     let name = data.names.get(&field.name).unwrap_or(&field.name);
-                    recipe.locate_column(name, field, index)?
+                    plan.locate_column(name, field, index)?
                 }
             };
-            let (way, needed) = match way {
+            let (decoding, needed) = match decoding {
                 ColumnDecoding::Pages { leaf, stored, levels, time, .. } if !whole => {
-                    let spots = dataset.page_index(
+                    let page_index = dataset.page_index(
                         (part.file, part.group, leaf),
                         &footer,
                         levels.length as u64,
                     )?;
                     let per_row = levels.length as u64;
-                    let needed = needed_ranges(&spots, &(span.start * per_row..span.end * per_row));
-                    let spots = Some(spots);
-                    (ColumnDecoding::Pages { leaf, stored, levels, spots, time }, needed)
+                    let needed =
+                        needed_ranges(&page_index, &(span.start * per_row..span.end * per_row));
+                    let page_index = Some(page_index);
+                    (ColumnDecoding::Pages { leaf, stored, levels, page_index, time }, needed)
                 }
                 ColumnDecoding::Pages { leaf, .. } | ColumnDecoding::Library { leaf, .. } => {
                     let needed = group.columns().get(leaf).map(chunk_range).into_iter().collect();
-                    (way, needed)
+                    (decoding, needed)
                 }
-                ColumnDecoding::Value(_) | ColumnDecoding::Nulls => (way, Vec::new()),
+                ColumnDecoding::Value(_) | ColumnDecoding::Nulls => (decoding, Vec::new()),
             };
-            recipe.decodings.push(way);
-            recipe.ranges.push(needed);
+            plan.decodings.push(decoding);
+            plan.ranges.push(needed);
         }
-        Ok(recipe)
+        Ok(plan)
     }
 
     /// Returns the stored bytes of all columns.
@@ -175,7 +176,7 @@ impl DecodePlan {
         let field = &selected.field;
         let origin = self.value_origin(part, selected);
         let rows = usize::try_from(part.rows.end - part.rows.start).unwrap_or(usize::MAX);
-        let Some(way) = self.decodings.get(index) else { return Err(Error::Ended) };
+        let Some(decoding) = self.decodings.get(index) else { return Err(Error::Ended) };
         let get = |ranges: &[Range<u64>]| match fetched {
             Some(fetched) => Ok(fetched.clone()),
             None => FetchedRanges::new(dataset.store(), &data.path, ranges, data.bytes),
@@ -184,7 +185,7 @@ impl DecodePlan {
         let own = self.ranges.get(index).map_or(&[][..], Vec::as_slice);
         let span = row_span(&self.stored_rows);
         let mut nulls = 0;
-        let leaf = match way {
+        let leaf = match decoding {
             ColumnDecoding::Value(value) => {
                 let values = repeat_value(value, field.element, rows).ok_or_else(|| {
                     Error::ColumnChanged {
@@ -207,10 +208,10 @@ impl DecodePlan {
                 copy_all_bytes(&fill.repeat(rows), out, &origin)?;
                 None
             }
-            ColumnDecoding::Pages { leaf, stored, levels, spots, time } => {
+            ColumnDecoding::Pages { leaf, stored, levels, page_index, time } => {
                 let bytes = get(own)?;
                 let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
-                if spots.is_none() {
+                if page_index.is_none() {
                     verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 }
                 let per_row = levels.length;
@@ -224,7 +225,7 @@ impl DecodePlan {
                     wanted: count(span.start)..count(span.end),
                     stored: *stored,
                     levels: *levels,
-                    page_index: spots.as_deref(),
+                    page_index: page_index.as_deref(),
                     fill: &fill,
                     max_page_bytes: self.max_page_bytes,
                 };
@@ -308,7 +309,7 @@ impl DecodePlan {
             fetched,
             leaf,
             part,
-            most: self.max_page_bytes,
+            max_page_bytes: self.max_page_bytes,
             origin,
             time: self.time_rule(leaf, index),
         }
@@ -515,7 +516,7 @@ impl DecodePlan {
                 leaf,
                 stored,
                 levels,
-                spots: None,
+                page_index: None,
                 time: time.filter(|rule| !rule.is_identity()),
             },
             None => ColumnDecoding::Library { leaf },

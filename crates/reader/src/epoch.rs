@@ -18,7 +18,7 @@ use crate::cache::BlockCache;
 use crate::column::{BatchField, SelectedColumn};
 use crate::dataset::{OverstatedRowGroup, ParquetDataset};
 use crate::decode::DecodePlan;
-use crate::epoch_state::{Bytes, EpochJob, EpochState, ReadyLimits};
+use crate::epoch_state::{EpochJob, EpochState, FetchedPart, ReadyLimits};
 use crate::error::{Error, Result};
 use crate::footer::panic_message;
 use crate::pages::DecodeScratch;
@@ -89,24 +89,30 @@ impl EpochReader {
             .iter()
             .map(|column| BatchField { element: column.output_element, ..column.field.clone() })
             .collect();
-        let cost: Vec<(u64, u64)> =
+        let part_bytes: Vec<(u64, u64)> =
             setup.plan.parts().iter().map(|part| setup.part_cost(part)).collect();
         let rows = setup.plan.plan_batch(0).rows;
         let batch = (Batch::bytes_for_rows(&fields, rows) as u64)
             .saturating_add(setup.variable_bytes_for_rows(rows as u64));
-        let (least, most) = setup.padded_bytes_for_rows(rows);
+        let (least, max_page_bytes) = setup.padded_bytes_for_rows(rows);
         let share = BudgetSplit::new(
             &setup,
-            &cost,
+            &part_bytes,
             batch.saturating_add(least),
-            most.saturating_sub(least),
+            max_page_bytes.saturating_sub(least),
         )
         .map_err(|error| setup.explain_budget_refusal(error))?;
         setup.pool.set_byte_limit(usize::try_from(setup.budget).unwrap_or(usize::MAX));
-        let apart = setup.dataset.store().is_remote();
-        let state =
-            Mutex::new(EpochState::new(&setup.plan, cost, share.blocks, share.ahead, apart));
-        let (fetchers, threads) = (if apart { REMOTE_FETCH_THREADS } else { 0 }, setup.threads);
+        let has_fetch_threads = setup.dataset.store().is_remote();
+        let state = Mutex::new(EpochState::new(
+            &setup.plan,
+            part_bytes,
+            share.blocks,
+            share.ready_limits,
+            has_fetch_threads,
+        ));
+        let (fetchers, threads) =
+            (if has_fetch_threads { REMOTE_FETCH_THREADS } else { 0 }, setup.threads);
         let (work, room, ready) = (Condvar::new(), Condvar::new(), Condvar::new());
         let shared = Arc::new(SharedEpoch { setup, fields, state, work, room, ready });
         let mut epoch = Self { shared, threads: Vec::new(), process: std::process::id() };
@@ -144,13 +150,13 @@ impl EpochReader {
         self.step_count().saturating_sub(self.shared.state.lock().taken_batch_count())
     }
 
-    /// Returns the next batch, or [`NextBatch::Pending`] after `patience`.
+    /// Returns the next batch, or [`NextBatch::Pending`] after `timeout`.
     ///
     /// # Errors
     /// The first error of reading or decoding, once; after that, [`Error::Ended`].
-    pub fn next_batch(&self, patience: Duration) -> Result<NextBatch> {
+    pub fn next_batch(&self, timeout: Duration) -> Result<NextBatch> {
         let shared = &self.shared;
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + timeout;
         let mut state = shared.state.lock();
         loop {
             if let Some(batch) = state.take_batch() {
@@ -275,8 +281,8 @@ impl EpochSetup {
         let padded = self.selected.iter().filter_map(|column| column.padding.as_ref());
         padded.map(|padding| padding.byte_bounds(rows)).fold(
             (0, 0),
-            |(least, most), (short, long)| {
-                (least.saturating_add(short as u64), most.saturating_add(long as u64))
+            |(least, max_page_bytes), (short, long)| {
+                (least.saturating_add(short as u64), max_page_bytes.saturating_add(long as u64))
             },
         )
     }
@@ -297,16 +303,16 @@ impl EpochSetup {
 /// Shares of the byte budget.
 struct BudgetSplit {
     blocks: u64,
-    ahead: ReadyLimits,
+    ready_limits: ReadyLimits,
 }
 
 impl BudgetSplit {
     /// Splits the budget for batches that take `batch` bytes, and up to `padded` more if a row is
     /// long. Most batches take less, so `padded` limits only the number of ready batches; it does
     /// not make a budget too small.
-    fn new(setup: &EpochSetup, cost: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
+    fn new(setup: &EpochSetup, part_bytes: &[(u64, u64)], batch: u64, padded: u64) -> Result<Self> {
         let budget = setup.budget;
-        let largest = cost.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
+        let largest = part_bytes.iter().map(|(_, besides)| *besides).max().unwrap_or(0);
         let open = setup.plan.min_held_bytes(|part| setup.part_cost(part).0);
         let blocks = open.saturating_add(largest);
         // One batch at the consumer, and the next one.
@@ -316,11 +322,12 @@ impl BudgetSplit {
             return Err(Error::Budget { budget, needed, blocks, batches });
         };
         let batch = batch.saturating_add(padded);
-        let most = (spare / 4).min(MAX_READY_BYTES);
-        let more = (most / batch.max(1)).min(63);
+        let max_page_bytes = (spare / 4).min(MAX_READY_BYTES);
+        let more = (max_page_bytes / batch.max(1)).min(63);
         // Strings may take more than files state, so the bytes of ready batches are limited, too.
-        let bytes = most.saturating_add(batch);
-        let (ahead, spare) = (ReadyLimits { batches: 1 + more, bytes }, spare - more * batch);
+        let bytes = max_page_bytes.saturating_add(batch);
+        let (ready_limits, spare) =
+            (ReadyLimits { batches: 1 + more, bytes }, spare - more * batch);
         // Requests over a network run in parallel, so they may use all spare memory. Local reads
         // are fast, and reusing warm memory is faster than touching new memory.
         let early = if setup.dataset.store().is_remote() {
@@ -328,7 +335,7 @@ impl BudgetSplit {
         } else {
             (spare / 4).min(open.max(MAX_PREFETCH_BYTES))
         };
-        Ok(Self { blocks: blocks + early, ahead })
+        Ok(Self { blocks: blocks + early, ready_limits })
     }
 }
 
@@ -432,24 +439,23 @@ impl SharedEpoch {
         }
     }
 
-    fn fetch_part(&self, number: usize) -> Result<Bytes> {
+    fn fetch_part(&self, number: usize) -> Result<FetchedPart> {
         let setup = &self.setup;
         let part = setup.plan.parts().get(number).ok_or(Error::Ended)?;
         if setup.cache.as_ref().is_some_and(|cache| cache.contains_part(part)) {
             return Ok(None);
         }
-        let recipe =
-            DecodePlan::new(&setup.dataset, &setup.selected, part, setup.pool.byte_limit())?;
+        let plan = DecodePlan::new(&setup.dataset, &setup.selected, part, setup.pool.byte_limit())?;
         let claim =
-            setup.pool.reserve_bytes(usize::try_from(recipe.stored_bytes()).unwrap_or(usize::MAX));
-        let bytes = recipe.fetch_all(&setup.dataset, part)?;
-        Ok(Some(Box::new((recipe, bytes, claim))))
+            setup.pool.reserve_bytes(usize::try_from(plan.stored_bytes()).unwrap_or(usize::MAX));
+        let bytes = plan.fetch_all(&setup.dataset, part)?;
+        Ok(Some(Box::new((plan, bytes, claim))))
     }
 
     fn decode_part(
         &self,
         number: usize,
-        bytes: Bytes,
+        bytes: FetchedPart,
         bench: &mut DecodeScratch,
     ) -> Result<DecodedBlock> {
         let setup = &self.setup;

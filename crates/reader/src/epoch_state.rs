@@ -19,14 +19,14 @@ use crate::pool::PoolReservation;
 
 /// Fetched bytes of a part and the plan to decode them; `None` if the part is cached or not fetched
 /// yet.
-pub(crate) type Bytes = Option<Box<(DecodePlan, FetchedRanges, PoolReservation)>>;
+pub(crate) type FetchedPart = Option<Box<(DecodePlan, FetchedRanges, PoolReservation)>>;
 
 /// A job for a thread.
 pub(crate) enum EpochJob {
     /// Fetch the bytes of this part.
     Fetch(usize),
     /// Decode this part. Fetch its bytes if there are none.
-    Load(usize, Bytes),
+    Load(usize, FetchedPart),
     /// Copy these rows into a batch.
     Assemble(Box<BatchDraft>, RowCopy),
 }
@@ -45,9 +45,9 @@ pub(crate) struct EpochState {
     queue: Vec<usize>,
     queued: usize,
     /// Bytes of each part: decoded, and in addition while it is loaded.
-    cost: Vec<(u64, u64)>,
+    part_bytes: Vec<(u64, u64)>,
     /// Fetched parts, by first step.
-    fetched: BTreeMap<(u64, usize), Bytes>,
+    fetched: BTreeMap<(u64, usize), FetchedPart>,
     /// Whether separate threads fetch.
     has_fetch_threads: bool,
     rows_left: Vec<u64>,
@@ -80,23 +80,24 @@ pub(crate) struct EpochState {
 }
 
 impl EpochState {
-    /// Returns the state at the start of an epoch. `cost` has the bytes of every part: decoded, and
-    /// in addition while it is loaded. If `apart` is true, separate threads fetch.
+    /// Returns the state at the start of an epoch. `part_bytes` has the bytes of every part:
+    /// decoded, and in addition while it is loaded. If `has_fetch_threads` is true, separate
+    /// threads fetch.
     pub(crate) fn new(
         plan: &EpochPlan,
-        cost: Vec<(u64, u64)>,
+        part_bytes: Vec<(u64, u64)>,
         budget: u64,
-        ahead: ReadyLimits,
-        apart: bool,
+        ready_limits: ReadyLimits,
+        has_fetch_threads: bool,
     ) -> Self {
         Self {
             queue: plan.load_order(),
             queued: 0,
             rows_left: plan.parts().iter().map(|part| part.taken_rows).collect(),
             blocks: plan.parts().iter().map(|_| None).collect(),
-            cost,
+            part_bytes,
             fetched: BTreeMap::new(),
-            has_fetch_threads: apart,
+            has_fetch_threads,
             held_bytes: 0,
             budget,
             loading: 0,
@@ -106,7 +107,7 @@ impl EpochState {
             next_step: 0,
             next_out: 0,
             steps: plan.step_count(),
-            ready_limits: ReadyLimits { batches: ahead.batches.max(1), ..ahead },
+            ready_limits: ReadyLimits { batches: ready_limits.batches.max(1), ..ready_limits },
             ready: BTreeMap::new(),
             ready_bytes: 0,
             recent_largest_bytes: 0,
@@ -137,7 +138,7 @@ impl EpochState {
     /// Returns the next part to load, and the bytes that it takes during loading.
     fn next_queued_part(&self) -> Option<(usize, u64)> {
         let part = *self.queue.get(self.queued)?;
-        let (block, besides) = self.cost.get(part).copied().unwrap_or_default();
+        let (block, besides) = self.part_bytes.get(part).copied().unwrap_or_default();
         Some((part, block.saturating_add(besides)))
     }
 
@@ -243,20 +244,21 @@ impl EpochState {
     }
 
     /// Stores the fetched bytes of a part.
-    pub(crate) fn add_fetched(&mut self, plan: &EpochPlan, part: usize, bytes: Bytes) {
+    pub(crate) fn add_fetched(&mut self, plan: &EpochPlan, part: usize, bytes: FetchedPart) {
         let first = plan.parts().get(part).map_or(0, |part| part.first_step);
         self.fetched.insert((first, part), bytes);
     }
 
     /// Stores a decoded part, which takes `more` bytes than expected.
     pub(crate) fn add_block(&mut self, part: usize, block: DecodedBlock, more: u64) {
-        if let Some((held, _)) = self.cost.get_mut(part) {
+        if let Some((held, _)) = self.part_bytes.get_mut(part) {
             *held += more;
             self.held_bytes += more;
         }
         self.loading = self.loading.saturating_sub(1);
-        self.held_bytes =
-            self.held_bytes.saturating_sub(self.cost.get(part).map_or(0, |(_, besides)| *besides));
+        self.held_bytes = self
+            .held_bytes
+            .saturating_sub(self.part_bytes.get(part).map_or(0, |(_, besides)| *besides));
         if let Some(slot) = self.blocks.get_mut(part) {
             *slot = Some(Arc::new(block));
         }
@@ -288,7 +290,7 @@ impl EpochState {
             *left = left.saturating_sub(piece.count as u64);
             if *left == 0 {
                 done.extend(self.blocks.get_mut(piece.part).and_then(Option::take));
-                let held = self.cost.get(piece.part).map_or(0, |(block, _)| *block);
+                let held = self.part_bytes.get(piece.part).map_or(0, |(block, _)| *block);
                 self.held_bytes = self.held_bytes.saturating_sub(held);
             }
         }

@@ -46,7 +46,7 @@ pub(crate) struct LibraryChunk<'a> {
     pub(crate) leaf: usize,
     pub(crate) part: &'a PlanPart,
     /// Most decoded bytes of a page; see [`VARIABLE_LENGTH_LIMITS`].
-    pub(crate) most: usize,
+    pub(crate) max_page_bytes: usize,
     pub(crate) origin: &'a ValueOrigin<'a>,
     /// Rule of dates and times.
     pub(crate) time: Option<TimeRule>,
@@ -85,8 +85,9 @@ pub(crate) fn read_column(source: LibraryChunk<'_>, selected: &SelectedColumn) -
 /// Like [`read_column`], and strings that take more than the limit.
 pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableLengthValues> {
     let origin = source.origin;
-    let (most, claims) = (source.most, source.check_claims()?);
-    let room = most.saturating_mul(VARIABLE_LENGTH_LIMITS.1).max(VARIABLE_LENGTH_LIMITS.0);
+    let (max_page_bytes, claims) = (source.max_page_bytes, source.check_claims()?);
+    let room =
+        max_page_bytes.saturating_mul(VARIABLE_LENGTH_LIMITS.1).max(VARIABLE_LENGTH_LIMITS.0);
     let is_stored = source.chunk_compression() == Some(Compression::UNCOMPRESSED);
     // Views of uncompressed values keep all fetched bytes in memory.
     let stored =
@@ -108,7 +109,7 @@ pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableL
         // Without views, every row may be as large as the dictionary or a whole page.
         _ => {
             let footer = ArrowReaderMetadata::clone(source.footer);
-            let once = most / claims.dictionary.max(claims.longest).max(1);
+            let once = max_page_bytes / claims.dictionary.max(claims.longest).max(1);
             (read_flat(source, footer, once.clamp(1, MAX_ROWS_PER_DECODE), room)?, 0)
         }
     };
@@ -125,16 +126,16 @@ pub(crate) fn read_variable_length(source: LibraryChunk<'_>) -> Result<VariableL
     let values = array.as_binary_view_opt().ok_or(Error::Ended)?;
     let bytes = values.lengths().map(|length| length as usize).fold(0, usize::saturating_add);
     if bytes > room {
-        Err(origin.parquet_error(over_budget_error(room, most)))
+        Err(origin.parquet_error(over_budget_error(room, max_page_bytes)))
     } else {
         Ok(VariableLengthValues::new(values.clone(), file))
     }
 }
 
-/// Returns the error of strings that take more than `room` bytes, for a budget of `most`.
-fn over_budget_error(room: usize, most: usize) -> ParquetError {
+/// Returns the error of strings that take more than `room` bytes, for a budget of `max_page_bytes`.
+fn over_budget_error(room: usize, max_page_bytes: usize) -> ParquetError {
     ParquetError::General(format!(
-        "its rows take more than {room} bytes, the byte budget is {most}"
+        "its rows take more than {room} bytes, the byte budget is {max_page_bytes}"
     ))
 }
 
@@ -164,14 +165,14 @@ impl LibraryChunk<'_> {
         let bytes = bytes.map_err(|source| self.origin.parquet_error(source))?;
         let values = usize::try_from(chunk.num_values()).unwrap_or(usize::MAX);
         let wrong = |source| self.origin.parquet_error(source);
-        let found = check_page_claims(&bytes, values, self.most)
+        let found = check_page_claims(&bytes, values, self.max_page_bytes)
             .map_err(|what| wrong(ParquetError::General(what)))?;
         if found.has_length_lists {
             let column = self.footer.parquet_schema().column(self.leaf);
             let levels = (column.max_def_level(), column.max_rep_level());
             let pages = SerializedPageReader::new(Arc::new(self.fetched.clone()), chunk, 0, None);
             pages
-                .and_then(|mut pages| check_lengths(&mut pages, levels, self.most))
+                .and_then(|mut pages| check_lengths(&mut pages, levels, self.max_page_bytes))
                 .map_err(wrong)?;
         }
         Ok(found)
@@ -185,7 +186,7 @@ fn read_flat(
     once: usize,
     room: usize,
 ) -> Result<RecordBatch> {
-    let LibraryChunk { fetched, leaf, part, most, origin, .. } = source;
+    let LibraryChunk { fetched, leaf, part, max_page_bytes, origin, .. } = source;
     let root = footer.parquet_schema().get_column_root_idx(leaf);
     let count = |rows: u64| usize::try_from(rows).unwrap_or(usize::MAX);
     let rows = count(part.rows.end - part.rows.start);
@@ -210,7 +211,7 @@ fn read_flat(
         let batch = batch.map_err(|error| fail(error.into()))?;
         bytes = bytes.saturating_add(batch.get_array_memory_size());
         if bytes > room {
-            return Err(fail(over_budget_error(room, most)));
+            return Err(fail(over_budget_error(room, max_page_bytes)));
         }
         batches.push(batch);
     }
@@ -307,10 +308,10 @@ mod tests {
     fn a_page_that_is_not_compressed_keeps_all_fetched_bytes_or_is_copied() {
         let dataset = written("memory://library-stored");
         let (selected, part) = (selected(&dataset), part());
-        let recipe = DecodePlan::new(&dataset, &selected, &part, BUDGET).unwrap();
-        let fetched = recipe.fetch_all(&dataset, &part).unwrap();
+        let plan = DecodePlan::new(&dataset, &selected, &part, BUDGET).unwrap();
+        let fetched = plan.fetch_all(&dataset, &part).unwrap();
         assert!(fetched.total_bytes() > 2000 * BYTES);
-        let found = recipe
+        let found = plan
             .decode_variable_length(&dataset, (&selected[0], 0), &part, Some(&fetched))
             .unwrap();
         assert_eq!(found.values.value(3), noise(503));
@@ -340,7 +341,7 @@ mod tests {
                 fetched,
                 leaf,
                 part: &part,
-                most: BUDGET,
+                max_page_bytes: BUDGET,
                 origin: &origin,
                 time: None,
             };

@@ -174,12 +174,12 @@ fn select_column(field: BatchField, options: &ReaderOptions) -> Result<SelectedC
     let unreadable =
         |reason: &str| Error::Unreadable { column: field.name.clone(), reason: reason.to_owned() };
     if field.is_variable_length() && options.cache.is_some() {
-        return Err(unreadable("it has texts, and only numbers are kept in memory"));
+        return Err(unreadable("a text column cannot be cached: the cache holds numbers only"));
     }
     let named = options.fill.get(&field.name);
     if field.is_variable_length() && named.is_some() {
         return Err(unreadable(
-            "it has texts, which a number cannot fill: fill them when the data is prepared",
+            "a text column cannot be filled with a number: fill it when the data is prepared",
         ));
     }
     if let Some(value) = named.filter(|value| !is_representable(field.element, **value)) {

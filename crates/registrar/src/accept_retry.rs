@@ -37,7 +37,7 @@ impl AcceptRetry {
         }
         if self
             .last_logged
-            .is_none_or(|told| now.saturating_duration_since(told) >= ERROR_LOG_INTERVAL)
+            .is_none_or(|logged_at| now.saturating_duration_since(logged_at) >= ERROR_LOG_INTERVAL)
         {
             self.last_logged = Some(now);
             tracing::error!(%error, "{} cannot accept connections; it tries again", self.who);

@@ -41,26 +41,29 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
         .collect();
     // If both rules give this order, they give the same world, so `in_order` may describe it.
     let in_order = world.seats.is_sorted_by_key(|seat| seat.task);
-    let kept = !in_order && !follows_assignment_rule(world);
-    let order =
-        if kept { world.seats.iter().map(|seat| seat.task.0).collect() } else { Vec::new() };
+    let is_reordered = !in_order && !follows_assignment_rule(world);
+    let order = if is_reordered {
+        world.seats.iter().map(|seat| seat.task.0).collect()
+    } else {
+        Vec::new()
+    };
     wire::World { generation: world.generation.0, hosts, in_order, order }.encode_to_vec().into()
 }
 
 /// Returns whether `assign_ranks` would give the same ranks.
 fn follows_assignment_rule(world: &World) -> bool {
-    let places: Vec<TaskPlacement> = world
+    let placements: Vec<TaskPlacement> = world
         .seats
         .iter()
         .map(|seat| TaskPlacement { task: seat.task, host: seat.host.clone() })
         .collect();
-    assign_ranks(world.generation, &places).is_ok_and(|ruled| ruled.seats == world.seats)
+    assign_ranks(world.generation, &placements).is_ok_and(|ruled| ruled.seats == world.seats)
 }
 
 /// Decodes a world, seen from `task`. The error describes the defect.
 pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> {
     let message = wire::World::decode(bytes).map_err(|error| error.to_string())?;
-    let mut places = Vec::new();
+    let mut placements = Vec::new();
     let mut name = String::new();
     for host in message.hosts {
         let shared = name
@@ -76,12 +79,12 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
             let &[left_out, taken] = run else {
                 return Err("a run of tasks has no length".to_owned());
             };
-            if places.len().saturating_add(taken as usize) > MAX_WORLD_TASKS {
+            if placements.len().saturating_add(taken as usize) > MAX_WORLD_TASKS {
                 return Err(format!("more than {MAX_WORLD_TASKS} tasks"));
             }
             let first = next.wrapping_add(left_out);
             next = first.wrapping_add(taken);
-            places.extend((0..taken).map(|index| TaskPlacement {
+            placements.extend((0..taken).map(|index| TaskPlacement {
                 task: TaskId(first.wrapping_add(index)),
                 host: hash.clone(),
             }));
@@ -91,32 +94,38 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
         (true, true) => assign_in_task_order,
         (true, false) => assign_ranks,
         (false, _) => {
-            places = sort_by_order(places, &message.order)?;
+            placements = sort_by_order(placements, &message.order)?;
             assign_ranks_as_listed
         }
     };
-    let world = rule(Generation(message.generation), &places).map_err(|error| error.to_string())?;
+    let world =
+        rule(Generation(message.generation), &placements).map_err(|error| error.to_string())?;
     let rank = (0u32..)
         .zip(&world.seats)
         .find(|(_, seat)| seat.task == task)
         .map(|(rank, _)| Rank(rank))
-        .ok_or_else(|| format!("task {task} has no place in it"))?;
+        .ok_or_else(|| format!("task {task} has no placement"))?;
     world.seen_from(rank).map_err(|error| error.to_string())
 }
 
 /// Sorts the placements into the order of their tasks in `order`.
-fn sort_by_order(places: Vec<TaskPlacement>, order: &[u32]) -> Result<Vec<TaskPlacement>, String> {
-    if places.len() != order.len() {
-        return Err(format!("{} tasks have places, and {} ranks", places.len(), order.len()));
+fn sort_by_order(
+    placements: Vec<TaskPlacement>,
+    order: &[u32],
+) -> Result<Vec<TaskPlacement>, String> {
+    if placements.len() != order.len() {
+        return Err(format!(
+            "{} tasks have placements, and {} ranks are listed",
+            placements.len(),
+            order.len()
+        ));
     }
     let mut by_task: BTreeMap<TaskId, TaskPlacement> =
-        places.into_iter().map(|place| (place.task, place)).collect();
+        placements.into_iter().map(|placement| (placement.task, placement)).collect();
     order
         .iter()
         .map(|task| {
-            by_task
-                .remove(&TaskId(*task))
-                .ok_or_else(|| format!("task {task} has no place of its own"))
+            by_task.remove(&TaskId(*task)).ok_or_else(|| format!("task {task} is listed twice"))
         })
         .collect()
 }
@@ -187,13 +196,13 @@ impl From<wire::Verdict> for GenerationVerdict {
 
 impl From<ExitReport> for wire::ExitRequest {
     fn from(exit: ExitReport) -> Self {
-        let how = match exit.how {
+        let kind = match exit.kind {
             ExitKind::Code(code) => wire::exit_request::How::Code(code),
             ExitKind::Signal(signal) => wire::exit_request::How::Signal(signal),
             ExitKind::NotStarted(reason) => wire::exit_request::How::NotStarted(reason),
         };
         Self {
-            how: Some(how),
+            how: Some(kind),
             peer_error: exit.peer_error,
             stopped: exit.stopped,
             stderr_tail: exit.stderr_tail,
@@ -206,13 +215,13 @@ impl TryFrom<wire::ExitRequest> for ExitReport {
     type Error = &'static str;
 
     fn try_from(request: wire::ExitRequest) -> Result<Self, &'static str> {
-        let how = match request.how.ok_or("it does not say how the worker ended")? {
+        let kind = match request.how.ok_or("it does not say how the worker ended")? {
             wire::exit_request::How::Code(code) => ExitKind::Code(code),
             wire::exit_request::How::Signal(signal) => ExitKind::Signal(signal),
             wire::exit_request::How::NotStarted(reason) => ExitKind::NotStarted(reason),
         };
         Ok(Self {
-            how,
+            kind,
             peer_error: request.peer_error,
             stopped: request.stopped,
             stderr_tail: request.stderr_tail,
@@ -257,10 +266,10 @@ mod tests {
         let hash = |host: u32| {
             HostFacts { hostname: format!("host-{host:05}"), ..HostFacts::default() }.host_hash()
         };
-        let places: Vec<TaskPlacement> = (0..8_000)
+        let placements: Vec<TaskPlacement> = (0..8_000)
             .map(|task| TaskPlacement { task: TaskId(task), host: hash(task / 8) })
             .collect();
-        let encoded = encode_world(&assign_ranks(Generation(1), &places).unwrap());
+        let encoded = encode_world(&assign_ranks(Generation(1), &placements).unwrap());
         // 22 bytes for each of a thousand hosts.
         assert!(encoded.len() < 22 * 1_000, "{}", encoded.len());
     }
@@ -277,8 +286,8 @@ mod tests {
             "è-b",
             "è-bc",
         ] {
-            let places = [TaskPlacement { task: TaskId(0), host: HostHash(hash.to_owned()) }];
-            let world = assign_ranks(Generation(1), &places).unwrap();
+            let placements = [TaskPlacement { task: TaskId(0), host: HostHash(hash.to_owned()) }];
+            let world = assign_ranks(Generation(1), &placements).unwrap();
             assert_eq!(decode_world(encode_world(&world), TaskId(0)).unwrap(), world, "{hash}");
         }
     }
@@ -286,10 +295,10 @@ mod tests {
     /// Assigns ranks in an order that no rule gives.
     fn backwards(
         generation: Generation,
-        places: &[TaskPlacement],
+        placements: &[TaskPlacement],
     ) -> Result<World, farandole_world::Error> {
-        let places: Vec<TaskPlacement> = places.iter().rev().cloned().collect();
-        assign_ranks_as_listed(generation, &places)
+        let placements: Vec<TaskPlacement> = placements.iter().rev().cloned().collect();
+        assign_ranks_as_listed(generation, &placements)
     }
 
     proptest! {
@@ -297,12 +306,12 @@ mod tests {
         fn a_world_survives_the_wire_as_each_task_sees_it(
             hosts in prop::collection::vec("[ab]{0,2}(-[0-9a-f]{16})?", 1..20), generation: u64, gap in 1u32..3
         ) {
-            let places: Vec<TaskPlacement> = (0u32..)
+            let placements: Vec<TaskPlacement> = (0u32..)
                 .zip(&hosts)
                 .map(|(task, host)| TaskPlacement { task: TaskId(task * gap), host: HostHash(host.clone()) })
                 .collect();
             for rule in [assign_ranks, assign_in_task_order, assign_ranks_as_listed, backwards] {
-                let world = rule(Generation(generation), &places).unwrap();
+                let world = rule(Generation(generation), &placements).unwrap();
                 for (rank, seat) in (0u32..).zip(&world.seats) {
                     let seen = decode_world(encode_world(&world), seat.task).unwrap();
                     prop_assert_eq!(seen, world.seen_from(Rank(rank)).unwrap());

@@ -34,15 +34,15 @@ pub(crate) struct FormationRequest {
     pub(crate) holder: String,
     /// The ranks of the world, with the asking rank.
     pub(crate) members: Members,
-    pub(crate) card: Bytes,
+    pub(crate) encoded_addresses: Bytes,
 }
 
 /// A world whose ranks have all asked.
 #[derive(Debug, PartialEq)]
 pub(crate) struct FormedWorld {
     members: Members,
-    /// A `Cards` message.
-    pub(crate) cards: Bytes,
+    /// An encoded `WorldAddresses` message.
+    pub(crate) encoded_addresses: Bytes,
 }
 
 /// A formed world, as the journal records it.
@@ -50,8 +50,8 @@ pub(crate) struct FormedWorld {
 pub(crate) struct FormedWorldRecord {
     generation: Generation,
     members: Vec<FormedWorldMember>,
-    #[serde(with = "text")]
-    cards: Bytes,
+    #[serde(rename = "cards", with = "text")]
+    encoded_addresses: Bytes,
 }
 
 /// A rank of a formed world, the attempt with which it asked, and the asking process.
@@ -103,13 +103,13 @@ struct RankRequests {
 }
 
 struct PendingFormation {
-    cards: BTreeMap<u32, Bytes>,
+    addresses_by_rank: BTreeMap<u32, Bytes>,
     outcome: watch::Sender<Option<Outcome>>,
 }
 
 impl Default for PendingFormation {
     fn default() -> Self {
-        Self { cards: BTreeMap::new(), outcome: watch::Sender::new(None) }
+        Self { addresses_by_rank: BTreeMap::new(), outcome: watch::Sender::new(None) }
     }
 }
 
@@ -147,168 +147,173 @@ impl FormationTable {
 
     /// Restores a world that formed before the registrar restarted. Ranks that did not get it ask
     /// again.
-    pub(crate) fn restore_formed_world(&mut self, formed: FormedWorldRecord) {
-        if !self.enter_generation(formed.generation) {
+    pub(crate) fn restore_formed_world(&mut self, record: FormedWorldRecord) {
+        if !self.enter_generation(record.generation) {
             return;
         }
-        let members: Members = formed.members.iter().map(|member| member.rank).collect();
-        let met =
-            Arc::new(FormedWorld { members: Arc::clone(&members), cards: formed.cards.clone() });
-        for FormedWorldMember { rank, attempt, holder } in &formed.members {
-            let asker = self.ranks.entry(*rank).or_default();
-            asker.holder = Some(holder.clone());
-            asker.worlds.push(Arc::clone(&members));
-            asker.last_formed = Some((*attempt, Arc::clone(&met)));
+        let members: Members = record.members.iter().map(|member| member.rank).collect();
+        let formed = Arc::new(FormedWorld {
+            members: Arc::clone(&members),
+            encoded_addresses: record.encoded_addresses.clone(),
+        });
+        for FormedWorldMember { rank, attempt, holder } in &record.members {
+            let requests = self.ranks.entry(*rank).or_default();
+            requests.holder = Some(holder.clone());
+            requests.worlds.push(Arc::clone(&members));
+            requests.last_formed = Some((*attempt, Arc::clone(&formed)));
         }
-        self.formed.push(formed);
+        self.formed.push(record);
     }
 
     /// Records a request, and returns the outcome or a receiver for it.
     ///
     /// # Errors
-    /// `GenerationOver`, and `Value` for an oversized card.
+    /// `GenerationOver`, and `Value` for an oversized encoding of addresses.
     pub(crate) fn submit_request(
         &mut self,
         generation: Generation,
-        ask: FormationRequest,
+        request: FormationRequest,
     ) -> Result<FormationAnswer, KeyValueRefusal> {
         if !self.enter_generation(generation) {
             return Err(KeyValueRefusal::GenerationOver);
         }
-        if ask.card.len() > MAX_VALUE_BYTES {
-            return Err(KeyValueRefusal::Value { length: ask.card.len() });
+        if request.encoded_addresses.len() > MAX_VALUE_BYTES {
+            return Err(KeyValueRefusal::Value { length: request.encoded_addresses.len() });
         }
-        let own = self.ranks.entry(ask.rank).or_default();
-        let holder = own.holder.get_or_insert_with(|| ask.holder.clone());
-        if *holder != ask.holder {
+        let own = self.ranks.entry(request.rank).or_default();
+        let holder = own.holder.get_or_insert_with(|| request.holder.clone());
+        if *holder != request.holder {
             return Ok(FormationAnswer::Known(Err(FormationRefusal::RankTaken(holder.clone()))));
         }
-        if let Some((attempt, met)) = &own.last_formed
-            && *attempt == ask.attempt
+        if let Some((attempt, formed)) = &own.last_formed
+            && *attempt == request.attempt
         {
-            return Ok(FormationAnswer::Known(Ok(Arc::clone(met))));
+            return Ok(FormationAnswer::Known(Ok(Arc::clone(formed))));
         }
         if let Some((_, earlier)) =
-            own.latest_request.replace((ask.attempt, Arc::clone(&ask.members)))
-            && let Some(group) = self.waiting.get_mut(&earlier)
+            own.latest_request.replace((request.attempt, Arc::clone(&request.members)))
+            && let Some(pending) = self.waiting.get_mut(&earlier)
         {
-            group.cards.remove(&ask.rank);
+            pending.addresses_by_rank.remove(&request.rank);
         }
         let first = own.worlds.len();
-        self.refuse_conflicting_ranks(&ask, first);
-        if let Some(apart) = self.find_refusal(&ask, first) {
-            self.refuse_pending_world(&ask.members, &apart);
-            self.clear_ended_request(ask.rank, &apart);
-            return Ok(FormationAnswer::Known(Err(apart)));
+        self.refuse_conflicting_ranks(&request, first);
+        if let Some(refusal) = self.find_refusal(&request, first) {
+            self.refuse_pending_world(&request.members, &refusal);
+            self.clear_ended_request(request.rank, &refusal);
+            return Ok(FormationAnswer::Known(Err(refusal)));
         }
-        let group = self.waiting.entry(Arc::clone(&ask.members)).or_default();
-        group.cards.insert(ask.rank, ask.card);
-        if group.cards.len() < ask.members.len() {
-            return Ok(FormationAnswer::Wait(group.outcome.subscribe()));
+        let pending = self.waiting.entry(Arc::clone(&request.members)).or_default();
+        pending.addresses_by_rank.insert(request.rank, request.encoded_addresses);
+        if pending.addresses_by_rank.len() < request.members.len() {
+            return Ok(FormationAnswer::Wait(pending.outcome.subscribe()));
         }
-        Ok(FormationAnswer::Known(Ok(self.form_world(&ask.members))))
+        Ok(FormationAnswer::Known(Ok(self.form_world(&request.members))))
     }
 
     /// Forms the world of `members`, who have all asked.
     fn form_world(&mut self, members: &Members) -> Arc<FormedWorld> {
-        let group = self.waiting.remove(members).unwrap_or_default();
-        let cards = wire::Cards { cards: group.cards.into_values().collect() };
-        let met = Arc::new(FormedWorld {
+        let pending = self.waiting.remove(members).unwrap_or_default();
+        let world_addresses =
+            wire::WorldAddresses { by_rank: pending.addresses_by_rank.into_values().collect() };
+        let formed = Arc::new(FormedWorld {
             members: Arc::clone(members),
-            cards: cards.encode_to_vec().into(),
+            encoded_addresses: world_addresses.encode_to_vec().into(),
         });
         let mut named = Vec::new();
         for rank in members.iter() {
-            let asker = self.ranks.entry(*rank).or_default();
-            asker.worlds.push(Arc::clone(members));
-            if let Some((attempt, _)) = asker.latest_request.take() {
-                asker.last_formed = Some((attempt, Arc::clone(&met)));
+            let requests = self.ranks.entry(*rank).or_default();
+            requests.worlds.push(Arc::clone(members));
+            if let Some((attempt, _)) = requests.latest_request.take() {
+                requests.last_formed = Some((attempt, Arc::clone(&formed)));
                 named.push(FormedWorldMember {
                     rank: *rank,
                     attempt,
-                    holder: asker.holder.clone().unwrap_or_default(),
+                    holder: requests.holder.clone().unwrap_or_default(),
                 });
             }
         }
         if let Some(note) = &self.note {
-            let formed = FormedWorldRecord {
+            let record = FormedWorldRecord {
                 generation: self.generation,
                 members: named,
-                cards: met.cards.clone(),
+                encoded_addresses: formed.encoded_addresses.clone(),
             };
-            note(&formed);
-            self.formed.push(formed);
+            note(&record);
+            self.formed.push(record);
         }
-        group.outcome.send_replace(Some(Ok(Arc::clone(&met))));
-        met
+        pending.outcome.send_replace(Some(Ok(Arc::clone(&formed))));
+        formed
     }
 
     /// Returns the reason why this cannot be world number `first` of the asking rank, if there is
     /// one.
-    fn find_refusal(&self, ask: &FormationRequest, first: usize) -> Option<FormationRefusal> {
-        ask.members.iter().filter(|rank| **rank != ask.rank).find_map(|rank| {
+    fn find_refusal(&self, request: &FormationRequest, first: usize) -> Option<FormationRefusal> {
+        request.members.iter().filter(|rank| **rank != request.rank).find_map(|rank| {
             let other = self.ranks.get(rank)?;
             if let Some(host) = &other.ended {
                 return Some(FormationRefusal::WorkerEnded { rank: *rank, host: host.clone() });
             }
-            let asks = other.latest_request.as_ref().map(|(_, members)| members);
-            if asks == Some(&ask.members) {
+            let requested = other.latest_request.as_ref().map(|(_, members)| members);
+            if requested == Some(&request.members) {
                 return None;
             }
-            let elsewhere = |members: &Members| FormationRefusal::MembersDiffer {
+            let members_differ = |members: &Members| FormationRefusal::MembersDiffer {
                 rank: *rank,
                 members: Arc::clone(members),
             };
             if let Some(members) = other.worlds.get(first) {
-                return (*members != ask.members).then(|| elsewhere(members));
+                return (*members != request.members).then(|| members_differ(members));
             }
             let same_turn =
-                |members: &Members| other.worlds.len() == first || members.contains(&ask.rank);
-            asks.filter(|members| same_turn(members)).map(elsewhere)
+                |members: &Members| other.worlds.len() == first || members.contains(&request.rank);
+            requested.filter(|members| same_turn(members)).map(members_differ)
         })
     }
 
     /// Refuses the pending worlds in which ranks wait for the asking rank, if it asks for another
     /// one.
-    fn refuse_conflicting_ranks(&mut self, ask: &FormationRequest, first: usize) {
-        let apart =
-            FormationRefusal::MembersDiffer { rank: ask.rank, members: Arc::clone(&ask.members) };
-        let waits = |members: &Members, group: &PendingFormation| {
-            *members != ask.members
-                && members.contains(&ask.rank)
-                && group.cards.keys().any(|rank| {
-                    ask.members.contains(rank)
+    fn refuse_conflicting_ranks(&mut self, request: &FormationRequest, first: usize) {
+        let refusal = FormationRefusal::MembersDiffer {
+            rank: request.rank,
+            members: Arc::clone(&request.members),
+        };
+        let waits = |members: &Members, pending: &PendingFormation| {
+            *members != request.members
+                && members.contains(&request.rank)
+                && pending.addresses_by_rank.keys().any(|rank| {
+                    request.members.contains(rank)
                         || self.ranks.get(rank).is_some_and(|waiter| waiter.worlds.len() == first)
                 })
         };
         let others: Vec<Members> = self
             .waiting
             .iter()
-            .filter(|(members, group)| waits(members, group))
+            .filter(|(members, pending)| waits(members, pending))
             .map(|(members, _)| Arc::clone(members))
             .collect();
         for members in others {
-            self.refuse_pending_world(&members, &apart);
+            self.refuse_pending_world(&members, &refusal);
         }
     }
 
     /// Refuses a pending world, and sends the reason to the ranks that wait for it.
-    fn refuse_pending_world(&mut self, members: &Members, apart: &FormationRefusal) {
-        if let Some(group) = self.waiting.remove(members) {
-            for rank in group.cards.keys() {
-                self.clear_ended_request(*rank, apart);
+    fn refuse_pending_world(&mut self, members: &Members, refusal: &FormationRefusal) {
+        if let Some(pending) = self.waiting.remove(members) {
+            for rank in pending.addresses_by_rank.keys() {
+                self.clear_ended_request(*rank, refusal);
             }
-            group.outcome.send_replace(Some(Err(apart.clone())));
+            pending.outcome.send_replace(Some(Err(refusal.clone())));
         }
     }
 
     /// Clears the rank's latest request if it was refused because a member's worker has ended. That
     /// request must not conflict with later requests for other worlds.
-    fn clear_ended_request(&mut self, rank: u32, apart: &FormationRefusal) {
-        if let (FormationRefusal::WorkerEnded { .. }, Some(asker)) =
-            (apart, self.ranks.get_mut(&rank))
+    fn clear_ended_request(&mut self, rank: u32, refusal: &FormationRefusal) {
+        if let (FormationRefusal::WorkerEnded { .. }, Some(requests)) =
+            (refusal, self.ranks.get_mut(&rank))
         {
-            asker.latest_request = None;
+            requests.latest_request = None;
         }
     }
 
@@ -317,14 +322,14 @@ impl FormationTable {
         if self.generation != generation {
             return;
         }
-        let Some(asker) = self.ranks.get_mut(&rank) else { return };
-        if asker.latest_request.as_ref().is_none_or(|(present, _)| *present != attempt) {
+        let Some(requests) = self.ranks.get_mut(&rank) else { return };
+        if requests.latest_request.as_ref().is_none_or(|(present, _)| *present != attempt) {
             return;
         }
-        let Some((_, members)) = asker.latest_request.take() else { return };
-        if let Some(group) = self.waiting.get_mut(&members) {
-            group.cards.remove(&rank);
-            if group.cards.is_empty() {
+        let Some((_, members)) = requests.latest_request.take() else { return };
+        if let Some(pending) = self.waiting.get_mut(&members) {
+            pending.addresses_by_rank.remove(&rank);
+            if pending.addresses_by_rank.is_empty() {
                 self.waiting.remove(&members);
             }
         }
@@ -348,8 +353,10 @@ impl FormationTable {
 
     /// Returns the members of a world that have not asked, ascending.
     pub(crate) fn missing_ranks(&self, generation: Generation, members: &Members) -> Vec<u32> {
-        let group = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
-        let here = |rank: &u32| group.is_some_and(|group| group.cards.contains_key(rank));
+        let pending = (self.generation == generation).then(|| self.waiting.get(members)).flatten();
+        let here = |rank: &u32| {
+            pending.is_some_and(|pending| pending.addresses_by_rank.contains_key(rank))
+        };
         members.iter().copied().filter(|rank| !here(rank)).collect()
     }
 }
@@ -360,20 +367,21 @@ mod tests {
 
     const ONE: Generation = Generation(1);
 
-    fn ask(rank: u32, attempt: u64, members: &[u32]) -> FormationRequest {
-        let card = Bytes::from(format!("{rank}.{attempt}"));
+    fn request(rank: u32, attempt: u64, members: &[u32]) -> FormationRequest {
+        let encoded_addresses = Bytes::from(format!("{rank}.{attempt}"));
         FormationRequest {
             rank,
             attempt,
             holder: format!("process {rank}"),
             members: members.into(),
-            card,
+            encoded_addresses,
         }
     }
 
-    fn cards(outcome: &Outcome) -> Vec<String> {
-        let cards = wire::Cards::decode(outcome.as_ref().unwrap().cards.clone()).unwrap().cards;
-        cards.into_iter().map(|card| String::from_utf8(card.into()).unwrap()).collect()
+    fn encoded_addresses(outcome: &Outcome) -> Vec<String> {
+        let encoded = outcome.as_ref().unwrap().encoded_addresses.clone();
+        let by_rank = wire::WorldAddresses::decode(encoded).unwrap().by_rank;
+        by_rank.into_iter().map(|bytes| String::from_utf8(bytes.into()).unwrap()).collect()
     }
 
     fn waits(answer: FormationAnswer) -> watch::Receiver<Option<Outcome>> {
@@ -390,73 +398,77 @@ mod tests {
         }
     }
 
-    fn told(outcome: &watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
+    fn current_outcome(outcome: &watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
         outcome.borrow().clone()
     }
 
-    fn elsewhere(rank: u32, members: &[u32]) -> FormationRefusal {
+    fn members_differ(rank: u32, members: &[u32]) -> FormationRefusal {
         FormationRefusal::MembersDiffer { rank, members: members.into() }
     }
 
     #[test]
-    fn the_last_rank_and_the_waiting_ones_get_all_cards_in_order() {
-        let mut meetings = FormationTable::default();
-        let second = waits(meetings.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap());
-        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [0]);
-        let met = known(meetings.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
-        assert_eq!(cards(&met), ["0.3", "1.7"]);
-        assert_eq!(told(&second), Some(met.clone()));
+    fn the_last_rank_and_the_waiting_ones_get_all_addresses_in_order() {
+        let mut table = FormationTable::default();
+        let second = waits(table.submit_request(ONE, request(1, 7, &[0, 1])).unwrap());
+        assert_eq!(table.missing_ranks(ONE, &[0, 1].into()), [0]);
+        let formed = known(table.submit_request(ONE, request(0, 3, &[0, 1])).unwrap());
+        assert_eq!(encoded_addresses(&formed), ["0.3", "1.7"]);
+        assert_eq!(current_outcome(&second), Some(formed.clone()));
         // A repeated call has the same answer; a new attempt waits for a new world.
-        assert_eq!(known(meetings.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()), met);
-        drop(waits(meetings.submit_request(ONE, ask(1, 8, &[0, 1])).unwrap()));
+        assert_eq!(known(table.submit_request(ONE, request(1, 7, &[0, 1])).unwrap()), formed);
+        drop(waits(table.submit_request(ONE, request(1, 8, &[0, 1])).unwrap()));
     }
 
     #[test]
     fn ranks_meet_again_after_an_attempt_that_failed_on_some_of_them() {
-        let mut meetings = FormationTable::default();
-        let first = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
+        let mut table = FormationTable::default();
+        let first = waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap());
         // Rank 0 asks and gives up twice before rank 1 asks.
-        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1])).unwrap()));
+        drop(waits(table.submit_request(ONE, request(0, 2, &[0, 1])).unwrap()));
         drop(first);
-        meetings.withdraw_request(ONE, 0, 2);
-        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()));
-        let met = known(meetings.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
-        assert_eq!(cards(&met), ["0.3", "1.1"]);
+        table.withdraw_request(ONE, 0, 2);
+        drop(waits(table.submit_request(ONE, request(1, 1, &[0, 1])).unwrap()));
+        let formed = known(table.submit_request(ONE, request(0, 3, &[0, 1])).unwrap());
+        assert_eq!(encoded_addresses(&formed), ["0.3", "1.1"]);
         // A world formed, but rank 0 could not use it and asks again; so does rank 1.
-        drop(waits(meetings.submit_request(ONE, ask(0, 4, &[0, 1])).unwrap()));
+        drop(waits(table.submit_request(ONE, request(0, 4, &[0, 1])).unwrap()));
         assert_eq!(
-            cards(&known(meetings.submit_request(ONE, ask(1, 2, &[0, 1])).unwrap())),
+            encoded_addresses(&known(table.submit_request(ONE, request(1, 2, &[0, 1])).unwrap())),
             ["0.4", "1.2"]
         );
     }
 
     #[test]
     fn a_rank_that_gives_up_is_awaited_again() {
-        let mut meetings = FormationTable::default();
-        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
-        meetings.withdraw_request(ONE, 0, 9);
-        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [1]);
-        meetings.withdraw_request(ONE, 0, 1);
-        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()));
-        assert_eq!(meetings.missing_ranks(ONE, &[0, 1].into()), [0]);
+        let mut table = FormationTable::default();
+        drop(waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap()));
+        table.withdraw_request(ONE, 0, 9);
+        assert_eq!(table.missing_ranks(ONE, &[0, 1].into()), [1]);
+        table.withdraw_request(ONE, 0, 1);
+        drop(waits(table.submit_request(ONE, request(1, 1, &[0, 1])).unwrap()));
+        assert_eq!(table.missing_ranks(ONE, &[0, 1].into()), [0]);
     }
 
     #[test]
     fn ranks_that_ask_for_different_worlds_get_an_error_in_any_order() {
         for order in [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1], [1, 2, 0], [2, 0, 1]] {
-            let mut meetings = FormationTable::default();
+            let mut table = FormationTable::default();
             let mut outcomes = HashMap::new();
             for rank in order {
                 let members: &[u32] = if rank == 0 { &[0, 1] } else { &[0, 1, 2] };
-                outcomes.insert(rank, meetings.submit_request(ONE, ask(rank, 1, members)).unwrap());
+                outcomes
+                    .insert(rank, table.submit_request(ONE, request(rank, 1, members)).unwrap());
             }
             for (rank, answer) in outcomes {
                 let outcome = match answer {
                     FormationAnswer::Known(outcome) => outcome,
-                    FormationAnswer::Wait(outcome) => told(&outcome).unwrap(),
+                    FormationAnswer::Wait(outcome) => current_outcome(&outcome).unwrap(),
                 };
-                let expected =
-                    if rank == 0 { elsewhere(1, &[0, 1, 2]) } else { elsewhere(0, &[0, 1]) };
+                let expected = if rank == 0 {
+                    members_differ(1, &[0, 1, 2])
+                } else {
+                    members_differ(0, &[0, 1])
+                };
                 assert_eq!(outcome, Err(expected), "rank {rank} in {order:?}");
             }
         }
@@ -464,94 +476,94 @@ mod tests {
 
     #[test]
     fn parts_form_side_by_side_and_all_ranks_after_them() {
-        let mut meetings = FormationTable::default();
-        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 2])).unwrap()));
-        drop(waits(meetings.submit_request(ONE, ask(1, 1, &[1, 3])).unwrap()));
-        known(meetings.submit_request(ONE, ask(2, 1, &[0, 2])).unwrap()).unwrap();
+        let mut table = FormationTable::default();
+        drop(waits(table.submit_request(ONE, request(0, 1, &[0, 2])).unwrap()));
+        drop(waits(table.submit_request(ONE, request(1, 1, &[1, 3])).unwrap()));
+        known(table.submit_request(ONE, request(2, 1, &[0, 2])).unwrap()).unwrap();
         // Ranks 0 and 2 ask for the next world while 3 has not come to its first.
-        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1, 2, 3])).unwrap()));
-        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 1, 2, 3])).unwrap()));
-        known(meetings.submit_request(ONE, ask(3, 1, &[1, 3])).unwrap()).unwrap();
-        drop(waits(meetings.submit_request(ONE, ask(1, 2, &[0, 1, 2, 3])).unwrap()));
-        known(meetings.submit_request(ONE, ask(3, 2, &[0, 1, 2, 3])).unwrap()).unwrap();
+        drop(waits(table.submit_request(ONE, request(0, 2, &[0, 1, 2, 3])).unwrap()));
+        drop(waits(table.submit_request(ONE, request(2, 2, &[0, 1, 2, 3])).unwrap()));
+        known(table.submit_request(ONE, request(3, 1, &[1, 3])).unwrap()).unwrap();
+        drop(waits(table.submit_request(ONE, request(1, 2, &[0, 1, 2, 3])).unwrap()));
+        known(table.submit_request(ONE, request(3, 2, &[0, 1, 2, 3])).unwrap()).unwrap();
     }
 
     #[test]
     fn a_rank_that_waits_for_one_which_has_formed_another_world_hears_of_it() {
-        let mut meetings = FormationTable::default();
-        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
-        known(meetings.submit_request(ONE, ask(1, 1, &[0, 1])).unwrap()).unwrap();
-        let apart = known(meetings.submit_request(ONE, ask(2, 1, &[0, 1, 2])).unwrap());
-        assert_eq!(apart, Err(elsewhere(0, &[0, 1])));
+        let mut table = FormationTable::default();
+        drop(waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap()));
+        known(table.submit_request(ONE, request(1, 1, &[0, 1])).unwrap()).unwrap();
+        let refusal = known(table.submit_request(ONE, request(2, 1, &[0, 1, 2])).unwrap());
+        assert_eq!(refusal, Err(members_differ(0, &[0, 1])));
     }
 
     #[test]
     fn a_withdrawn_request_conflicts_with_no_other() {
-        let mut meetings = FormationTable::default();
-        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
-        let apart = known(meetings.submit_request(ONE, ask(2, 1, &[0, 1, 2])).unwrap());
-        assert_eq!(apart, Err(elsewhere(0, &[0, 1])));
-        drop(waits(meetings.submit_request(ONE, ask(0, 2, &[0, 1, 2])).unwrap()));
-        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 1, 2])).unwrap()));
+        let mut table = FormationTable::default();
+        drop(waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap()));
+        let refusal = known(table.submit_request(ONE, request(2, 1, &[0, 1, 2])).unwrap());
+        assert_eq!(refusal, Err(members_differ(0, &[0, 1])));
+        drop(waits(table.submit_request(ONE, request(0, 2, &[0, 1, 2])).unwrap()));
+        drop(waits(table.submit_request(ONE, request(2, 2, &[0, 1, 2])).unwrap()));
     }
 
     #[test]
     fn no_rank_waits_for_a_rank_that_has_ended() {
-        let mut meetings = FormationTable::default();
-        let outcome = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
-        meetings.record_worker_end(ONE, 1, "box".to_owned());
-        let apart = FormationRefusal::WorkerEnded { rank: 1, host: "box".to_owned() };
-        assert_eq!(told(&outcome), Some(Err(apart.clone())));
-        assert_eq!(known(meetings.submit_request(ONE, ask(2, 1, &[1, 2])).unwrap()), Err(apart));
-        drop(waits(meetings.submit_request(ONE, ask(2, 2, &[0, 2])).unwrap()));
+        let mut table = FormationTable::default();
+        let outcome = waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap());
+        table.record_worker_end(ONE, 1, "box".to_owned());
+        let refusal = FormationRefusal::WorkerEnded { rank: 1, host: "box".to_owned() };
+        assert_eq!(current_outcome(&outcome), Some(Err(refusal.clone())));
+        assert_eq!(known(table.submit_request(ONE, request(2, 1, &[1, 2])).unwrap()), Err(refusal));
+        drop(waits(table.submit_request(ONE, request(2, 2, &[0, 2])).unwrap()));
     }
 
     #[test]
     fn one_process_has_a_rank_until_the_generation_is_over() {
-        let mut meetings = FormationTable::default();
-        drop(waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap()));
-        let child = FormationRequest { holder: "child".to_owned(), ..ask(0, 2, &[0, 1]) };
-        let taken = known(meetings.submit_request(ONE, child.clone()).unwrap());
+        let mut table = FormationTable::default();
+        drop(waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap()));
+        let child = FormationRequest { holder: "child".to_owned(), ..request(0, 2, &[0, 1]) };
+        let taken = known(table.submit_request(ONE, child.clone()).unwrap());
         assert_eq!(taken, Err(FormationRefusal::RankTaken("process 0".to_owned())));
-        drop(waits(meetings.submit_request(Generation(2), child).unwrap()));
+        drop(waits(table.submit_request(Generation(2), child).unwrap()));
     }
 
     #[test]
     fn a_world_that_formed_before_an_outage_is_the_answer_after_it() {
         let mut before = FormationTable::default();
         before.on_world_formed(|_| {});
-        drop(waits(before.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()));
-        let met = known(before.submit_request(ONE, ask(0, 3, &[0, 1])).unwrap());
+        drop(waits(before.submit_request(ONE, request(1, 7, &[0, 1])).unwrap()));
+        let formed = known(before.submit_request(ONE, request(0, 3, &[0, 1])).unwrap());
         let text = serde_json::to_string(before.formed_worlds()).unwrap();
         let mut after = FormationTable::default();
-        for formed in serde_json::from_str::<Vec<FormedWorldRecord>>(&text).unwrap() {
-            after.restore_formed_world(formed);
+        for record in serde_json::from_str::<Vec<FormedWorldRecord>>(&text).unwrap() {
+            after.restore_formed_world(record);
         }
         assert_eq!(
-            known(after.submit_request(ONE, ask(1, 7, &[0, 1])).unwrap()),
-            met,
+            known(after.submit_request(ONE, request(1, 7, &[0, 1])).unwrap()),
+            formed,
             "rank 1 had not heard of it"
         );
-        let stranger = FormationRequest { holder: "child".to_owned(), ..ask(0, 9, &[0, 1]) };
+        let stranger = FormationRequest { holder: "child".to_owned(), ..request(0, 9, &[0, 1]) };
         assert_eq!(
             known(after.submit_request(ONE, stranger).unwrap()),
             Err(FormationRefusal::RankTaken("process 0".to_owned()))
         );
-        drop(waits(after.submit_request(ONE, ask(0, 4, &[0, 1])).unwrap()));
+        drop(waits(after.submit_request(ONE, request(0, 4, &[0, 1])).unwrap()));
         assert_eq!(
-            cards(&known(after.submit_request(ONE, ask(1, 8, &[0, 1])).unwrap())),
+            encoded_addresses(&known(after.submit_request(ONE, request(1, 8, &[0, 1])).unwrap())),
             ["0.4", "1.8"]
         );
     }
 
     #[test]
     fn a_new_generation_ends_the_waits_of_the_old() {
-        let mut meetings = FormationTable::default();
-        let outcome = waits(meetings.submit_request(ONE, ask(0, 1, &[0, 1])).unwrap());
-        drop(waits(meetings.submit_request(Generation(2), ask(1, 1, &[0, 1])).unwrap()));
+        let mut table = FormationTable::default();
+        let outcome = waits(table.submit_request(ONE, request(0, 1, &[0, 1])).unwrap());
+        drop(waits(table.submit_request(Generation(2), request(1, 1, &[0, 1])).unwrap()));
         assert!(outcome.has_changed().is_err(), "its sender lives");
         assert!(matches!(
-            meetings.submit_request(ONE, ask(0, 1, &[0, 1])),
+            table.submit_request(ONE, request(0, 1, &[0, 1])),
             Err(KeyValueRefusal::GenerationOver)
         ));
     }

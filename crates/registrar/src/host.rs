@@ -59,8 +59,8 @@ pub struct BindAddresses {
 ///
 /// # Errors
 /// Like [`resolve_bind_addresses`].
-pub fn resolve_bind_address(wish: &str) -> Result<Option<IpAddr>> {
-    Ok(resolve_bind_addresses(wish)?.addresses.first().map(|(_, address)| *address))
+pub fn resolve_bind_address(bind_list: &str) -> Result<Option<IpAddr>> {
+    Ok(resolve_bind_addresses(bind_list)?.addresses.first().map(|(_, address)| *address))
 }
 
 /// Returns the addresses of this host that match a bind list: entries between commas, each an
@@ -70,8 +70,8 @@ pub fn resolve_bind_address(wish: &str) -> Result<Option<IpAddr>> {
 /// # Errors
 /// `Options` if an entry is neither an address nor a network, or if this host has none of the
 /// addresses.
-pub fn resolve_bind_addresses(wish: &str) -> Result<BindAddresses> {
-    match_bind_entries(wish, &local_addresses())
+pub fn resolve_bind_addresses(bind_list: &str) -> Result<BindAddresses> {
+    match_bind_entries(bind_list, &local_addresses())
 }
 
 /// The networks of some interfaces.
@@ -87,9 +87,10 @@ impl InterfaceNetworks {
     /// Returns a sentence about the interfaces without a network, if there are any.
     pub fn missing_network_warning(&self) -> Option<String> {
         let names = self.missing.join(", ");
-        let wish = &self.bind_list;
-        (!names.is_empty())
-            .then(|| format!("no network on this host, so it is not used: {names} (used: {wish})"))
+        let bind_list = &self.bind_list;
+        (!names.is_empty()).then(|| {
+            format!("no network on this host, so it is not used: {names} (used: {bind_list})")
+        })
     }
 }
 
@@ -173,9 +174,9 @@ fn ipv6_link_network(routes: &str, name: &str) -> Option<String> {
     })
 }
 
-fn match_bind_entries(wish: &str, own: &[IpAddr]) -> Result<BindAddresses> {
+fn match_bind_entries(bind_list: &str, own: &[IpAddr]) -> Result<BindAddresses> {
     let mut bound = BindAddresses::default();
-    let entries = wish.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    let entries = bind_list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     for (place, entry) in (0u16..).zip(entries) {
         let is_free = |address: &IpAddr| bound.addresses.iter().all(|(_, one)| one != address);
         let free: Vec<IpAddr> = own.iter().copied().filter(is_free).collect();
@@ -185,7 +186,7 @@ fn match_bind_entries(wish: &str, own: &[IpAddr]) -> Result<BindAddresses> {
         }
     }
     if bound.addresses.is_empty() && !bound.missing.is_empty() {
-        let reason = format!("no address of this host is in {wish}: it has {own:?}");
+        let reason = format!("no address of this host is in {bind_list}: it has {own:?}");
         return Err(Error::Options { reason });
     }
     Ok(bound)
@@ -196,8 +197,10 @@ fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
     let (text, bits) =
         entry.split_once('/').map_or((entry, None), |(text, bits)| (text, Some(bits)));
     let network: Option<IpAddr> = text.trim_matches(['[', ']']).parse().ok();
-    let most = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
-    let bits = bits.map_or(Some(most), |bits| bits.parse().ok().filter(|bits: &u32| *bits <= most));
+    let address_bits = network.map_or(0, |address| if address.is_ipv4() { 32 } else { 128 });
+    let bits = bits.map_or(Some(address_bits), |bits| {
+        bits.parse().ok().filter(|bits: &u32| *bits <= address_bits)
+    });
     let (Some(network), Some(bits)) = (network, bits) else {
         let reason =
             format!("a bind address is an address or a network such as 10.0.0.0/8: {entry}");
@@ -208,10 +211,10 @@ fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
             IpAddr::V4(four) => u128::from(u32::from(four)),
             IpAddr::V6(six) => u128::from(six),
         };
-        number.checked_shr(most - bits).unwrap_or(0)
+        number.checked_shr(address_bits - bits).unwrap_or(0)
     };
     // Every address of 127.0.0.0/8 belongs to this host, but the kernel lists only one.
-    if bits == most && network.is_loopback() {
+    if bits == address_bits && network.is_loopback() {
         return Ok(Some(network));
     }
     let fits = |address: &&IpAddr| {
@@ -269,7 +272,7 @@ mod tests {
         let own: Vec<IpAddr> = ["10.1.2.3", "192.168.0.7", "2001:db8::2", "127.0.0.1"]
             .map(|text| text.parse().unwrap())
             .into();
-        for (wish, found) in [
+        for (bind_list, found) in [
             ("192.168.0.0/16", "192.168.0.7"),
             ("10.1.2.3", "10.1.2.3"),
             ("2001:db8::/32", "2001:db8::2"),
@@ -277,17 +280,21 @@ mod tests {
             ("127.0.0.5", "127.0.0.5"),
         ] {
             let found = vec![(0, found.parse::<IpAddr>().unwrap())];
-            assert_eq!(match_bind_entries(wish, &own).unwrap().addresses, found, "{wish}");
+            assert_eq!(
+                match_bind_entries(bind_list, &own).unwrap().addresses,
+                found,
+                "{bind_list}"
+            );
         }
         let foreign = match_bind_entries("172.16.0.0/12", &own).unwrap_err().to_string();
         assert!(
             foreign.contains("no address of this host is in 172.16.0.0/12: it has [10.1.2.3"),
             "{foreign}"
         );
-        for wish in ["eth0", "10.0.0.0/40", "10.0.0.0/x"] {
+        for bind_list in ["eth0", "10.0.0.0/40", "10.0.0.0/x"] {
             let error =
-                match_bind_entries(&format!("10.1.2.3,{wish}"), &own).unwrap_err().to_string();
-            assert!(error.ends_with(wish), "{error}");
+                match_bind_entries(&format!("10.1.2.3,{bind_list}"), &own).unwrap_err().to_string();
+            assert!(error.ends_with(bind_list), "{error}");
         }
         assert!(resolve_bind_address("").unwrap().is_none());
     }
@@ -296,8 +303,8 @@ mod tests {
     fn several_networks_mean_an_address_in_each_and_those_without_one_are_named() {
         let own: Vec<IpAddr> =
             ["10.1.2.3", "10.2.2.3", "10.2.2.4"].map(|text| text.parse().unwrap()).into();
-        let found = |wish: &str| {
-            let bound = match_bind_entries(wish, &own).unwrap();
+        let found = |bind_list: &str| {
+            let bound = match_bind_entries(bind_list, &own).unwrap();
             let of = |(place, address): &(u16, IpAddr)| format!("{place} {address}");
             (bound.addresses.iter().map(of).collect::<Vec<_>>(), bound.missing)
         };

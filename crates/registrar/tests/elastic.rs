@@ -20,7 +20,7 @@ use farandole_world::{Generation, TaskId, World};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn registrar(first: u32, most: u32) -> Registrar {
+fn registrar(first: u32, max_workers: u32) -> Registrar {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
     let options = RegistrarOptions {
         host: Some("127.0.0.1".to_owned()),
@@ -29,8 +29,8 @@ fn registrar(first: u32, most: u32) -> Registrar {
     let second = Duration::from_secs(1);
     let elastic = ElasticOptions {
         first,
-        least: 1,
-        most,
+        min_workers: 1,
+        max_workers,
         spares: 0,
         timeout: PATIENCE,
         reset_limit: None,
@@ -91,8 +91,8 @@ fn ranks(worlds: &[Result<World, Error>]) -> Vec<(u64, u32, usize)> {
     worlds.iter().map(place).collect()
 }
 
-fn exit(agent: &TaskClient, how: ExitKind) {
-    let exit = ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+fn exit(agent: &TaskClient, kind: ExitKind) {
+    let exit = ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
     assert!(agent.report_exit(&exit, Instant::now() + PATIENCE).unwrap().is_none());
 }
 
@@ -155,11 +155,11 @@ fn workers_come_and_go_until_all_of_the_last_world_have_returned() {
 fn numbers_of_workers_that_contradict_each_other_are_refused() {
     let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
     let second = Duration::from_secs(1);
-    for (least, first, most) in [(0, 1, 1), (3, 2, 4), (1, 5, 4)] {
+    for (min_workers, first, max_workers) in [(0, 1, 1), (3, 2, 4), (1, 5, 4)] {
         let elastic = ElasticOptions {
             first,
-            least,
-            most,
+            min_workers,
+            max_workers,
             spares: 0,
             timeout: second,
             reset_limit: None,

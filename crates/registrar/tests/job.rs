@@ -75,8 +75,8 @@ fn until(registrar: &Registrar, fits: impl Fn(&JobEvent) -> bool) -> Vec<JobEven
     panic!("no such event among {seen:?}");
 }
 
-fn failed(how: ExitKind) -> ExitReport {
-    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+fn failed(kind: ExitKind) -> ExitReport {
+    ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 #[test]
@@ -359,7 +359,7 @@ fn meet(client: &TaskClient, ranks: Option<&[u32]>) -> Result<FormationOutcome, 
 }
 
 #[test]
-fn ranks_that_ask_for_a_world_get_all_cards_by_one_call_each() {
+fn ranks_that_ask_for_a_world_get_all_addresses_by_one_call_each() {
     let registrar = registrar(4);
     let agents = agents(&registrar, 4);
     let before = registrar.admitted_call_count();

@@ -29,8 +29,8 @@ fn registrar(journal: &Path) -> Registrar {
     let second = Duration::from_secs(1);
     let elastic = ElasticOptions {
         first: 2,
-        least: 1,
-        most: 2,
+        min_workers: 1,
+        max_workers: 2,
         spares: 0,
         timeout: PATIENCE,
         reset_limit: None,

@@ -18,7 +18,7 @@ use farandole_registrar::{Registrar, RegistrarOptions, RelayedLinks, TaskClient,
 use farandole_world::TaskId;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-const DOOR: u64 = 3;
+const RELAY_WORLD: u64 = 3;
 
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
@@ -50,13 +50,14 @@ fn agents(registrar: &Registrar, tasks: u32) -> Vec<TaskClient> {
 /// A task that takes calls, and where they come out.
 fn called(agent: &TaskClient) -> (RelayedLinks, TcpListener) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let relay = agent.open_relay(DOOR).unwrap();
+    let relay = agent.open_relay(RELAY_WORLD).unwrap();
     relay.accept_calls(listener.local_addr().unwrap().port()).unwrap();
     (relay, listener)
 }
 
 fn dial(relay: &RelayedLinks, task: u32) -> TcpStream {
-    let stream = TcpStream::connect(relay.listen_for_task(TaskId(task), DOOR).unwrap()).unwrap();
+    let stream =
+        TcpStream::connect(relay.listen_for_task(TaskId(task), RELAY_WORLD).unwrap()).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     stream
 }
@@ -66,7 +67,7 @@ fn bytes_and_the_end_of_one_side_arrive_in_order_on_the_other() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (answering, listener) = called(&agents[0]);
-    let calling = agents[1].open_relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
     let mut near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     let sent: Vec<u8> = (0..8 << 20).map(|at: u32| at.to_le_bytes()[at as usize % 3]).collect();
@@ -90,7 +91,7 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].open_relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
     let mut ends = Vec::new();
     for _ in 0..8 {
         let mut stuck = dial(&calling, 0);
@@ -119,7 +120,7 @@ fn a_link_whose_reader_sleeps_does_not_hold_up_the_others() {
 fn an_end_that_is_lost_resets_the_other_and_one_that_takes_no_calls_is_said() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
-    let calling = agents[1].open_relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
     let mut nobody = dial(&calling, 0);
     assert_eq!(nobody.read(&mut [0]).unwrap_err().kind(), ErrorKind::ConnectionReset);
 
@@ -139,7 +140,7 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].open_relay(DOOR).unwrap();
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
     let near = dial(&calling, 0);
     let (mut far, _) = listener.accept().unwrap();
     far.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
@@ -152,7 +153,7 @@ fn a_process_that_ends_takes_its_ends_of_links_along() {
 fn a_driver_that_does_not_relay_says_which_setting_it_lacks() {
     let registrar = registrar(1, false);
     let agent = agents(&registrar, 1).remove(0);
-    let error = agent.open_relay(DOOR).unwrap().accept_calls(1).unwrap_err().to_string();
+    let error = agent.open_relay(RELAY_WORLD).unwrap().accept_calls(1).unwrap_err().to_string();
     assert!(error.contains("set FARANDOLE_DIAL_OUT where it runs"), "{error}");
 }
 
@@ -182,11 +183,11 @@ fn another_user_who_floods_a_door_gets_no_link_and_keeps_none_from_its_owner() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].open_relay(DOOR).unwrap();
-    let door = calling.listen_for_task(TaskId(0), DOOR).unwrap();
-    let mut strangers: Vec<Child> = (0..4).map(|_| stranger(door.port())).collect();
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
+    let address = calling.listen_for_task(TaskId(0), RELAY_WORLD).unwrap();
+    let mut strangers: Vec<Child> = (0..4).map(|_| stranger(address.port())).collect();
     for round in 0..20_u8 {
-        let mut near = TcpStream::connect(door).unwrap();
+        let mut near = TcpStream::connect(address).unwrap();
         near.write_all(&[round]).unwrap();
         // A stranger's link would come out here, too, and say something else.
         let (mut far, _) = listener.accept().unwrap();
@@ -211,21 +212,21 @@ fn starved_child() {
     let registrar = registrar(2, true);
     let agents = agents(&registrar, 2);
     let (_answering, listener) = called(&agents[0]);
-    let calling = agents[1].open_relay(DOOR).unwrap();
-    let doors = [0, 0].map(|task| calling.listen_for_task(TaskId(task), DOOR).unwrap());
+    let calling = agents[1].open_relay(RELAY_WORLD).unwrap();
+    let addresses = [0, 0].map(|task| calling.listen_for_task(TaskId(task), RELAY_WORLD).unwrap());
     let limits = getrlimit(Resource::Nofile);
-    let most = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 16;
-    setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..limits }).unwrap();
+    let max_files = std::fs::read_dir("/proc/self/fd").unwrap().count() as u64 + 16;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(max_files), ..limits }).unwrap();
     let mut taken: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
     // One for the caller's end; none is left to accept the other.
     taken.pop();
-    let mut near = TcpStream::connect(doors[0]).unwrap();
+    let mut near = TcpStream::connect(addresses[0]).unwrap();
     assert!(File::open("/dev/null").is_err(), "descriptors were left");
     thread::sleep(Duration::from_millis(300));
     drop(taken);
-    for door in [None, Some(doors[0]), Some(doors[1])] {
-        if let Some(door) = door {
-            near = TcpStream::connect(door).unwrap();
+    for address in [None, Some(addresses[0]), Some(addresses[1])] {
+        if let Some(address) = address {
+            near = TcpStream::connect(address).unwrap();
         }
         let (mut far, _) = listener.accept().unwrap();
         far.write_all(b"through").unwrap();

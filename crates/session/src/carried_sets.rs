@@ -101,7 +101,7 @@ pub(crate) fn exchange_carried_sets(
         own.map(CarriedProcessSets::to_text).unwrap_or_default().as_bytes(),
     )?;
     for rank in (0u32..).take(world.size()) {
-        let told = loop {
+        let value = loop {
             match client
                 .await_value(&key(rank), deadline.min(Instant::now() + INTERRUPT_POLL_INTERVAL))
             {
@@ -112,7 +112,7 @@ pub(crate) fn exchange_carried_sets(
                 return Err(Error::Interrupted);
             }
         };
-        if let Some(carried) = CarriedProcessSets::from_text(&String::from_utf8_lossy(&told)) {
+        if let Some(carried) = CarriedProcessSets::from_text(&String::from_utf8_lossy(&value)) {
             return Ok(Some(carried));
         }
     }

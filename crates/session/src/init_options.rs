@@ -78,8 +78,8 @@ mod tests {
     fn part(rank: u32, ranks: &[u32]) -> Result<Option<Vec<Rank>>> {
         let place = |task| TaskPlacement { task: TaskId(task), host: HostHash("a".to_owned()) };
         let world = assign_ranks(Generation(0), &(0..3).map(place).collect::<Vec<_>>()).unwrap();
-        let wishes = InitOptions { ranks: Some(ranks.to_vec()), ..InitOptions::default() };
-        wishes.selected_ranks(&world.seen_from(Rank(rank)).unwrap())
+        let options = InitOptions { ranks: Some(ranks.to_vec()), ..InitOptions::default() };
+        options.selected_ranks(&world.seen_from(Rank(rank)).unwrap())
     }
 
     #[test]

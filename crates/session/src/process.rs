@@ -33,7 +33,7 @@ pub fn init(interrupted: &mut (dyn FnMut() -> bool + Send)) -> Result<bool> {
 /// `Forked` in a child of a process with a session, `Interrupted`, and any error that keeps the
 /// world from forming.
 pub fn init_with_options(
-    wishes: &InitOptions,
+    options: &InitOptions,
     interrupted: &mut (dyn FnMut() -> bool + Send),
 ) -> Result<bool> {
     if let Some(session) = CURRENT_SESSION.read().as_ref() {
@@ -43,7 +43,7 @@ pub fn init_with_options(
     if CURRENT_SESSION.read().is_some() {
         return Ok(false);
     }
-    let session = Arc::new(form::form_session(wishes, interrupted)?);
+    let session = Arc::new(form::form_session(options, interrupted)?);
     *CURRENT_SESSION.write() = Some(session);
     Ok(true)
 }

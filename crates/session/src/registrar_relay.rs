@@ -25,8 +25,8 @@ impl RegistrarRelay {
     pub(crate) fn new(client: &TaskClient, world: &World) -> Result<Self, RegistrarError> {
         let tasks = world.seats.iter().map(|seat| seat.task).collect();
         // 0 means no world.
-        let door = rand::random_range(1..=u64::MAX);
-        Ok(Self { relay: client.open_relay(door)?, tasks, relay_world: door })
+        let relay_world = rand::random_range(1..=u64::MAX);
+        Ok(Self { relay: client.open_relay(relay_world)?, tasks, relay_world })
     }
 }
 
@@ -39,10 +39,10 @@ impl LinkRelay for RegistrarRelay {
         self.relay_world
     }
 
-    fn relayed_address(&self, rank: Rank, door: u64) -> Result<SocketAddr> {
+    fn relayed_address(&self, rank: Rank, relay_world: u64) -> Result<SocketAddr> {
         let unknown = || Error::Handshake { reason: format!("no rank {rank} to relay to") };
         let task = self.tasks.get(rank.index()).copied().ok_or_else(unknown)?;
-        self.relay.listen_for_task(task, door).map_err(|error| relay_error(&error))
+        self.relay.listen_for_task(task, relay_world).map_err(|error| relay_error(&error))
     }
 }
 

@@ -54,16 +54,18 @@ impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
     ///
     /// # Errors
     /// `RankTaken`, `DifferentWorlds`, `RankEnded`, `Interrupted`; the errors of the registrar.
-    pub(crate) fn form_world(&self, card: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+    pub(crate) fn form_world(&self, addresses: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>> {
         let mut interrupted = self.interrupted.lock();
         match self.client.form_world(
             self.part,
             &process_identity(),
-            card,
+            addresses,
             deadline,
             &mut **interrupted,
         )? {
-            FormationOutcome::Formed(cards) => Ok(cards.into_iter().map(Vec::from).collect()),
+            FormationOutcome::Formed(all_addresses) => {
+                Ok(all_addresses.into_iter().map(Vec::from).collect())
+            }
             FormationOutcome::RankTaken { holder } => {
                 Err(Error::RankTaken { rank: self.own, holder })
             }
@@ -87,11 +89,11 @@ impl<'a, 'b> RegistrarRendezvous<'a, 'b> {
 impl Rendezvous for RegistrarRendezvous<'_, '_> {
     fn exchange_addresses(
         &self,
-        _place: RendezvousPoint,
-        card: &[u8],
+        _point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>, TransportError> {
-        self.form_world(card, deadline).map_err(|error| match error {
+        self.form_world(addresses, deadline).map_err(|error| match error {
             Error::Registrar(RegistrarError::Timeout { what, elapsed }) => {
                 TransportError::Timeout { what, elapsed }
             }

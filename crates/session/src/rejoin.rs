@@ -62,24 +62,24 @@ fn tasks_of_ranks(world: &World, ranks: &[Rank]) -> Vec<TaskId> {
 pub(crate) fn form_next_session(
     config: &Config,
     client: &TaskClient,
-    wishes: &InitOptions,
+    options: &InitOptions,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     loop {
-        let left = PREVIOUS_WORLD.lock().clone();
-        let whole = await_next_world(client, &left, interrupted)?;
+        let previous = PREVIOUS_WORLD.lock().clone();
+        let whole = await_next_world(client, &previous, interrupted)?;
         let (generation, deadline) = (whole.generation, Instant::now() + config.start_timeout);
         PENDING_HOST_CHANGES.lock().clear();
         client.watch_host_changes(generation, |change| PENDING_HOST_CHANGES.lock().push(change));
         let seats = whole.clone();
-        match form_linked_session(config, client.clone(), whole, wishes, deadline, interrupted) {
+        match form_linked_session(config, client.clone(), whole, options, deadline, interrupted) {
             Err(error) if is_peer_failure(&error) => {
                 tracing::warn!(%generation, %error, "a world broke while it formed; waiting for \
                                                      the next one");
                 *PREVIOUS_WORLD.lock() = PreviousWorld {
                     generation,
                     lost: blamed_tasks(&seats, &error),
-                    sets: left.sets,
+                    sets: previous.sets,
                 };
             }
             formed => return formed,
@@ -89,13 +89,13 @@ pub(crate) fn form_next_session(
 
 fn await_next_world(
     client: &TaskClient,
-    left: &PreviousWorld,
+    previous: &PreviousWorld,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<World> {
     loop {
         match client.join_next_world(
-            left.generation,
-            &left.lost,
+            previous.generation,
+            &previous.lost,
             Instant::now() + INTERRUPT_POLL_INTERVAL,
         ) {
             Err(RegistrarError::Timeout { .. }) => {}

@@ -39,7 +39,7 @@ impl Session {
         (engine, stacks, gpus): (Engine, Arc<StackRequests>, Arc<ProcessGpus>),
         client: Option<TaskClient>,
         world: Arc<World>,
-        rest: Arc<MeshParker>,
+        mesh_parker: Arc<MeshParker>,
         config: &Config,
     ) -> Self {
         let sets = SessionProcessSets::new(&world, config);
@@ -56,7 +56,7 @@ impl Session {
             gpus,
             gpu_tensors,
             shares_memory,
-            mesh_parker: rest,
+            mesh_parker,
             sets,
         }
     }

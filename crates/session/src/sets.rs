@@ -132,7 +132,7 @@ impl Session {
     /// Agrees on the initial process sets, and creates them.
     pub(crate) fn create_initial_sets(
         &self,
-        wishes: &[Vec<u32>],
+        requested_sets: &[Vec<u32>],
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<()> {
@@ -146,24 +146,26 @@ impl Session {
         };
         let mut changes = self.sets.changes.lock();
         if let Some(carried) =
-            self.agree_on_carried_sets(wishes, deadline, &mut ask).map_err(late)?
+            self.agree_on_carried_sets(requested_sets, deadline, &mut ask).map_err(late)?
         {
             return self
                 .restore_sets(&carried, &mut changes.channel, deadline, &mut ask)
                 .map_err(late);
         }
-        let begin =
-            ProcessSetChange::Begin { sets: wishes.len(), dynamic: self.sets.table.read().dynamic };
+        let begin = ProcessSetChange::Begin {
+            sets: requested_sets.len(),
+            dynamic: self.sets.table.read().dynamic,
+        };
         self.agree_on_change("process_sets", begin, &mut None, &mut ask).map_err(late)?;
         // The ranks first agree on the unchecked arguments, then check them: so all ranks come to
         // the same result.
-        for (index, ranks) in wishes.iter().enumerate() {
+        for (index, ranks) in requested_sets.iter().enumerate() {
             let what = format!("process_sets[{index}]");
             let given = ranks.iter().copied().map(Rank).collect();
             self.agree_on_change(&what, ProcessSetChange::Add(given), &mut None, &mut ask)
                 .map_err(late)?;
         }
-        for (index, ranks) in wishes.iter().enumerate() {
+        for (index, ranks) in requested_sets.iter().enumerate() {
             let what = format!("process_sets[{index}]");
             let ranks = sorted_ranks(&what, ranks, self.world().size())?;
             self.sets.table.read().check_new_ranks(&what, &ranks)?;
@@ -179,7 +181,7 @@ impl Session {
     /// its first.
     fn agree_on_carried_sets(
         &self,
-        wishes: &[Vec<u32>],
+        requested_sets: &[Vec<u32>],
         deadline: Instant,
         interrupted: &mut Interrupted<'_>,
     ) -> Result<Option<CarriedProcessSets>> {
@@ -188,7 +190,7 @@ impl Session {
             return Ok(None);
         }
         // A caller that passes sets to `init` replaces the previous ones.
-        let own = rejoin::previous_process_sets().filter(|_| wishes.is_empty());
+        let own = rejoin::previous_process_sets().filter(|_| requested_sets.is_empty());
         exchange_carried_sets(client, self.world(), own.as_ref(), deadline, interrupted)
     }
 

@@ -71,19 +71,19 @@ impl StackRequests {
     }
 
     fn enqueue_question(&self, answer: StackAnswer) {
-        let mut desk = self.0.lock();
-        let first = desk.waiting.is_empty();
-        let Some(bell) = &mut desk.listener_pipe else { return };
+        let mut requests = self.0.lock();
+        let first = requests.waiting.is_empty();
+        let Some(bell) = &mut requests.listener_pipe else { return };
         // The pipe holds one byte at a time, so writing it cannot block.
         if !first || bell.write_all(&[STACKS_REQUEST_BYTE]).is_ok() {
-            desk.waiting.push(answer);
+            requests.waiting.push(answer);
         }
     }
 
     pub(crate) fn close(&self) {
-        let mut desk = self.0.lock();
-        desk.waiting.clear();
-        if let Some(mut bell) = desk.listener_pipe.take() {
+        let mut requests = self.0.lock();
+        requests.waiting.clear();
+        if let Some(mut bell) = requests.listener_pipe.take() {
             // A forked child may hold the write end open, so closing it here may not end the pipe.
             drop(bell.write_all(&[LISTENER_STOP_BYTE]));
         }

@@ -80,18 +80,18 @@ impl SharedRegion {
     /// # Errors
     /// `System`.
     pub fn create(bytes: usize) -> Result<Self> {
-        let mut card = RegionHandle {
+        let mut handle = RegionHandle {
             pid: std::process::id(),
             descriptor: 0,
             bytes: bytes as u64,
             nonce: random_nonce()?,
         };
-        let file = create_sealed_memfd("farandole-region", card.file_bytes()?)?;
+        let file = create_sealed_memfd("farandole-region", handle.file_bytes()?)?;
         // Descriptors are not negative.
-        card.descriptor = u32::try_from(file.as_raw_fd()).unwrap_or(u32::MAX);
-        let mapping = card.map_file(&file)?;
-        let region = Self { handle: card, mapping, file: Some(file), guard: ForkGuard::new() };
-        for (word, value) in region.region_header().nonce.iter().zip(card.nonce) {
+        handle.descriptor = u32::try_from(file.as_raw_fd()).unwrap_or(u32::MAX);
+        let mapping = handle.map_file(&file)?;
+        let region = Self { handle, mapping, file: Some(file), guard: ForkGuard::new() };
+        for (word, value) in region.region_header().nonce.iter().zip(handle.nonce) {
             word.store(value, Ordering::Relaxed);
         }
         Ok(region)
@@ -102,8 +102,8 @@ impl SharedRegion {
     /// # Errors
     /// `System` when this process has no permission, or the descriptor does not exist;
     /// `NotASegment`, `AnotherRegion` when the descriptor refers to something else.
-    pub fn open_peer_region(card: &RegionHandle) -> Result<Self> {
-        let RegionHandle { pid, descriptor, .. } = *card;
+    pub fn open_peer_region(handle: &RegionHandle) -> Result<Self> {
+        let RegionHandle { pid, descriptor, .. } = *handle;
         // The file type is checked before the file is opened, because opening a file of another
         // type could block or have side effects.
         let place = format!("/proc/{pid}/fd/{descriptor}");
@@ -116,11 +116,15 @@ impl SharedRegion {
         let place = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(Error::from_call("open"))?;
-        let mapping = card.map_file(&file)?;
-        let region = Self { handle: *card, mapping, file: None, guard: ForkGuard::new() };
+        let mapping = handle.map_file(&file)?;
+        let region = Self { handle: *handle, mapping, file: None, guard: ForkGuard::new() };
         let nonce =
             region.region_header().nonce.each_ref().map(|word| word.load(Ordering::Relaxed));
-        if nonce == card.nonce { Ok(region) } else { Err(Error::AnotherRegion { pid, descriptor }) }
+        if nonce == handle.nonce {
+            Ok(region)
+        } else {
+            Err(Error::AnotherRegion { pid, descriptor })
+        }
     }
 
     fn region_header(&self) -> &RegionHeader {

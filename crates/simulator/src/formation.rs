@@ -69,8 +69,8 @@ impl FormationEstimate {
         // Agents receive their ranks and start workers, which connect and request their ranks.
         let agents = formed.at.as_secs_f64() + answers.max(ranks * call) + round_trip / 2.0;
         let workers = agents + first + (ranks * (handshake + call)).max(answers);
-        let cards = sending(ranks * bytes_to_f64(PEER_ADDRESSES_BYTES));
-        let met = workers + round_trip + (ranks * call).max(cards);
+        let addresses_sent = sending(ranks * bytes_to_f64(PEER_ADDRESSES_BYTES));
+        let members_met = workers + round_trip + (ranks * call).max(addresses_sent);
         let links = startup_links(cluster, config, &formed);
         Ok(Self {
             calls: formed.registrations * formation_model::CALLS_PER_RANK,
@@ -80,8 +80,8 @@ impl FormationEstimate {
             links: links.busiest,
             registered: formed.at,
             assigned: Duration::from_secs_f64(workers),
-            addresses_exchanged: Duration::from_secs_f64(met),
-            time: Duration::from_secs_f64(met + links.seconds),
+            addresses_exchanged: Duration::from_secs_f64(members_met),
+            time: Duration::from_secs_f64(members_met + links.seconds),
         })
     }
 }

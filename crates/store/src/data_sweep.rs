@@ -58,7 +58,7 @@ pub struct SweptDirectory {
 /// A directory with the name of prepared data that is not deleted, because it contains files of
 /// others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeftDirectory {
+pub struct SkippedDirectory {
     /// Path below the store.
     pub path: String,
     /// Reason, with the name of a file.
@@ -70,8 +70,9 @@ pub struct LeftDirectory {
 pub struct StaleData {
     /// Directories to be deleted.
     pub stale: Vec<SweptDirectory>,
-    /// Directories that are left to their owners, of any age.
-    pub left: Vec<LeftDirectory>,
+    /// Directories that the sweep does not delete, whatever their age, because it may not or
+    /// cannot.
+    pub skipped: Vec<SkippedDirectory>,
 }
 
 /// Returns the number suffix of a name like `intermediate_train_data.3`, here `.3`; empty without a
@@ -108,7 +109,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
         let age = now.duration_since(newest).ok();
         age.zip(limits.older_than).is_some_and(|(age, least)| age >= least)
     };
-    let (sets, mut left) = list_prepared_sets(store, now)?;
+    let (sets, mut skipped) = list_prepared_sets(store, now)?;
     let mut total: u64 = sets.iter().map(PreparedDataSet::total_bytes).sum();
     let mut stale = Vec::new();
     // The oldest sets come first, so data that is too old is deleted before data that is too large.
@@ -126,7 +127,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
     {
         let path = format!("{PLANS_DIRECTORY}/{}", item.name);
         if let Some(reason) = reason_to_leave_plan(store, &path)? {
-            left.push(LeftDirectory { path, reason });
+            skipped.push(SkippedDirectory { path, reason });
             continue;
         }
         let (plan, newest) = measure_directory(store, path, now)?;
@@ -134,7 +135,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
             stale.push(plan);
         }
     }
-    Ok(StaleData { stale, left })
+    Ok(StaleData { stale, skipped })
 }
 
 /// Returns why the manifest of data that stays in place must not be deleted.
@@ -173,22 +174,22 @@ fn reason_to_leave_set(store: &Store, number: &str) -> Result<Option<String>> {
 fn list_prepared_sets(
     store: &Store,
     now: SystemTime,
-) -> Result<(Vec<PreparedDataSet>, Vec<LeftDirectory>)> {
+) -> Result<(Vec<PreparedDataSet>, Vec<SkippedDirectory>)> {
     let mut names: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    let mut left = Vec::new();
+    let mut skipped = Vec::new();
     for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {
         if let Some(number) = prepared_data_number(&item.name) {
             names.entry(number.to_owned()).or_default().push(item.name.clone());
         } else if item.name.starts_with(TEST_DATA_PREFIX) {
             let reason = "no preparation writes test data".to_owned();
-            left.push(LeftDirectory { path: item.name, reason });
+            skipped.push(SkippedDirectory { path: item.name, reason });
         }
     }
     let mut sets = Vec::new();
     for (number, names) in names {
         if let Some(reason) = reason_to_leave_set(store, &number)? {
-            left.extend(
-                names.into_iter().map(|path| LeftDirectory { path, reason: reason.clone() }),
+            skipped.extend(
+                names.into_iter().map(|path| SkippedDirectory { path, reason: reason.clone() }),
             );
             continue;
         }
@@ -203,7 +204,7 @@ fn list_prepared_sets(
         sets.push(set);
     }
     sets.sort_by_key(|set| set.newest);
-    Ok((sets, left))
+    Ok((sets, skipped))
 }
 
 /// Returns a directory, and the time of the last write to any of its files; `None` without files.
@@ -228,8 +229,8 @@ fn measure_directory(
 /// A backend that does not answer or does not delete. Directories that were deleted before the
 /// error stay deleted.
 pub fn sweep_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> Result<StaleData> {
-    let StaleData { stale, left } = find_stale_data(store, limits, now)?;
-    Ok(StaleData { stale: delete_unused(store, stale, now)?, left })
+    let StaleData { stale, skipped } = find_stale_data(store, limits, now)?;
+    Ok(StaleData { stale: delete_unused(store, stale, now)?, skipped })
 }
 
 fn delete_unused(
@@ -371,9 +372,9 @@ mod tests {
             4,
             "data in use stays"
         );
-        let left: Vec<String> =
+        let skipped: Vec<String> =
             store.list_directory("").unwrap().into_iter().map(|item| item.name).collect();
-        assert_eq!(left, ["intermediate_train_data.1", "plans", "runs"]);
+        assert_eq!(skipped, ["intermediate_train_data.1", "plans", "runs"]);
         used.delete(&mark).unwrap();
         assert_eq!(find(SweepLimits::default()), [], "no limit");
     }
@@ -465,10 +466,10 @@ mod tests {
         let expected =
             [("intermediate_train_data.0", 2), ("intermediate_val_data.0", 2), ("plans/p", 1)];
         assert_eq!(all, expected);
-        let left: Vec<String> =
+        let skipped: Vec<String> =
             store.list_directory("").unwrap().into_iter().map(|item| item.name).collect();
         assert_eq!(
-            left,
+            skipped,
             ["intermediate_train_data.1", "intermediate_train_dataset", "plans", "runs"]
         );
     }
@@ -505,12 +506,12 @@ mod tests {
                 store.write(&mine, Bytes::from_static(b"mine")).unwrap();
                 let swept = sweep_all(&store);
                 assert!(store.exists(&mine).unwrap(), "{mine}");
-                let named = swept.left.iter().any(|left| left.path == place);
+                let named = swept.skipped.iter().any(|skipped| skipped.path == place);
                 assert!(named, "{mine} is reported: {swept:?}");
                 assert!(!swept.stale.iter().any(|gone| gone.path == place), "{swept:?}");
                 store.delete(&mine).unwrap();
-                let left = sweep_all(&store).left;
-                assert_eq!(left, [], "without it, nothing is left");
+                let skipped = sweep_all(&store).skipped;
+                assert_eq!(skipped, [], "without it, nothing is left");
                 assert_eq!(store.list("").unwrap(), []);
             }
         }
@@ -541,7 +542,7 @@ mod tests {
             }
             let swept = sweep_all(&store);
             assert_eq!(std::fs::symlink_metadata(&path).is_err(), is_ours, "{name}: {swept:?}");
-            assert_eq!(swept.left.is_empty(), is_ours, "{name}: {swept:?}");
+            assert_eq!(swept.skipped.is_empty(), is_ours, "{name}: {swept:?}");
         }
     }
 
@@ -571,7 +572,7 @@ mod tests {
                 for path in all.iter().cycle().skip(start).take(deleted) {
                     store.delete(path).unwrap();
                 }
-                assert_eq!(sweep_all(&store).left, []);
+                assert_eq!(sweep_all(&store).skipped, []);
                 assert_eq!(store.list("").unwrap(), []);
             }
         }
@@ -596,7 +597,7 @@ mod tests {
                 std::os::unix::fs::symlink(outside.path(), &link).unwrap();
             }
             let swept = sweep_all(&store);
-            assert!(swept.left.iter().any(|left| left.path == linked), "{swept:?}");
+            assert!(swept.skipped.iter().any(|skipped| skipped.path == linked), "{swept:?}");
             assert_eq!(other.list("").unwrap().len(), 2, "nothing outside is deleted");
         }
     }

@@ -78,14 +78,14 @@ pub enum Error {
         source: Box<object_store::Error>,
     },
     /// No answer before the deadline.
-    #[error("no answer within {patience:?}, cannot {action} {path}")]
+    #[error("no answer within {timeout:?}, cannot {action} {path}")]
     TimedOut {
         /// The operation that was tried.
         action: &'static str,
         /// The whole path.
         path: String,
         /// Length of the wait.
-        patience: std::time::Duration,
+        timeout: std::time::Duration,
     },
     /// The service was busy, refused connections or was silent until the end of the timeout.
     #[error(

@@ -58,7 +58,7 @@ mod upload;
 
 pub use credentials::{CredentialValues, register_credential_function, set_environment_guard};
 pub use data_sweep::{
-    LeftDirectory, StaleData, SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data,
+    SkippedDirectory, StaleData, SweepLimits, SweptDirectory, find_stale_data, sweep_stale_data,
 };
 pub use error::{Error, Fault, Result};
 pub use layout::{LayoutOverrides, StoreLayout};

@@ -352,13 +352,13 @@ mod tests {
             "s3://told",
             options(&[("key", "id"), ("endpoint_url", "http://host:1")]),
         );
-        let told = object_store_options("s3://told/x").unwrap();
+        let found = object_store_options("s3://told/x").unwrap();
         let expected = [
             ("allow_http", "true"),
             ("aws_access_key_id", "id"),
             ("aws_endpoint", "http://host:1"),
         ];
-        assert_eq!(told, options(&expected).0);
+        assert_eq!(found, options(&expected).0);
         assert!(object_store_options("/tmp/x").unwrap().is_empty());
     }
 

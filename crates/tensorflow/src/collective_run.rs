@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! One run of a kernel, from its inputs to its callback.
-#![expect(unsafe_code, reason = "passes addresses through the door and takes them back")]
+#![expect(unsafe_code, reason = "passes addresses through the engine table and takes them back")]
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
@@ -23,7 +23,7 @@ const DT_INT64: c_int = 9;
 
 /// The objects that are kept until the engine is done.
 struct CollectiveRun {
-    door: &'static EngineTable,
+    table: &'static EngineTable,
     node: Arc<CollectiveNode>,
     context: KernelContext,
     callback: DoneCallback,
@@ -48,8 +48,8 @@ pub(crate) fn begin_run(
     callback: DoneCallback,
 ) {
     match prepare_run(node, context) {
-        Ok((door, tensors)) => {
-            submit_run(CollectiveRun { door, node: Arc::clone(node), context, callback, tensors })
+        Ok((table, tensors)) => {
+            submit_run(CollectiveRun { table, node: Arc::clone(node), context, callback, tensors })
         }
         Err(failure) => end_run(node.operation, context, callback, Err(failure)),
     }
@@ -72,7 +72,7 @@ fn prepare_run(
     node: &CollectiveNode,
     context: KernelContext,
 ) -> Result<(&'static EngineTable, Vec<TensorPair>), KernelFailure> {
-    let door = connected_table()?;
+    let table = connected_table()?;
     let count = match node.operation {
         OperationCode::Alltoall => 1,
         _ => context.num_inputs(),
@@ -80,13 +80,13 @@ fn prepare_run(
     if node.operation == OperationCode::Join {
         let nothing =
             TensorPair { input: None, output: None, shape: vec![0], dtype: DT_INT64, splits: None };
-        return Ok((door, vec![nothing]));
+        return Ok((table, vec![nothing]));
     }
     let status = TensorflowStatus::new(context.api);
     let tensors = (0..count)
         .map(|index| prepare_pair(node, context, index, &status))
         .collect::<Result<_, _>>()?;
-    Ok((door, tensors))
+    Ok((table, tensors))
 }
 
 fn prepare_pair(
@@ -152,7 +152,7 @@ fn submit_run(job: CollectiveRun) {
     let names = node.tensor_names(job.tensors.len());
     let requests: Vec<TensorRequest> =
         names.iter().zip(&job.tensors).map(|(name, pair)| to_request(name, pair)).collect();
-    let (submit, call) = (job.door.submit, job.node.call);
+    let (submit, call) = (job.table.submit, job.node.call);
     let context = Box::into_raw(Box::new(job));
     let mut message = [0u8; 1024];
     // SAFETY: names outlive the call, as do shapes until the engine has read them; the tensors live
@@ -215,10 +215,10 @@ pub(crate) static EMPTY_OUTPUT: EmptyOutput = EmptyOutput(std::cell::UnsafeCell:
 /// Runs on the engine's completion thread, or on the thread that attended.
 ///
 /// # Safety
-/// The door calls it once with the job of `submit`.
+/// The engine calls it once, with the run that `submit` was given.
 unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const SubmissionOutcome) {
     // SAFETY: boxed by `submit`, and given up to this one call.
-    let CollectiveRun { door, node, context, callback, tensors } =
+    let CollectiveRun { table, node, context, callback, tensors } =
         *unsafe { Box::from_raw(context.cast::<CollectiveRun>()) };
     // SAFETY: the outcome and all memory that it points at live for this call.
     let result = unsafe {
@@ -230,7 +230,7 @@ unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const Submi
             }
             None => {
                 let outputs =
-                    EngineOutput::from_outcome(door, outcome.outputs, outcome.output_count);
+                    EngineOutput::from_outcome(table, outcome.outputs, outcome.output_count);
                 set_outputs(node.operation, context, &tensors, outputs)
             }
         }

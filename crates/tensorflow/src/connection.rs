@@ -14,11 +14,11 @@ use crate::context::{KernelFailure, TensorflowCode};
 static CONNECTED_TABLE: OnceLock<&'static EngineTable> = OnceLock::new();
 
 /// Connects the engine; the first table stays.
-pub(crate) fn connect_table(door: &'static EngineTable) {
-    CONNECTED_TABLE.get_or_init(|| door);
+pub(crate) fn connect_table(table: &'static EngineTable) {
+    CONNECTED_TABLE.get_or_init(|| table);
 }
 
-/// Returns the engine's door.
+/// Returns the engine table.
 ///
 /// # Errors
 /// When Python has not connected it.
@@ -39,14 +39,14 @@ pub(crate) fn query_placement(set: u32) -> Result<ProcessSetPlacement, KernelFai
     check_status(code, &message).map(|()| place)
 }
 
-/// Checks the status that a function of the door returned.
+/// Checks the status that a function of the engine table returned.
 pub(crate) fn check_status(code: u32, message: &[u8]) -> Result<(), KernelFailure> {
     let Some(code) = tensorflow_code(code) else { return Ok(()) };
     let text = CStr::from_bytes_until_nul(message).unwrap_or_default();
     Err(KernelFailure { code, text: text.to_string_lossy().into_owned() })
 }
 
-/// Converts a status code of the door to TensorFlow's code; `None` for success.
+/// Converts a status code of the engine table to TensorFlow's code; `None` for success.
 pub(crate) fn tensorflow_code(code: u32) -> Option<TensorflowCode> {
     Some(match EngineStatusCode::from_number(code) {
         EngineStatusCode::Success => return None,

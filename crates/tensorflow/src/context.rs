@@ -80,7 +80,7 @@ impl TensorflowTensor {
     /// Returns a tensor on memory that `deallocate` frees.
     ///
     /// # Safety
-    /// `data_address` is valid for `byte_size` bytes until `deallocate` is called with `argument`.
+    /// `data` is valid for `bytes` bytes until `deallocate` is called with `argument`.
     pub(crate) unsafe fn from_memory(
         api: &'static Api,
         dtype: c_int,
@@ -132,7 +132,7 @@ impl TensorflowTensor {
 impl Drop for TensorflowTensor {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: a reference of ours.
+            // SAFETY: this value holds one reference to the tensor, and drops it once.
             unsafe { (self.api.delete_tensor)(self.raw) };
         }
     }
@@ -157,12 +157,11 @@ impl KernelContext {
     }
 
     pub(crate) fn num_inputs(self) -> c_int {
-        // SAFETY: promised to `new`, as below.
+        // SAFETY: `self.raw` is alive by the contract of `new`; so in the methods below.
         unsafe { (self.api.num_inputs)(self.raw) }
     }
 
-    /// Returns an input; `status` is one that holds no failure, as it does afterwards if all goes
-    /// well.
+    /// Returns an input. `status` must be OK at the call, and is OK afterwards if this succeeds.
     pub(crate) fn get_input(
         self,
         index: c_int,

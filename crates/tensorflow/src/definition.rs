@@ -14,7 +14,7 @@ use crate::context::TensorflowStatus;
 use crate::kernel_state::delete_kernel;
 use crate::{kernel, probe, shapes, world};
 
-/// Every element type that crosses the door, but floats of eight bits: in lists of types, names
+/// Every element type that the engine table has, but floats of eight bits: in lists of types, names
 /// have letters and digits only, and theirs an underscore.
 macro_rules! types {
     ($prefix:literal) => {

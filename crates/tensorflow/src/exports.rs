@@ -26,17 +26,17 @@ extern "C" fn farandole_tensorflow_problem() -> *const c_char {
     }
 }
 
-/// Connects the engine. Returns 0, or the version of the door that this library was built for.
+/// Connects the engine. Returns 0, or the table version that this library was built for.
 ///
 /// # Safety
-/// `connected_table` is the address from the extension's capsule.
+/// `table` is null or the address from the extension's capsule.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn farandole_tensorflow_connect(door: *const EngineTable) -> u32 {
+unsafe extern "C" fn farandole_tensorflow_connect(table: *const EngineTable) -> u32 {
     // SAFETY: a table lives until the process ends (DO-1).
-    let Some(door) = (unsafe { door.as_ref() }) else { return TABLE_VERSION };
-    if door.version != TABLE_VERSION || (door.bytes as usize) < size_of::<EngineTable>() {
+    let Some(table) = (unsafe { table.as_ref() }) else { return TABLE_VERSION };
+    if table.version != TABLE_VERSION || (table.bytes as usize) < size_of::<EngineTable>() {
         return TABLE_VERSION;
     }
-    connect_table(door);
+    connect_table(table);
     0
 }

@@ -6,10 +6,10 @@
 //! A cdylib that does not link TensorFlow: its ELF constructor finds the API in the
 //! `libtensorflow_framework` of the process, and registers ops and kernels there.
 //! `tf.load_op_library` creates Python functions for them.
-//! [`farandole_tensorflow_connect`](exports) then passes the engine's door.
+//! [`farandole_tensorflow_connect`](exports) then passes the engine table.
 //!
 //! ```text
-//! compute ── inputs, outputs, moved callback ──> CollectiveRun ── door.submit ──> engine
+//! compute ── inputs, outputs, moved callback ──> CollectiveRun ── table.submit ─> engine
 //!    returns at once                              CollectiveRun <── outcome ───── completion thread
 //!                                     outputs or a status, then the callback
 //! ```

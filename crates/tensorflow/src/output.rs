@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! The engine's output, which is freed in every case.
-#![expect(unsafe_code, reason = "takes memory that came through the door")]
+#![expect(unsafe_code, reason = "takes memory that came from the engine table")]
 
 use std::ffi::{c_int, c_void};
 
@@ -11,9 +11,9 @@ use farandole_door::{EngineTable, TensorOutput};
 use crate::connection::connected_table;
 use crate::context::{KernelContext, KernelFailure, TensorflowTensor};
 
-/// One output of the door's: its memory is freed with it, unless a tensor took it.
+/// One output of an outcome. Dropping it frees its memory, unless a tensor has taken the memory.
 pub(crate) struct EngineOutput<'a> {
-    door: &'static EngineTable,
+    table: &'static EngineTable,
     output: &'a TensorOutput,
     taken: bool,
 }
@@ -25,13 +25,13 @@ impl<'a> EngineOutput<'a> {
     /// `first` and `count` are the outcome's of a `done` that has not returned, and no other code
     /// frees them.
     pub(crate) unsafe fn from_outcome(
-        door: &'static EngineTable,
+        table: &'static EngineTable,
         first: *const TensorOutput,
         count: usize,
     ) -> Vec<EngineOutput<'a>> {
         // SAFETY: the caller's promise.
         let outputs = unsafe { slice_from_raw(first, count) };
-        outputs.iter().map(|output| EngineOutput { door, output, taken: false }).collect()
+        outputs.iter().map(|output| EngineOutput { table, output, taken: false }).collect()
     }
 
     /// Returns the first dimension of each member's part.
@@ -81,15 +81,15 @@ impl Drop for EngineOutput<'_> {
     fn drop(&mut self) {
         if !self.taken {
             // SAFETY: ours to free, once.
-            unsafe { (self.door.free)(self.output.owner) };
+            unsafe { (self.table.free)(self.output.owner) };
         }
     }
 }
 
 unsafe extern "C" fn release_owner(_data: *mut c_void, _length: usize, owner: *mut c_void) {
-    if let Ok(door) = connected_table() {
+    if let Ok(table) = connected_table() {
         // SAFETY: the owner of one output, freed once, by its tensor.
-        unsafe { (door.free)(owner) };
+        unsafe { (table.free)(owner) };
     }
 }
 

@@ -172,7 +172,7 @@ impl Harness {
     fn meshes(&self) -> (Vec<Mesh>, Vec<Vec<Link>>) {
         let size = u32::try_from(self.size).unwrap_or(u32::MAX);
         let peers: Vec<Rank> = (0..size).map(Rank).collect();
-        let meeting = MemoryRendezvous::default();
+        let rendezvous = MemoryRendezvous::default();
         let joined = std::thread::scope(|scope| {
             let start = |rank: u32| {
                 let several = matches!(self.links, Links::TwoHosts | Links::OnDemand);
@@ -181,9 +181,9 @@ impl Harness {
                     MeshOptions::new(Rank(rank), size, HostHash(format!("host {host}")), [7; 32]);
                 options.use_shared_memory = self.links != Links::Tcp;
                 options.setup_timeout = DEADLINE;
-                let (meeting, peers, ring) = (meeting.clone(), &peers, self.ring);
+                let (rendezvous, peers, ring) = (rendezvous.clone(), &peers, self.ring);
                 scope.spawn(move || {
-                    let mesh = Mesh::join(options, &meeting).expect("a mesh");
+                    let mesh = Mesh::join(options, &rendezvous).expect("a mesh");
                     let far = |peer: &Rank| self.host(Rank(rank)) != self.host(*peer);
                     let (later, first): (Vec<Rank>, Vec<Rank>) = peers
                         .iter()

@@ -36,14 +36,14 @@ pub fn test_mesh_options(rank: u32, size: u32) -> MeshOptions {
 /// Joins a mesh of `size` ranks in this process, on one host. `adjust` may change the options of
 /// each rank first.
 pub fn join_meshes(size: u32, adjust: impl Fn(&mut MeshOptions)) -> Vec<Mesh> {
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     thread::scope(|scope| {
         let joining: Vec<_> = (0..size)
             .map(|rank| {
                 let mut options = test_mesh_options(rank, size);
                 adjust(&mut options);
-                let meeting = meeting.clone();
-                scope.spawn(move || Mesh::join(options, &meeting).unwrap())
+                let rendezvous = rendezvous.clone();
+                scope.spawn(move || Mesh::join(options, &rendezvous).unwrap())
             })
             .collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -64,7 +64,7 @@ pub fn open_link_pair(meshes: &[Mesh], channel: u32, capacity: usize) -> (Link, 
 #[derive(Clone)]
 pub struct DivertingRendezvous {
     /// The rendezvous that the ranks use.
-    pub meeting: MemoryRendezvous,
+    pub rendezvous: MemoryRendezvous,
     /// The only address of rank 0.
     pub to: SocketAddr,
 }
@@ -72,26 +72,26 @@ pub struct DivertingRendezvous {
 impl Rendezvous for DivertingRendezvous {
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let mut cards = self.meeting.exchange_addresses(place, card, deadline)?;
-        let first = String::from_utf8(cards[0].clone()).unwrap();
+        let mut all_addresses = self.rendezvous.exchange_addresses(point, addresses, deadline)?;
+        let first = String::from_utf8(all_addresses[0].clone()).unwrap();
         let facts = first.lines().filter(|line| !line.starts_with("address "));
         let mut diverted: String = facts.flat_map(|line| [line, "\n"]).collect();
         diverted.push_str(&format!("address {}\n", self.to));
-        cards[0] = diverted.into_bytes();
-        Ok(cards)
+        all_addresses[0] = diverted.into_bytes();
+        Ok(all_addresses)
     }
 }
 
 /// Returns the address of rank 0 in a generation, as an attacker on the same host could find it.
-pub fn rank_zero_address(meeting: &MemoryRendezvous, generation: u32) -> SocketAddr {
+pub fn rank_zero_address(rendezvous: &MemoryRendezvous, generation: u32) -> SocketAddr {
     let name = format!("mesh/{generation}/0");
-    let card = meeting.await_value(&name, Instant::now() + TEST_WAIT_LIMIT).unwrap();
-    let card = String::from_utf8(card).unwrap();
-    let line = card.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
+    let addresses = rendezvous.await_value(&name, Instant::now() + TEST_WAIT_LIMIT).unwrap();
+    let addresses = String::from_utf8(addresses).unwrap();
+    let line = addresses.lines().find_map(|line| line.strip_prefix("address 127.0.0.1")).unwrap();
     format!("127.0.0.1{line}").parse().unwrap()
 }
 

@@ -135,17 +135,17 @@ pub(crate) fn dial_any_address(
     let reached = *request.to.last_address.lock();
     let mut addresses = addresses.to_vec();
     addresses.sort_by_key(|address| Some(*address) != reached);
-    let patience = wait.max_attempt_duration(shared);
+    let timeout = wait.max_attempt_duration(shared);
     loop {
         let mut last = DialFailure::Refused("it offered no address".to_owned());
         let mut final_words = true;
-        let mut heard = false;
+        let mut peer_answered = false;
         wait.check_give_up()?;
         for ConnectOutcome { address, began, socket } in
-            HappyEyeballs::new(&addresses, deadline, patience)
+            HappyEyeballs::new(&addresses, deadline, timeout)
         {
             wait.check_give_up()?;
-            let attempt = deadline.min(Instant::now() + patience);
+            let attempt = deadline.min(Instant::now() + timeout);
             match socket.and_then(|socket| dial_secured(shared, request, socket, attempt)) {
                 Ok(secured) => {
                     *request.to.last_address.lock() = Some(address);
@@ -155,7 +155,8 @@ pub(crate) fn dial_any_address(
                 Err(failure) => {
                     final_words &=
                         matches!(failure, DialFailure::Refused(_)) || failure.is_peer_answer();
-                    heard |= matches!(failure, DialFailure::Closed(_)) || failure.is_peer_answer();
+                    peer_answered |=
+                        matches!(failure, DialFailure::Closed(_)) || failure.is_peer_answer();
                     if matches!(failure, DialFailure::Silent(_) | DialFailure::Broken(_)) {
                         silence.record_attempt(began);
                     }
@@ -166,7 +167,7 @@ pub(crate) fn dial_any_address(
                 }
             }
         }
-        if heard {
+        if peer_answered {
             silence = DialSilence::default();
         } else if silence.exceeds_timeout(shared.peer_timeout) {
             return Err(request
@@ -204,8 +205,8 @@ pub(crate) fn dial_address_pair(
 ) -> Result<DialResult<SecuredConnection>> {
     wait.check_give_up()?;
     let deadline = wait.attempt_deadline(shared);
-    let patience = deadline.saturating_duration_since(Instant::now());
-    let mut race = HappyEyeballs::new(&[pair.to], deadline, patience).with_source(pair.from);
+    let timeout = deadline.saturating_duration_since(Instant::now());
+    let mut race = HappyEyeballs::new(&[pair.to], deadline, timeout).with_source(pair.from);
     let socket = race.next().map_or_else(
         || Err(DialFailure::Unanswered(format!("{}: {NO_ANSWER_REASON}", pair.to))),
         |outcome| outcome.socket,

@@ -45,14 +45,14 @@ pub(crate) struct HappyEyeballs {
     next: Instant,
     deadline: Instant,
     /// Time limit of each address.
-    patience: Duration,
+    timeout: Duration,
 }
 
 impl HappyEyeballs {
-    pub(crate) fn new(addresses: &[SocketAddr], deadline: Instant, patience: Duration) -> Self {
+    pub(crate) fn new(addresses: &[SocketAddr], deadline: Instant, timeout: Duration) -> Self {
         let waiting = addresses.iter().copied().collect();
         let next = Instant::now();
-        Self { waiting, running: Vec::new(), source: None, next, deadline, patience }
+        Self { waiting, running: Vec::new(), source: None, next, deadline, timeout }
     }
 
     /// Sets the local address of the connections.
@@ -79,7 +79,7 @@ impl HappyEyeballs {
         match begun {
             Ok((socket, true)) => outcome(finish_connect(socket)),
             Ok((socket, false)) => {
-                let deadline = self.deadline.min(now + self.patience);
+                let deadline = self.deadline.min(now + self.timeout);
                 self.running.push(PendingConnect { address, socket, began: now, deadline });
                 None
             }
@@ -176,8 +176,8 @@ pub(crate) mod tests {
 
     fn race(addresses: &[SocketAddr]) -> (Vec<(SocketAddr, bool)>, Duration) {
         let began = Instant::now();
-        let patience = Duration::from_millis(1500);
-        let outcomes = HappyEyeballs::new(addresses, began + Duration::from_secs(20), patience);
+        let timeout = Duration::from_millis(1500);
+        let outcomes = HappyEyeballs::new(addresses, began + Duration::from_secs(20), timeout);
         let all = outcomes.map(|outcome| (outcome.address, outcome.socket.is_ok())).collect();
         (all, began.elapsed())
     }

@@ -172,11 +172,11 @@ impl Mesh {
         let service = MeshService::new(Arc::clone(&shared), MeshListeners { tcp, unix })?;
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
         let service = thread.spawn(move || service.run()).map_err(Error::from_call("clone"))?;
-        let door = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world());
-        let card = PeerAddresses {
+        let relay_world = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world());
+        let published = PeerAddresses {
             host: options.host.clone(),
             pid: std::process::id(),
-            relay_world: door,
+            relay_world,
             unix_socket_name: local,
             addresses: own,
         };
@@ -192,10 +192,10 @@ impl Mesh {
             service: Some(service),
             options,
         };
-        if let (Some(gateway), Some(address)) = (&mesh.options.relay, card.addresses.first()) {
+        if let (Some(gateway), Some(address)) = (&mesh.options.relay, published.addresses.first()) {
             gateway.forward_to_port(address.socket.port())?;
         }
-        mesh.learn_peer_addresses(&card, rendezvous, deadline)?;
+        mesh.learn_peer_addresses(&published, rendezvous, deadline)?;
         Ok(mesh)
     }
 
@@ -206,36 +206,41 @@ impl Mesh {
         deadline: Instant,
     ) -> Result<()> {
         let MeshOptions { rank, size, generation, .. } = self.options;
-        let cards = rendezvous.exchange_addresses(
+        let encoded = rendezvous.exchange_addresses(
             RendezvousPoint { generation, rank, size },
             &own.encode(),
             deadline,
         )?;
-        if cards.len() != size as usize {
-            let reason = format!("{} cards came for {size} ranks", cards.len());
-            return Err(Error::Rendezvous { what: "all cards".to_owned(), reason });
+        if encoded.len() != size as usize {
+            let reason = format!("received the addresses of {} of {size} ranks", encoded.len());
+            return Err(Error::Rendezvous {
+                what: "the addresses of all ranks".to_owned(),
+                reason,
+            });
         }
-        for (peer, bytes) in self.shared.peers.iter().zip(cards) {
-            let mut card = if peer.rank == rank {
+        for (peer, bytes) in self.shared.peers.iter().zip(encoded) {
+            let mut published = if peer.rank == rank {
                 own.clone()
             } else {
-                let what = || format!("the card of rank {}", peer.rank);
+                let what = || format!("the addresses of rank {}", peer.rank);
                 PeerAddresses::decode(&bytes)
                     .map_err(|reason| Error::Rendezvous { what: what(), reason })?
             };
             if let Some(gateway) = &self.options.relay
-                && card.host.machine_name() != own.host.machine_name()
+                && published.host.machine_name() != own.host.machine_name()
             {
-                card.addresses = vec![gateway.relayed_address(peer.rank, card.relay_world)?.into()];
+                published.addresses =
+                    vec![gateway.relayed_address(peer.rank, published.relay_world)?.into()];
             }
             // The host is set only here.
-            drop(peer.host.set(card.host.0.clone()));
-            self.peer_addresses.push(card);
+            drop(peer.host.set(published.host.0.clone()));
+            self.peer_addresses.push(published);
         }
-        let circle =
-            HeartbeatTopology::new(self.peer_addresses.iter().map(|card| card.host.machine_name()));
-        self.heartbeat_peers = circle.heartbeat_peers(rank);
-        self.shared.relies_on_loss_reports.store(!circle.is_complete(), Ordering::Relaxed);
+        let topology = HeartbeatTopology::new(
+            self.peer_addresses.iter().map(|published| published.host.machine_name()),
+        );
+        self.heartbeat_peers = topology.heartbeat_peers(rank);
+        self.shared.relies_on_loss_reports.store(!topology.is_complete(), Ordering::Relaxed);
         Ok(())
     }
 
@@ -371,18 +376,18 @@ impl Mesh {
 
     /// Returns the addresses at which a rank listens, in the order in which they are tried.
     fn dial_addresses(&self, rank: Rank) -> Vec<SocketAddr> {
-        let card = self.peer_addresses.get(rank.index());
-        card.map(|card| addresses::order_for_dialing(&card.addresses, self.is_same_machine(rank)))
+        let peer = self.peer_addresses.get(rank.index());
+        peer.map(|peer| addresses::order_for_dialing(&peer.addresses, self.is_same_machine(rank)))
             .unwrap_or_default()
     }
 
     /// Returns the routes of links to a rank. No interface pairs are used over a relay, or to ranks
     /// of this machine.
     fn peer_routes(&self, rank: Rank) -> PeerRoutes {
-        let card = self.peer_addresses.get(rank.index());
-        let card = card.filter(|_| self.options.relay.is_none() && !self.is_same_machine(rank));
+        let peer = self.peer_addresses.get(rank.index());
+        let peer = peer.filter(|_| self.options.relay.is_none() && !self.is_same_machine(rank));
         let pairs =
-            card.map(|card| multi_nic::pair_interfaces(&self.options.bind, &card.addresses));
+            peer.map(|peer| multi_nic::pair_interfaces(&self.options.bind, &peer.addresses));
         PeerRoutes::new(self.dial_addresses(rank), pairs.unwrap_or_default(), self.options.streams)
     }
 
@@ -434,12 +439,12 @@ impl Mesh {
 
     /// Returns the host of a rank, as the rank itself published it.
     pub fn peer_host(&self, rank: Rank) -> Option<&HostHash> {
-        self.peer_addresses.get(rank.index()).map(|card| &card.host)
+        self.peer_addresses.get(rank.index()).map(|peer| &peer.host)
     }
 
     /// Returns the process id of a rank on its host.
     pub fn peer_pid(&self, rank: Rank) -> Option<u32> {
-        self.peer_addresses.get(rank.index()).map(|card| card.pid)
+        self.peer_addresses.get(rank.index()).map(|peer| peer.pid)
     }
 
     /// Returns the links that use TCP although both ends tried shared memory: the peer and the

@@ -51,7 +51,7 @@ impl PeerAddresses {
         if lines.next() != Some(&format!("farandole {PROTOCOL_VERSION}")) {
             return Err(format!("not addresses of protocol version {PROTOCOL_VERSION}"));
         }
-        let mut card = Self {
+        let mut peer = Self {
             host: HostHash(String::new()),
             pid: 0,
             relay_world: 0,
@@ -62,26 +62,26 @@ impl PeerAddresses {
             let (name, value) =
                 line.split_once(' ').ok_or_else(|| format!("not a field: {line}"))?;
             match name {
-                "host" => card.host = HostHash(value.to_owned()),
+                "host" => peer.host = HostHash(value.to_owned()),
                 "pid" => {
-                    card.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?
+                    peer.pid = value.parse().map_err(|_| format!("not a process id: {value}"))?
                 }
                 "door" => {
-                    card.relay_world =
+                    peer.relay_world =
                         value.parse().map_err(|_| format!("not a relay world: {value}"))?
                 }
-                "local" => value.clone_into(&mut card.unix_socket_name),
-                "address" if card.addresses.len() < MAX_ADDRESSES_PER_PEER => {
+                "local" => value.clone_into(&mut peer.unix_socket_name),
+                "address" if peer.addresses.len() < MAX_ADDRESSES_PER_PEER => {
                     let (socket, interface) = value.split_once(' ').unwrap_or((value, "0"));
                     let address = socket.parse().ok().zip(interface.parse().ok());
                     let (socket, interface) =
                         address.ok_or_else(|| format!("not an address: {value}"))?;
-                    card.addresses.push(ListenAddress { socket, interface });
+                    peer.addresses.push(ListenAddress { socket, interface });
                 }
                 _ => return Err(format!("an unknown field, or too many addresses: {name}")),
             }
         }
-        Ok(card)
+        Ok(peer)
     }
 }
 
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn a_card_survives_encoding() {
-        let card = PeerAddresses {
+        let peer = PeerAddresses {
             host: HostHash("box-0123".to_owned()),
             pid: 7,
             relay_world: 9,
@@ -101,9 +101,9 @@ mod tests {
                 ListenAddress { socket: "[fe::1]:81".parse().unwrap(), interface: 1 },
             ],
         };
-        let text = String::from_utf8(card.encode()).unwrap();
+        let text = String::from_utf8(peer.encode()).unwrap();
         assert!(text.ends_with("address 10.0.0.1:80\naddress [fe::1]:81 1\n"), "{text}");
-        assert_eq!(PeerAddresses::decode(&card.encode()), Ok(card));
+        assert_eq!(PeerAddresses::decode(&peer.encode()), Ok(peer));
     }
 
     #[test]

@@ -23,9 +23,9 @@ pub trait LinkRelay: Send + Sync {
     fn relay_world(&self) -> u64;
 
     /// Returns a loopback address of this host that leads to `rank` in the world with the number
-    /// `door`, which is the [`relay_world`](Self::relay_world) of that rank.
+    /// `relay_world`, which is the [`relay_world`](Self::relay_world) of that rank.
     ///
     /// # Errors
     /// `Rendezvous` when there is no such address.
-    fn relayed_address(&self, rank: Rank, door: u64) -> Result<SocketAddr>;
+    fn relayed_address(&self, rank: Rank, relay_world: u64) -> Result<SocketAddr>;
 }

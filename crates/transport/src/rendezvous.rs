@@ -27,16 +27,16 @@ pub struct RendezvousPoint {
 /// A service through which ranks exchange their addresses. `session` has one that uses the
 /// registrar; [`MemoryRendezvous`] serves tests.
 pub trait Rendezvous: Send + Sync {
-    /// Publishes the encoded addresses `card` of the rank `place`, waits for the addresses of all
-    /// ranks of its world, and returns them by rank.
+    /// Publishes the encoded addresses of the rank at `point`, waits for the addresses of all ranks
+    /// of its world, and returns them by rank.
     ///
     /// # Errors
     /// `Rendezvous` when the service cannot be reached, `Timeout` naming a rank that did not
     /// publish its addresses before `deadline`.
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>>;
 }
@@ -84,14 +84,14 @@ impl MemoryRendezvous {
 impl Rendezvous for MemoryRendezvous {
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let RendezvousPoint { generation, rank, size } = place;
+        let RendezvousPoint { generation, rank, size } = point;
         let key = |rank: u32| format!("mesh/{generation}/{rank}");
-        self.publish_value(&key(rank.0), card);
-        let cards = (0..size).map(|peer| {
+        self.publish_value(&key(rank.0), addresses);
+        let all_addresses = (0..size).map(|peer| {
             self.await_value(&key(peer), deadline).map_err(|error| match error {
                 Error::Timeout { elapsed, .. } => {
                     Error::Timeout { what: format!("rank {peer} of {size} to join"), elapsed }
@@ -99,7 +99,7 @@ impl Rendezvous for MemoryRendezvous {
                 other => other,
             })
         });
-        cards.collect()
+        all_addresses.collect()
     }
 }
 
@@ -112,11 +112,11 @@ mod tests {
 
     #[test]
     fn get_waits_for_a_late_put() {
-        let meeting = MemoryRendezvous::default();
-        let late = meeting.clone();
+        let rendezvous = MemoryRendezvous::default();
+        let late = rendezvous.clone();
         let other = thread::spawn(move || late.publish_value("key", b"value"));
         assert_eq!(
-            meeting.await_value("key", Instant::now() + Duration::from_secs(10)).unwrap(),
+            rendezvous.await_value("key", Instant::now() + Duration::from_secs(10)).unwrap(),
             b"value"
         );
         other.join().unwrap();

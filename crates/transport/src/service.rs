@@ -334,8 +334,8 @@ impl MeshService {
 
     /// Reports a loss to all watched peers, once for each lost rank.
     fn broadcast_loss(&mut self, rank: Rank, reason: String) {
-        if let Entry::Vacant(told) = self.broadcast_losses.entry(rank) {
-            let reason = told.insert(reason);
+        if let Entry::Vacant(vacant) = self.broadcast_losses.entry(rank) {
+            let reason = vacant.insert(reason);
             self.watched.values_mut().for_each(|watch| watch.report_loss(rank, reason));
         }
     }

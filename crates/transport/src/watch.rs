@@ -50,13 +50,13 @@ pub(crate) struct PeerWatch {
 enum LivenessSource {
     Local {
         bell: Arc<ProcessDoorbell>,
-        beats: u64,
+        last_heartbeat_count: u64,
         end: Option<ProcessEndDescriptor>,
         pid: Option<u32>,
     },
     Remote {
-        beats: Box<HeartbeatChannel>,
-        left: bool,
+        channel: Box<HeartbeatChannel>,
+        has_said_farewell: bool,
         /// The reason why the peer counts this rank as lost.
         given_up: Option<String>,
     },
@@ -92,7 +92,7 @@ impl PeerWatch {
         Self {
             peer,
             liveness_source: LivenessSource::Local {
-                beats: bell.heartbeat_count(),
+                last_heartbeat_count: bell.heartbeat_count(),
                 bell,
                 end,
                 pid,
@@ -103,10 +103,14 @@ impl PeerWatch {
 
     /// Watches a process of another host through a connection, whose socket must be non-blocking.
     pub(crate) fn watch_remote(peer: Arc<PeerState>, secured: SecuredConnection) -> Self {
-        let beats = Box::new(HeartbeatChannel::new(secured));
+        let channel = Box::new(HeartbeatChannel::new(secured));
         Self {
             peer,
-            liveness_source: LivenessSource::Remote { beats, left: false, given_up: None },
+            liveness_source: LivenessSource::Remote {
+                channel,
+                has_said_farewell: false,
+                given_up: None,
+            },
             silent: Duration::ZERO,
         }
     }
@@ -119,7 +123,7 @@ impl PeerWatch {
                 ProcessEndDescriptor::Pidfd(descriptor)
                 | ProcessEndDescriptor::Socket(descriptor) => descriptor.as_fd(),
             }),
-            LivenessSource::Remote { beats, .. } => Some(beats.socket().as_fd()),
+            LivenessSource::Remote { channel, .. } => Some(channel.socket().as_fd()),
         }
     }
 
@@ -139,9 +143,9 @@ impl PeerWatch {
             LivenessSource::Local { pid, .. } => {
                 PeerLiveness::Lost { reason: describe_death(*pid), orderly: false }
             }
-            LivenessSource::Remote { beats, left, given_up } => {
+            LivenessSource::Remote { channel, has_said_farewell, given_up } => {
                 let reason = loop {
-                    match beats.receive_message() {
+                    match channel.receive_message() {
                         ReceiveOutcome::Message(word) => {
                             self.silent = Duration::ZERO;
                             match word {
@@ -149,7 +153,7 @@ impl PeerWatch {
                                 // This peer is still there, so it only forwarded the report of
                                 // another rank.
                                 ControlMessage::Heartbeat => *given_up = None,
-                                ControlMessage::Goodbye => *left = true,
+                                ControlMessage::Goodbye => *has_said_farewell = true,
                                 ControlMessage::RankLost { rank, reason } => {
                                     if rank == own {
                                         *given_up =
@@ -167,12 +171,12 @@ impl PeerWatch {
                         ReceiveOutcome::Broken(reason) => break reason,
                     }
                 };
-                let reason = if *left {
+                let reason = if *has_said_farewell {
                     "it left the job".to_owned()
                 } else {
                     given_up.take().unwrap_or(reason)
                 };
-                PeerLiveness::Lost { reason, orderly: *left }
+                PeerLiveness::Lost { reason, orderly: *has_said_farewell }
             }
         }
     }
@@ -182,21 +186,21 @@ impl PeerWatch {
     pub(crate) fn check_liveness(&mut self, lived: Duration, timeout: Duration) -> PeerLiveness {
         self.silent += lived;
         let pid = match &mut self.liveness_source {
-            LivenessSource::Local { bell, beats, pid, .. } => {
+            LivenessSource::Local { bell, last_heartbeat_count, pid, .. } => {
                 let now = bell.heartbeat_count();
                 if bell.is_closed() {
                     self.silent = Duration::ZERO;
-                } else if now != *beats {
-                    *beats = now;
+                } else if now != *last_heartbeat_count {
+                    *last_heartbeat_count = now;
                     // The heartbeat may have come right after the last check.
                     self.silent = lived;
                 }
                 *pid
             }
-            LivenessSource::Remote { beats, .. } => {
+            LivenessSource::Remote { channel, .. } => {
                 // A heartbeat that cannot be sent now is replaced by the next one.
                 // `read_liveness_updates` detects the end.
-                beats.send_heartbeat();
+                channel.send_heartbeat();
                 None
             }
         };
@@ -216,17 +220,17 @@ impl PeerWatch {
 
     /// Sends a remote peer that this process leaves in order. A local peer sees it in the doorbell.
     pub(crate) fn send_goodbye(&mut self) {
-        if let LivenessSource::Remote { beats, .. } = &mut self.liveness_source {
+        if let LivenessSource::Remote { channel, .. } = &mut self.liveness_source {
             // If the peer does not read the message, it sees the end of the connection.
-            beats.queue_message(ControlMessage::Goodbye);
+            channel.queue_message(ControlMessage::Goodbye);
         }
     }
 
     /// Reports a lost rank to a remote peer. Local peers detect the loss themselves or get it from
     /// other ranks.
     pub(crate) fn report_loss(&mut self, rank: Rank, reason: &str) {
-        if let LivenessSource::Remote { beats, .. } = &mut self.liveness_source {
-            beats.queue_message(ControlMessage::RankLost { rank, reason: reason.to_owned() });
+        if let LivenessSource::Remote { channel, .. } = &mut self.liveness_source {
+            channel.queue_message(ControlMessage::RankLost { rank, reason: reason.to_owned() });
         }
     }
 }

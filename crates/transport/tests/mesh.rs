@@ -21,11 +21,11 @@ use farandole_transport::{
 use farandole_world::{Generation, HostHash, Rank};
 
 fn join_two(first: MeshOptions, second: MeshOptions) -> (MemoryRendezvous, Mesh, Mesh) {
-    let meeting = MemoryRendezvous::default();
-    let other = meeting.clone();
+    let rendezvous = MemoryRendezvous::default();
+    let other = rendezvous.clone();
     let joining = thread::spawn(move || Mesh::join(second, &other).unwrap());
-    let mesh = Mesh::join(first, &meeting).unwrap();
-    (meeting, mesh, joining.join().unwrap())
+    let mesh = Mesh::join(first, &rendezvous).unwrap();
+    (rendezvous, mesh, joining.join().unwrap())
 }
 
 /// The proof decides: containers are hosts of their own, and those of one machine may share memory
@@ -165,18 +165,18 @@ fn tr_2_a_peer_with_another_key_is_refused_by_both_ends() {
 
 #[test]
 fn a_peer_of_another_generation_is_refused() {
-    let meeting = MemoryRendezvous::default();
-    let (old, new) = (meeting.clone(), meeting.clone());
+    let rendezvous = MemoryRendezvous::default();
+    let (old, new) = (rendezvous.clone(), rendezvous.clone());
     // Rank 1 of generation 1 is shown the way to rank 0 of generation 0.
     let zero = thread::spawn(move || Mesh::join(test_mesh_options(0, 2), &old).unwrap());
-    let card = meeting.await_value("mesh/0/0", Instant::now() + TEST_WAIT_LIMIT).unwrap();
-    meeting.publish_value("mesh/1/0", &card);
+    let addresses = rendezvous.await_value("mesh/0/0", Instant::now() + TEST_WAIT_LIMIT).unwrap();
+    rendezvous.publish_value("mesh/1/0", &addresses);
     let one =
         Mesh::join(MeshOptions { generation: Generation(1), ..test_mesh_options(1, 2) }, &new)
             .unwrap();
-    meeting.publish_value(
+    rendezvous.publish_value(
         "mesh/0/1",
-        &meeting.await_value("mesh/1/1", Instant::now() + TEST_WAIT_LIMIT).unwrap(),
+        &rendezvous.await_value("mesh/1/1", Instant::now() + TEST_WAIT_LIMIT).unwrap(),
     );
     let _zero = zero.join().unwrap();
     let error = one.open_links(0, &[Rank(0)], 4096).unwrap_err();
@@ -190,8 +190,8 @@ fn a_peer_of_another_generation_is_refused() {
 fn tr_2_strangers_that_send_garbage_or_nothing_do_not_keep_a_peer_out() {
     let first = MeshOptions { use_shared_memory: false, ..test_mesh_options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
-    let (meeting, zero, one) = join_two(first, second);
-    let address = rank_zero_address(&meeting, 0);
+    let (rendezvous, zero, one) = join_two(first, second);
+    let address = rank_zero_address(&rendezvous, 0);
     // More than may be in progress: the oldest are dropped. Each sends a part of a hello and then
     // nothing.
     let slow: Vec<TcpStream> = (0..200)
@@ -218,9 +218,9 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
     const CHANNELS: u32 = 20;
     let first = MeshOptions { use_shared_memory: false, ..test_mesh_options(0, 2) };
     let second = MeshOptions { rank: Rank(1), ..first.clone() };
-    let (meeting, zero, one) = join_two(first, second);
+    let (rendezvous, zero, one) = join_two(first, second);
     let (address, over) =
-        (rank_zero_address(&meeting, 0), std::sync::atomic::AtomicBool::new(false));
+        (rank_zero_address(&rendezvous, 0), std::sync::atomic::AtomicBool::new(false));
     let meshes = [zero, one];
     let alone = Instant::now();
     (0..CHANNELS).for_each(|channel| drop(open_link_pair(&meshes, channel, 4096)));
@@ -232,7 +232,8 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
                     let (mut kept, mut made) = (std::collections::VecDeque::new(), 0_u64);
                     while !over.load(std::sync::atomic::Ordering::Relaxed) {
                         let Ok(mut stream) = TcpStream::connect(address) else { continue };
-                        // The door may have closed; a part of a hello keeps it open longest.
+                        // The mesh may have closed the connection. A partial hello keeps it open
+                        // longest.
                         drop(stream.write_all(b"farandol"));
                         kept.push_back(stream);
                         made += 1;
@@ -266,9 +267,9 @@ fn tr_2_a_peer_gets_its_links_while_strangers_flood_the_door() {
 #[test]
 fn tr_2_a_handshake_that_takes_too_long_is_ended() {
     let first = MeshOptions { use_shared_memory: false, ..test_mesh_options(0, 1) };
-    let meeting = MemoryRendezvous::default();
-    let mesh = Mesh::join(first, &meeting).unwrap();
-    let mut slow = TcpStream::connect(rank_zero_address(&meeting, 0)).unwrap();
+    let rendezvous = MemoryRendezvous::default();
+    let mesh = Mesh::join(first, &rendezvous).unwrap();
+    let mut slow = TcpStream::connect(rank_zero_address(&rendezvous, 0)).unwrap();
     slow.write_all(b"farandol").unwrap();
     slow.set_read_timeout(Some(TEST_WAIT_LIMIT)).unwrap();
     assert_eq!(slow.read(&mut [0; 1]).unwrap_or(0), 0, "closed without an answer");
@@ -617,29 +618,29 @@ fn connections_of_a_link_take_turns_with_the_interfaces_that_both_hosts_have() {
     carries(&mut b, &mut a);
 }
 
-/// Adds a line to the card of rank 0.
+/// Adds a line to the addresses of rank 0.
 struct Also(MemoryRendezvous, String);
 
 impl Rendezvous for Also {
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let mut cards = self.0.exchange_addresses(place, card, deadline)?;
-        cards[0].extend_from_slice(self.1.as_bytes());
-        Ok(cards)
+        let mut all_addresses = self.0.exchange_addresses(point, addresses, deadline)?;
+        all_addresses[0].extend_from_slice(self.1.as_bytes());
+        Ok(all_addresses)
     }
 }
 
 #[test]
 fn an_interface_without_a_way_is_left_out_and_the_link_has_all_its_connections() {
-    let meeting = MemoryRendezvous::default();
-    let other = meeting.clone();
+    let rendezvous = MemoryRendezvous::default();
+    let other = rendezvous.clone();
     let zero = thread::spawn(move || Mesh::join(on_interfaces(0, &[(0, 44)]), &other).unwrap());
     // Nothing listens there.
-    let also = Also(meeting, "address 127.0.0.46:9 1\n".to_owned());
+    let also = Also(rendezvous, "address 127.0.0.46:9 1\n".to_owned());
     let one = Mesh::join(on_interfaces(1, &[(0, 54), (1, 55)]), &also).unwrap();
     let meshes = [zero.join().unwrap(), one];
     let (mut a, mut b) = open_link_pair(&meshes, 1, 4 << 20);

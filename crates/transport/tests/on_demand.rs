@@ -220,7 +220,7 @@ fn rings_of_another_size_are_refused_by_the_end_that_is_dialled() {
 /// Rank 1 of two machines that exchange no heartbeats, and rank 0, which it looks for at this
 /// address.
 fn misled(to: SocketAddr, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Mesh) {
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     let of = |rank| {
         // One name of a machine, so that there are no heartbeats before the link, and no memory.
         let mut options = test_mesh_options(rank, 2);
@@ -230,8 +230,8 @@ fn misled(to: SocketAddr, adjust: impl Fn(&mut MeshOptions) + Sync) -> (Mesh, Me
         options
     };
     thread::scope(|scope| {
-        let first = scope.spawn(|| Mesh::join(of(0), &meeting).unwrap());
-        let diverted = DivertingRendezvous { meeting: meeting.clone(), to };
+        let first = scope.spawn(|| Mesh::join(of(0), &rendezvous).unwrap());
+        let diverted = DivertingRendezvous { rendezvous: rendezvous.clone(), to };
         let second = Mesh::join(of(1), &diverted).unwrap();
         (first.join().unwrap(), second)
     })
@@ -286,20 +286,20 @@ fn a_dial_ends_in_time_in_a_process_that_is_stopped_again_and_again() {
 /// A rank of an elastic job has gone to the next world and listens at the same port.
 #[test]
 fn a_peer_that_is_in_another_world_fails_the_link() {
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     let next = thread::scope(|scope| {
         let of = |rank| {
             let mut options = MeshOptions::new(Rank(rank), 2, HostHash("next".to_owned()), [7; 32]);
             options.generation = Generation(9);
             options
         };
-        let meeting = &meeting;
+        let rendezvous = &rendezvous;
         let joining: Vec<_> = (0..2)
-            .map(|rank| scope.spawn(move || Mesh::join(of(rank), meeting).unwrap()))
+            .map(|rank| scope.spawn(move || Mesh::join(of(rank), rendezvous).unwrap()))
             .collect();
         joining.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
     });
-    let (_first, second) = misled(rank_zero_address(&meeting, 9), |_| {});
+    let (_first, second) = misled(rank_zero_address(&rendezvous, 9), |_| {});
     let mut link = on_demand(&second, CHANNEL, &[Rank(0)]).remove(0);
     let error = failure(&mut link);
     assert!(matches!(error, Error::PeerLost { rank: Rank(0), .. }), "{error}");

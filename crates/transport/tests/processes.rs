@@ -4,7 +4,7 @@
 //! Two real processes: streams between them, and one of them dying or stopping.
 //!
 //! The second rank is this test program again, told its role by an environment variable. The two
-//! cards travel over its standard streams.
+//! addresses travel over its standard streams.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::io::{BufRead, BufReader, Write};
@@ -24,7 +24,7 @@ use rustix::process::{
 };
 
 const ROLE: &str = "FARANDOLE_TEST_ROLE";
-const CARD: &str = "card of the other rank: ";
+const ADDRESSES_PREFIX: &str = "addresses of the other rank: ";
 const STARVED: &str = "starved";
 /// Both processes do without pidfds.
 const NO_PIDFD: &str = "FARANDOLE_TEST_NO_PIDFD";
@@ -45,27 +45,29 @@ fn options(rank: u32, use_shared_memory: bool) -> MeshOptions {
     options
 }
 
-/// Lines of text between the two processes; cards have several lines, so `|` stands for their ends.
+/// Lines of text between the two processes; addresses have several lines, so `|` stands for their
+/// ends.
 struct Streams;
 
 impl Rendezvous for Streams {
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         _deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let own = String::from_utf8(card.to_owned()).unwrap().replace('\n', "|");
+        let own = String::from_utf8(addresses.to_owned()).unwrap().replace('\n', "|");
         let mut out = std::io::stdout().lock();
-        writeln!(out, "\n{CARD}{own}").unwrap();
+        writeln!(out, "\n{ADDRESSES_PREFIX}{own}").unwrap();
         out.flush().unwrap();
         let mut line = String::new();
         std::io::stdin().lock().read_line(&mut line).unwrap();
-        let mut cards = vec![line.trim_end().replace('|', "\n").into_bytes(), card.to_owned()];
-        if place.rank == Rank(0) {
-            cards.reverse();
+        let mut all_addresses =
+            vec![line.trim_end().replace('|', "\n").into_bytes(), addresses.to_owned()];
+        if point.rank == Rank(0) {
+            all_addresses.reverse();
         }
-        Ok(cards)
+        Ok(all_addresses)
     }
 }
 
@@ -87,8 +89,8 @@ fn next(
     }
 }
 
-/// The other rank; one that opens no link waits for a card that never comes. Does nothing when run
-/// as a test.
+/// The other rank; one that opens no link waits for addresses that never come. Does nothing when
+/// run as a test.
 #[test]
 fn other_rank() {
     let Some(role) = farandole_config::environment_variable(ROLE) else { return };
@@ -110,11 +112,11 @@ fn other_rank() {
     }
 }
 
-/// A process with the other rank, which has published its card and waits for ours.
+/// A process with the other rank, which has published its addresses and waits for ours.
 struct Other {
     process: Child,
     stdin: ChildStdin,
-    meeting: MemoryRendezvous,
+    rendezvous: MemoryRendezvous,
     reader: Option<JoinHandle<()>>,
 }
 
@@ -128,16 +130,16 @@ impl Other {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let meeting = MemoryRendezvous::default();
-        let (lines, told) = (BufReader::new(process.stdout.take().unwrap()), meeting.clone());
+        let rendezvous = MemoryRendezvous::default();
+        let (lines, told) = (BufReader::new(process.stdout.take().unwrap()), rendezvous.clone());
         let (sender, ready) = mpsc::channel();
         // Reads to the end, so that the child never blocks; ends with it.
         let reader = thread::spawn(move || {
             for line in lines.lines().map_while(std::result::Result::ok) {
-                if let Some(card) = line.strip_prefix(CARD) {
+                if let Some(addresses) = line.strip_prefix(ADDRESSES_PREFIX) {
                     told.publish_value(
                         &format!("mesh/0/{rank}"),
-                        card.replace('|', "\n").as_bytes(),
+                        addresses.replace('|', "\n").as_bytes(),
                     );
                     sender.send(()).unwrap();
                 }
@@ -145,7 +147,7 @@ impl Other {
         });
         let stdin = process.stdin.take().unwrap();
         ready.recv_timeout(TEST_WAIT_LIMIT).unwrap();
-        Self { process, stdin, meeting, reader: Some(reader) }
+        Self { process, stdin, rendezvous, reader: Some(reader) }
     }
 
     fn pid(&self) -> Pid {
@@ -173,8 +175,10 @@ struct Peer {
 impl Peer {
     fn start(kind: LinkKind) -> Self {
         let mut other = Other::start(1, kind);
-        let mesh = Mesh::join(options(0, kind == LinkKind::SharedMemory), &other.meeting).unwrap();
-        let own = other.meeting.await_value("mesh/0/0", Instant::now() + TEST_WAIT_LIMIT).unwrap();
+        let mesh =
+            Mesh::join(options(0, kind == LinkKind::SharedMemory), &other.rendezvous).unwrap();
+        let own =
+            other.rendezvous.await_value("mesh/0/0", Instant::now() + TEST_WAIT_LIMIT).unwrap();
         writeln!(other.stdin, "{}", String::from_utf8(own).unwrap().replace('\n', "|")).unwrap();
         let link = mesh.open_links(1, &[Rank(1)], 65536).unwrap().remove(0);
         assert_eq!(link.kind, kind);
@@ -273,7 +277,8 @@ fn tr_4_a_process_stopped_before_its_first_handshake_is_noticed_after_the_peer_t
         for kind in KINDS {
             let other = (Rank(other), Other::start(other, kind));
             let mesh =
-                Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.meeting).unwrap();
+                Mesh::join(options(own, kind == LinkKind::SharedMemory), &other.1.rendezvous)
+                    .unwrap();
             other.1.stop();
             let started = Instant::now();
             let error = mesh.open_links(1, &[other.0], 65536).unwrap_err();

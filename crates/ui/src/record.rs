@@ -70,8 +70,8 @@ pub(crate) fn read_record(directory: &Store, files: &RunFiles) -> Result<Map<Str
 /// Returns the arguments of a run: each part's name and a short description.
 pub(crate) fn read_fingerprint(directory: &Store, files: &RunFiles) -> BTreeMap<String, String> {
     // A damaged fingerprint ends the next fit with this run, which names the file.
-    let told = read_json_object(directory, files, FINGERPRINT_FILE).unwrap_or_default();
-    let parts = told.get("parts").and_then(Value::as_array).into_iter().flatten();
+    let summary = read_json_object(directory, files, FINGERPRINT_FILE).unwrap_or_default();
+    let parts = summary.get("parts").and_then(Value::as_array).into_iter().flatten();
     parts
         .filter_map(|part| {
             Some((part.get("name")?.as_str()?.to_owned(), part.get("told")?.as_str()?.to_owned()))
@@ -183,9 +183,9 @@ fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
 /// Returns the state to show: a running run whose driver has missed its heartbeats is silent.
 pub(crate) fn run_state_at(summary: &RunSummary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
-    let patience = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
-    let late = summary.updated.is_some_and(|updated| now - updated > patience);
-    if summary.state == "running" && patience > 0.0 && late { "silent" } else { &summary.state }
+    let timeout = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
+    let late = summary.updated.is_some_and(|updated| now - updated > timeout);
+    if summary.state == "running" && timeout > 0.0 && late { "silent" } else { &summary.state }
 }
 
 fn directory_name(directory: &Store) -> String {
@@ -243,23 +243,23 @@ mod tests {
             r#"{"version": 1, "parts": [{"name": "model", "digest": "1", "told": "Sequential"}]}"#;
         std::fs::write(folder.path().join(FINGERPRINT_FILE), parts).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
-        let told = summarize_run(
+        let summary = summarize_run(
             "0/old".to_owned(),
             "old",
             &store,
             &files(&[HISTORY_FILE, FINGERPRINT_FILE]),
         );
         assert_eq!(
-            (told.name.as_str(), told.state.as_str(), told.model.as_str()),
+            (summary.name.as_str(), summary.state.as_str(), summary.model.as_str()),
             ("old", "", "Sequential")
         );
-        assert_eq!(told.done, Some(2.0));
+        assert_eq!(summary.done, Some(2.0));
         assert_eq!(
-            told.best,
+            summary.best,
             Some(BestEpoch { name: "val_loss".to_owned(), value: 0.7, epoch: 1.0 })
         );
-        assert_eq!(told.last["val_loss"], 0.9);
-        assert_eq!(told.started, Some(5000.0));
+        assert_eq!(summary.last["val_loss"], 0.9);
+        assert_eq!(summary.started, Some(5000.0));
     }
 
     #[test]
@@ -285,14 +285,14 @@ mod tests {
             "last": {"loss": 0.5, "x": "y", "z": NaN}, "data": {"told": "3 rows"}, "what": ["no text"]}"#;
         std::fs::write(folder.path().join(RECORD_FILE), record).unwrap();
         let store = Store::open(&folder.path().to_string_lossy()).unwrap();
-        let told = summarize_run("0/a".to_owned(), "a", &store, &files(&[RECORD_FILE]));
+        let summary = summarize_run("0/a".to_owned(), "a", &store, &files(&[RECORD_FILE]));
         assert_eq!(
-            (told.name.as_str(), told.data.as_str(), told.what.as_str()),
+            (summary.name.as_str(), summary.data.as_str(), summary.what.as_str()),
             ("a", "3 rows", "")
         );
-        assert_eq!((told.epochs, told.last.len()), (None, 1));
-        assert_eq!(run_state_at(&told, UNIX_EPOCH + Duration::from_secs(20)), "running");
-        assert_eq!(run_state_at(&told, UNIX_EPOCH + Duration::from_secs(22)), "silent");
+        assert_eq!((summary.epochs, summary.last.len()), (None, 1));
+        assert_eq!(run_state_at(&summary, UNIX_EPOCH + Duration::from_secs(20)), "running");
+        assert_eq!(run_state_at(&summary, UNIX_EPOCH + Duration::from_secs(22)), "silent");
     }
 
     #[test]

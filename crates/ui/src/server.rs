@@ -147,7 +147,7 @@ async fn accept_connections(listener: TcpListener, site: Arc<ViewerSite>) {
     let Ok(listener) = tokio::net::TcpListener::from_std(listener) else { return };
     let places = ViewerConnectionSlots::new(MAX_CONNECTIONS);
     let workers = Arc::new(Semaphore::new(MAX_CONCURRENT_REQUESTS));
-    let mut told: Option<Instant> = None;
+    let mut logged_at: Option<Instant> = None;
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -164,8 +164,10 @@ async fn accept_connections(listener: TcpListener, site: Arc<ViewerSite>) {
             }
             // Out of descriptors, or the client has disconnected.
             Err(error) => {
-                if told.is_none_or(|told| told.elapsed() >= ACCEPT_ERROR_LOG_INTERVAL) {
-                    told = Some(Instant::now());
+                if logged_at
+                    .is_none_or(|logged_at| logged_at.elapsed() >= ACCEPT_ERROR_LOG_INTERVAL)
+                {
+                    logged_at = Some(Instant::now());
                     tracing::error!(%error, "the run viewer cannot accept connections; it tries \
                                              again");
                 }
@@ -228,13 +230,13 @@ async fn respond_to_request(
     let seen =
         request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
     let permit = workers.acquire_owned().await;
-    let (told, answer) = oneshot::channel();
+    let (logged_at, answer) = oneshot::channel();
     // Stores block, and they must not be called on a thread of a runtime.
     let work = move || {
         let reply = site.answer_request(&path, &query);
         drop(permit);
         // The receiver is gone if the browser has closed the connection.
-        drop(told.send(reply));
+        drop(logged_at.send(reply));
     };
     let started = std::thread::Builder::new().name("farandole-ui-answer".to_owned()).spawn(work);
     let reply = match started {

@@ -20,6 +20,7 @@ mod file_circles;
 mod glossary;
 mod naming;
 mod proto;
+mod retired_words;
 mod source_files;
 
 use std::env;
@@ -39,6 +40,7 @@ fn main() -> Result<()> {
             doc_openings::check_first_words(&root)?;
             comment_width::check_comment_width(&root)?;
             naming::check_names(&root)?;
+            retired_words::check_retired_words(&root)?;
             glossary::check_glossary(&root)?;
             file_circles::check_circles(&root)
         }
@@ -47,7 +49,10 @@ fn main() -> Result<()> {
         Some("docs") => config_docs::write_pages(&root),
         Some("proto") => proto::write_generated(&root),
         Some("size") => source_files::print_sizes(&root),
-        Some("names") => naming::check_names(&root),
+        Some("names") => {
+            naming::check_names(&root)?;
+            retired_words::check_retired_words(&root)
+        }
         Some("quiz") => {
             let seed = env::args().nth(2).and_then(|seed| seed.parse().ok());
             naming::print_quiz(&root, seed.context("usage: cargo xtask quiz SEED")?)

@@ -220,12 +220,12 @@ fn public_python_names(root: &Path) -> Result<BTreeSet<String>> {
 fn definitions_in(path: &str, text: &str, public_names: &BTreeSet<String>) -> Vec<Definition> {
     let found =
         if path.ends_with(".rs") { rust_definitions(text) } else { python_definitions(text) };
-    let is_chosen_elsewhere = |name: &str| {
+    let is_chosen_by_others = |name: &str| {
         path.ends_with(".py") && (name.starts_with("__") || public_names.contains(name))
     };
     found
         .into_iter()
-        .filter(|(_, name)| !is_chosen_elsewhere(name))
+        .filter(|(_, name)| !is_chosen_by_others(name))
         .map(|(kind, name)| Definition { kind, name: name.to_owned() })
         .collect()
 }
@@ -323,7 +323,7 @@ fn word_count(name: &str) -> usize {
     count
 }
 
-/// Returns number and text of the comment lines and the lines of docstrings. The name of an
+/// Returns number and text of the comments and the lines of docstrings. The name of an
 /// argument before its description is code and left out.
 fn comment_lines<'a>(path: &str, text: &'a str) -> Vec<(usize, &'a str)> {
     let mut found = Vec::new();
@@ -332,7 +332,7 @@ fn comment_lines<'a>(path: &str, text: &'a str) -> Vec<(usize, &'a str)> {
     for (index, line) in text.lines().enumerate() {
         let code = line.trim_start();
         let comment = if path.ends_with(".rs") {
-            code.starts_with("//").then_some(code)
+            if code.starts_with("//") { Some(code) } else { trailing_comment(code) }
         } else {
             let is_docstring = open_string.unwrap_or_else(|| code.starts_with("\"\"\""));
             if line.matches("\"\"\"").count() % 2 == 1 {
@@ -344,6 +344,13 @@ fn comment_lines<'a>(path: &str, text: &'a str) -> Vec<(usize, &'a str)> {
         found.extend(comment.map(|comment| (index + 1, comment)));
     }
     found
+}
+
+/// Returns the comment after the Rust code of a line. Two slashes after an odd number of quotes are
+/// in a string.
+fn trailing_comment(code: &str) -> Option<&str> {
+    let (before, comment) = code.split_once(" // ")?;
+    before.matches('"').count().is_multiple_of(2).then_some(comment)
 }
 
 fn without_argument(comment: &str) -> &str {
@@ -430,6 +437,8 @@ mod tests {
         let comments: Vec<&str> =
             comment_lines("a.py", text).into_iter().map(|(_, comment)| comment).collect();
         assert_eq!(comments, ["\"\"\"Says.", "", "B.", "\"\"\""]);
+        let text = "let a = 1; // told\nlet b = \"a // told\";\n";
+        assert_eq!(comment_lines("a.rs", text), [(1, "told")]);
         let text = "PAGE = \"\"\"\ntold\n\"\"\"\ndef a(told):\n    return told\n";
         assert!(comment_lines("a.py", text).is_empty());
     }

@@ -62,8 +62,8 @@ fn elastic() -> Registrar {
         RegistrarOptions { relays: true, port_range, ..RegistrarOptions::from_config(1, &config) };
     let elastic = ElasticOptions {
         first: HONEST,
-        least: 1,
-        most: HONEST + 3,
+        min_workers: 1,
+        max_workers: HONEST + 3,
         spares: 1,
         timeout: Duration::from_secs(60),
         reset_limit: None,

@@ -240,7 +240,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: The rate for all ranks together, where the warm-up ends.
-        warmup_epochs: How long it takes.
+        warmup_epochs: Number of epochs of the warm-up.
         momentum_correction: As in `LearningRateScheduleCallback`.
         steps_per_epoch: As there.
         verbose: Whether rank 0 says when it is over.

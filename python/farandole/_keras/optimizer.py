@@ -92,11 +92,11 @@ class _DistributedOptimizerMixin:
         # differently.
         clipped = list(reduced)
         for kind in (False, True):
-            places = [place for place, local in enumerate(is_local) if local is kind]
-            for place, grad in zip(
-                places, clip([reduced[place] for place in places]) if places else [], strict=True
+            places = [index for index, local in enumerate(is_local) if local is kind]
+            for index, grad in zip(
+                places, clip([reduced[index] for index in places]) if places else [], strict=True
             ):
-                clipped[place] = grad
+                clipped[index] = grad
         return clipped
 
     def _reduce_gradients(self, grads: list[Any]) -> list[Any]:

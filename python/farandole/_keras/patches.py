@@ -23,7 +23,7 @@ def install_patches() -> None:
     - Whether a model may be compiled by XLA: on TensorFlow that depends on whether the collectives
       can, or the step be split around them; `jit_compile="auto"` never splits.
     """
-    global _installed  # noqa: PLW0603 - what is patched is global, too
+    global _installed  # noqa: PLW0603 - the patched functions are global, too
     with _lock:
         if _installed:
             return

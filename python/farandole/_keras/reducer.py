@@ -83,7 +83,7 @@ class _BaseKerasReducer:
         self._number = (-1, 0)
 
     def operation_label(self) -> str:
-        """This reducer's name across ranks, asked when it reduces."""
+        """This reducer's name across ranks; read at each reduction."""
         if self._name is not None:
             return self._name
         if self._number[0] != _reducer_numbering.world:

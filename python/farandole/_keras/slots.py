@@ -74,6 +74,6 @@ def slots_with_owners(optimizer: Any, trained: Sequence[Any]) -> list[tuple[Any,
     made = second.variables[first:]
     variables = optimizer.variables
     return [
-        (variable, owners.get(id(one)))
-        for variable, one in zip(variables[len(variables) - len(made) :], made, strict=True)
+        (variable, owners.get(id(made_slot)))
+        for variable, made_slot in zip(variables[len(variables) - len(made) :], made, strict=True)
     ]

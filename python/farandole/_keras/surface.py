@@ -42,7 +42,7 @@ def load_model(
     """Loads a model and makes its optimizer distributed, with the state it was saved with.
 
     Args:
-        filepath: What `model.save` wrote.
+        filepath: File that `model.save` wrote.
         custom_optimizers: Classes of optimizers that are not Keras's.
         custom_objects: Other classes and functions by name.
         compression: Compresses the gradients for transport.
@@ -59,7 +59,7 @@ def load_model(
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
         model.optimizer = distribute_optimizer(optimizer, Settings(compression=compression))
-        # Asked again, now that the optimizer is another one.
+        # This lets Keras decide again for the distributed optimizer.
         model.jit_compile = model.jit_compile
     return model
 

@@ -102,7 +102,7 @@ def init(
     comm: Sequence[int] | None,
     process_sets: Sequence[Sequence[int]],
     dynamic: bool,
-    told: tuple[str, int] | None = None,
+    assigned_rank: tuple[str, int] | None = None,
     /,
 ) -> bool: ...
 def host_registrar(size: int, one_host: bool, /) -> str: ...

@@ -110,8 +110,8 @@ class Registrar:
     @staticmethod
     def start_elastic(
         first: int,
-        least: int,
-        most: int,
+        min_workers: int,
+        max_workers: int,
         *,
         timeout: float,
         reset_limit: int | None = None,

@@ -47,10 +47,10 @@ def call_before_elastic_join(load: Callable[[], None]) -> None:
 def set_world_ticket(ticket: str, rank: int) -> None:
     """Makes every `init` in this process join the world of a ticket.
 
-    For starters that hand tickets on by ways of their own, as Ray does.
+    For launchers that pass tickets to their workers themselves, such as Ray.
 
     Args:
-        ticket: What `engine.host` of rank 0 has returned.
+        ticket: Result of `engine.host` on rank 0.
         rank: This process's rank there.
     """
     global _world_ticket  # noqa: PLW0603 - one rank a process
@@ -138,18 +138,18 @@ def _begin_session(
     comm: Sequence[int] | MpiCommunicator | None, process_sets: list[list[int]], dynamic: bool
 ) -> bool:
     """Begins the session; false when one runs."""
-    members, told = None, _world_ticket
+    members, world_ticket = None, _world_ticket
     if isinstance(comm, MpiCommunicator):
         if engine.is_initialized():
             return False
-        told = _agree_on_world_ticket(comm)
+        world_ticket = _agree_on_world_ticket(comm)
     elif comm is not None:
         members = list(comm) or None  # none at all are all of them, as in Horovod
     if notices.is_elastic() and not engine.is_initialized():
         for load_ahead in _elastic_preloads:
             load_ahead()
     with notices.handle_notice_signals():  # a spare waits here for as long as the job lasts
-        if not engine.init(members, process_sets, dynamic, told):
+        if not engine.init(members, process_sets, dynamic, world_ticket):
             return False
     holder = engine.rank_holder_variable()
     if holder is not None:
@@ -169,7 +169,7 @@ def _agree_on_world_ticket(comm: MpiCommunicator) -> tuple[str, int]:
     if rank == 0:
         try:
             ticket = engine.host_registrar(comm.Get_size(), len(set(hosts)) == 1)
-        except Exception as raised:  # noqa: BLE001 - the others wait for an answer, whatever it is
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait for an answer in any case
             failure = raised
     ticket, reason = comm.bcast((ticket, failure and str(failure)), root=0)
     if failure is not None:

@@ -23,14 +23,14 @@ def any_value(name: str, value: Any) -> Any:
     return value
 
 
-def integer_at_least(least: int) -> Callable[[str, Any], int]:
-    """Returns a whole number, `least` or more."""
+def integer_at_least(minimum: int) -> Callable[[str, Any], int]:
+    """Returns a whole number, `minimum` or more."""
 
     def check_integer(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be a whole number: {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}: {value}")
+        if value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}: {value}")
         return int(value)
 
     return check_integer
@@ -165,11 +165,13 @@ def converted_by(convert: Callable[[Any], Any]) -> Check:
     return check_conversion
 
 
-def deprecated_argument(why: str) -> Check:
+def deprecated_argument(reason: str) -> Check:
     """Any value, with a warning that it does nothing."""
 
     def warn_deprecated(name: str, value: Any) -> Any:
-        warnings.warn(f"{name} is deprecated and ignored: {why}", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            f"{name} is deprecated and ignored: {reason}", DeprecationWarning, stacklevel=2
+        )
         return value
 
     return warn_deprecated

@@ -33,7 +33,7 @@ class StoredCommits:
     """Writes commits and reads the last one back.
 
     Args:
-        store: Where to, or its URL.
+        store: Store for the commits, or its URL.
         run_id: Names the directory there. A job that starts again has the same one.
         every: Commits from one that is written to the next.
 
@@ -74,7 +74,7 @@ class StoredCommits:
                 this process its key.
         """
         self._lease.acquire_lease()
-        self._run_store_with_seal_key()
+        self._run_store_with_key()
 
     def hand_over_lease(self) -> None:
         """Leaves the lease to the process of this job that is rank 0 now."""
@@ -119,7 +119,7 @@ class StoredCommits:
                     data = pack()
                 finally:
                     done()
-                run = self._run_store_with_seal_key()
+                run = self._run_store_with_key()
                 self._lease.renew_or_raise()
                 run.write_checkpoint(run.checkpoint_filename, data)
             except Exception as error:  # noqa: BLE001 - training continues; its end raises it
@@ -143,20 +143,20 @@ class StoredCommits:
         Raises:
             ValueError: There are some, and none of them can be used.
         """
-        return self._run_store_with_seal_key().resume()
+        return self._run_store_with_key().resume()
 
-    def _run_store_with_seal_key(self) -> RemoteStore:
-        """Returns the paths of the run, with the key that seals its commits.
+    def _run_store_with_key(self) -> RemoteStore:
+        """Returns the paths of the run, with the key that signs its commits.
 
-        A driver that has the secret is asked for the key once.
+        If the driver has the secret, this process requests the key from it once.
 
         Raises:
             FarandoleEnvironmentError: The driver does not answer.
         """
         from farandole.stores import run_keys  # noqa: PLC0415 - few states have a store
 
-        if self._remote.seal_key is None and run_keys.must_ask_driver():
-            self._remote = replace(self._remote, seal_key=run_keys.request_run_key(self.run_id))
+        if self._remote.run_key is None and run_keys.must_ask_driver():
+            self._remote = replace(self._remote, run_key=run_keys.request_run_key(self.run_id))
         return self._remote
 
 
@@ -184,7 +184,7 @@ def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
     """Inverts `pack`; runs no code.
 
     Args:
-        data: What `pack` returned. Arrays of types that NumPy does not know come back as their
+        data: Result of `pack`. Arrays of types that NumPy does not know come back as their
             bytes.
 
     Raises:
@@ -194,13 +194,13 @@ def unpack_commit(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
     from farandole.stores import durable, small_files  # noqa: PLC0415 - few states have a store
 
-    place = "a commit"
-    with small_files.name_damage(place):
-        why = durable.find_damage(data)
-        if why is not None:
-            raise ValueError(why)
+    source_name = "a commit"
+    with small_files.name_damage(source_name):
+        damage = durable.find_damage(data)
+        if damage is not None:
+            raise ValueError(damage)
         with np.load(io.BytesIO(data), allow_pickle=False) as found:
-            plain = small_files.parse_json(found["plain"].tobytes(), place)
+            plain = small_files.parse_json(found["plain"].tobytes(), source_name)
             return [found[f"{number}"] for number in range(len(found.files) - 1)], plain
 
 
@@ -220,7 +220,7 @@ def check_plain_values(
     Args:
         values: By name.
         is_plain: Whether a value can go to a store.
-        allowed: Such values, in words.
+        allowed: Description of the allowed values, for messages.
 
     Raises:
         TypeError: Naming the attribute.

@@ -85,7 +85,7 @@ class State:
         store. The last commit is written when the function has returned.
 
         Args:
-            store: Where to, or its URL, such as `"s3://bucket/jobs"`.
+            store: Store for the commits, or its URL, such as `"s3://bucket/jobs"`.
             run_id: Names the directory of this job in `<store>/runs`. Use the same name when the
                 job is started again.
             every: Interval in commits between writes. While a commit is being written, others are
@@ -124,7 +124,7 @@ class State:
         """Keeps the present state for the case of a failure, and checks whether hosts have changed.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+            HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
         """
         self.save()
         self._commits += 1
@@ -136,7 +136,7 @@ class State:
         of times.
 
         Raises:
-            HostsUpdatedInterrupt: On all ranks, when hosts came or went.
+            HostsUpdatedInterrupt: On all ranks, if hosts were added or removed.
         """
         for at, change in engine.host_changes():
             self.on_hosts_updated(at, change)
@@ -230,13 +230,13 @@ class State:
             raise
         except Exception as error:  # noqa: BLE001 - raised below
             failure = error
-        told = self._bcast_object(
+        root_error = self._bcast_object(
             None if failure is None else f"{type(failure).__name__} on rank 0: {failure}"
         )
         if failure is not None:
             raise failure
-        if told is not None:
-            raise ValueError(told)
+        if root_error is not None:
+            raise ValueError(root_error)
 
     def _load_on_rank_zero(self, stored: StoredCommits) -> None:
         """Loads the state from the store on rank 0, if no rank of the world has the state. Rank 0
@@ -371,10 +371,10 @@ class ObjectState(State):
 
     def _saved_values(self) -> dict[str, Any]:
         """Attributes as they were kept last; of readers their positions."""
-        kept = self._saved_state.items()
+        saved = self._saved_state.items()
         return {
             name: value.state if isinstance(value, ReaderPosition) else value
-            for name, value in kept
+            for name, value in saved
         }
 
     def _saved_arrays(self) -> list[Any]:

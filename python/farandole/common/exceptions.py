@@ -35,8 +35,8 @@ class FarandoleBugError(RuntimeError):
 
 
 class WorkerDismissed(SystemExit):
-    """The dismissal of a worker of an elastic job: its host was removed, or the worker has asked to
-    leave.
+    """The dismissal of a worker of an elastic job: its host was removed, or the worker has
+    requested to leave.
 
     `init` raises it. If it is not caught, the process ends with code 0, which is no failure of the
     job.

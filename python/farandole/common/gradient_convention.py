@@ -3,9 +3,9 @@
 """The convention for gradients of collectives: of the sum of all ranks' losses, or Horovod's.
 
 `FARANDOLE_GRADIENT_CONVENTION` decides. The drop-in package sets it when a script imports
-`horovod`, unless it is set. For n ranks Horovod's gradients are 1/n of ours for `allgather` and
-`broadcast`, and n times ours for `reducescatter`; the gradient of an allreduce by `Min`, `Max`,
-`Product` or `Adasum` is reduced by the same op.
+`horovod`, unless it is set. For n ranks Horovod's gradients are 1/n of Farandole's for `allgather`
+and `broadcast`, and n times Farandole's for `reducescatter`; the gradient of an allreduce by `Min`,
+`Max`, `Product` or `Adasum` is reduced by the same op.
 """
 
 from __future__ import annotations

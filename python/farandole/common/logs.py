@@ -98,7 +98,7 @@ def start_logging_for_urls(urls: Iterable[str]) -> None:
     logged before its error, which may come minutes later.
 
     Args:
-        urls: of stores or files.
+        urls: URLs of stores or files.
 
     Raises:
         ValueError: When a variable of the environment cannot be read.

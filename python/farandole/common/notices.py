@@ -86,8 +86,8 @@ def install_notice_handlers() -> dict[int, Any]:
     noticed = False
 
     def restore_default_handlers() -> None:
-        for one in taken:
-            signal.signal(one, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
     def handle_notice(number: int, frame: Any) -> None:
         nonlocal noticed

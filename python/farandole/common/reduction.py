@@ -77,7 +77,9 @@ def partition_gradients(
     elif isinstance(groups, int):
         parts = split_list(list(indices), groups)
     else:
-        place = {keys[index]: index for index in indices}
-        parts = [[place.pop(key) for key in group if key in place] for group in groups]
-        parts.append(sorted(place.values()))
+        index_by_key = {keys[index]: index for index in indices}
+        parts = [
+            [index_by_key.pop(key) for key in group if key in index_by_key] for group in groups
+        ]
+        parts.append(sorted(index_by_key.values()))
     return [part for part in parts if part]

@@ -52,7 +52,7 @@ def usable_cores(proc: Path = _PROC) -> int:
     than the CPU time of each cgroup above it, rounded up.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     cores = len(os.sched_getaffinity(0))
     for files, folder in _cgroup_folders(proc, _CPU_V2, _CPU_V1):
@@ -67,12 +67,12 @@ def usable_cores(proc: Path = _PROC) -> int:
 
 
 def available_memory_bytes(proc: Path = _PROC) -> int:
-    """Returns the bytes of memory that this process can still take: those that the host has, and no
-    more than is left in each cgroup above it. Pages of files that the kernel can drop count as
-    free.
+    """Returns the bytes of memory that this process can still take: the free memory of the host,
+    and no more than is left in each cgroup above this process. Pages of files that the
+    kernel can drop count as free.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     free = _host_memory_bytes(proc, "MemAvailable")
     for files, folder, limit in _memory_limits(proc):
@@ -83,11 +83,12 @@ def available_memory_bytes(proc: Path = _PROC) -> int:
 
 
 def memory_limit_bytes(proc: Path = _PROC) -> int:
-    """Returns the bytes of memory that this process can have at most: those of the host, and no
-    more than the limit of each cgroup above it. It does not change with the load of the host.
+    """Returns the bytes of memory that this process can have at most: the memory of the host, and
+    no more than the limit of each cgroup above this process. It does not change with the
+    load of the host.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
     """
     limits = (limit for _, _, limit in _memory_limits(proc))
     return min(_host_memory_bytes(proc, "MemTotal"), *limits, _UNLIMITED_BYTES)
@@ -96,9 +97,9 @@ def memory_limit_bytes(proc: Path = _PROC) -> int:
 def _host_memory_bytes(proc: Path, name: str) -> int:
     for line in _read_text(proc / "meminfo").splitlines():
         key, _, value = line.partition(":")
-        words = value.split()
-        if key == name and words and words[0].isdigit():
-            return int(words[0]) * 1024
+        fields = value.split()
+        if key == name and fields and fields[0].isdigit():
+            return int(fields[0]) * 1024
     return _UNLIMITED_BYTES
 
 
@@ -125,7 +126,7 @@ def _cgroup_folders(
     of its files.
 
     Args:
-        proc: Where the proc file system is.
+        proc: Path of the proc file system.
         second: Files in version 2.
         first: Files in version 1.
     """

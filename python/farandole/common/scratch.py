@@ -81,7 +81,7 @@ def boot_id() -> str:
     """Returns the id of the kernel's boot, which no other host has.
 
     Raises:
-        OSError: The kernel does not tell it.
+        OSError: The kernel does not show it.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
@@ -90,10 +90,10 @@ def remove_abandoned_directories(folder: Path) -> None:
     """Removes the directories of this host that no process holds.
 
     Args:
-        folder: Where they are.
+        folder: Directory of the files.
 
     Raises:
-        OSError: The kernel does not tell its boot.
+        OSError: The kernel does not show its boot id.
     """
     own_boot, own_host = _boot_and_host()
     for path in folder.glob(f"{_DIRECTORY_PREFIX}*-*-*"):
@@ -152,7 +152,7 @@ def _other_places() -> list[Path]:
     places = [folder / f"farandole-{os.getuid()}" for folder in folders]
     with contextlib.suppress(RuntimeError):  # a user without a home
         places.append(Path.home() / ".farandole")
-    return [place for place in places if place.is_absolute()]
+    return [path for path in places if path.is_absolute()]
 
 
 def _boot_and_host() -> tuple[str, str]:

@@ -50,7 +50,7 @@ def phase(name: str) -> Iterator[None]:
     and backward passes and reductions by themselves.
 
     Args:
-        name: Of the part, such as `augment`.
+        name: Name of the part, such as `augment`.
     """
     timeline.enter_phase(name)
     try:

@@ -77,8 +77,8 @@ def choose_op(op: int | None, average: bool | None) -> int:
     if average is not None:
         if op is not None:
             raise ValueError("give either op or the deprecated average, not both")
-        told = "Parameter `average` has been replaced with `op`, and is deprecated"
-        warnings.warn(told, DeprecationWarning, stacklevel=3)
+        message = "Parameter `average` has been replaced with `op`, and is deprecated"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is None:
         return Average
@@ -213,10 +213,10 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
         ext_base_name: Its name.
         verbose: Whether to say so.
     """
-    there = ext_base_name in EXTENSIONS and find_spec(ext_base_name) is not None
+    is_installed = ext_base_name in EXTENSIONS and find_spec(ext_base_name) is not None
     if verbose:
-        print(f"{ext_base_name} is {'' if there else 'not '}installed")  # noqa: T201 - as asked for
-    return there
+        print(f"{ext_base_name} is {'' if is_installed else 'not '}installed")  # noqa: T201 - `verbose` requests it
+    return is_installed
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:

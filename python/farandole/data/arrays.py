@@ -112,7 +112,7 @@ def object_array(batch: Batch, name: str, dtype: str) -> Any:
 
     Args:
         batch: As the reader gives it.
-        name: Of the column.
+        name: Name of the column.
         dtype: `utf8` or `binary`.
     """
     import numpy as np  # noqa: PLC0415 - optional

@@ -53,7 +53,7 @@ class ExactMean:
         """Counts the values of a batch.
 
         Args:
-            column: Of numbers.
+            column: Column of numbers.
         """
         import numpy as np  # noqa: PLC0415 - as above
 
@@ -90,14 +90,14 @@ class QuantileSketch:
     """The number of those bits: as few as the cells allow. It depends only on the set of all
     rows.
     """
-    most: int = _MAX_QUANTILE_CELLS
+    max_cells: int = _MAX_QUANTILE_CELLS
     """Cells, at most."""
 
     def add(self, column: pa.Array) -> None:
         """Counts the values of a batch.
 
         Args:
-            column: Of numbers.
+            column: Column of numbers.
         """
         import numpy as np  # noqa: PLC0415 - as above
 
@@ -148,7 +148,7 @@ class QuantileSketch:
         is a row.
 
         Args:
-            share: Of the rows.
+            share: Share of the rows.
 
         Returns:
             The number; `None` where all rows have the same one.
@@ -166,7 +166,7 @@ class QuantileSketch:
         exceed.
 
         Args:
-            share: Of the rows.
+            share: Share of the rows.
         """
         target, seen = share * sum(self.cells.values()), 0
         for key in sorted(self.cells):
@@ -182,7 +182,7 @@ class QuantileSketch:
     def _add_counts(self, pairs: Any) -> None:
         for key, count in pairs:
             self.cells[key] = self.cells.get(key, 0) + count
-        while len(self.cells) > self.most:
+        while len(self.cells) > self.max_cells:
             self._drop_bits(1)
 
     def _drop_bits(self, bits: int) -> None:
@@ -211,7 +211,7 @@ class MaxListLength:
         """Looks at the lists of a batch.
 
         Args:
-            column: Of lists.
+            column: Column of lists.
         """
         import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
@@ -233,7 +233,7 @@ class ValueCounts:
         """Counts the values of a batch.
 
         Args:
-            column: Of texts, integers, booleans, floats or decimals.
+            column: Column of texts, integers, booleans, floats or decimals.
 
         Raises:
             ValueError: More distinct values than categories can have.
@@ -257,13 +257,13 @@ class ValueCounts:
         """Returns the most frequent value, of several the least; `None` without values."""
         return min(self.counts, key=lambda value: (-self.counts[value], value), default=None)
 
-    def most_frequent_categories(self, most: int | None) -> list[Any]:
+    def most_frequent_categories(self, max_count: int | None) -> list[Any]:
         """Returns the categories in ascending order.
 
         Args:
-            most: Number of categories; only the most frequent values are kept.
+            max_count: Number of categories; only the most frequent values are kept.
         """
-        chosen = sorted(self.counts, key=lambda value: (-self.counts[value], value))[:most]
+        chosen = sorted(self.counts, key=lambda value: (-self.counts[value], value))[:max_count]
         return sorted(chosen)
 
     def _add_counts(self, pairs: Any) -> None:

@@ -68,9 +68,9 @@ def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str
     """Refuses columns that are missing or ambiguous.
 
     Args:
-        roles: the columns asked for.
-        present: the columns there are.
-        where: the searched source, in the words of messages.
+        roles: the requested columns.
+        present: the existing columns.
+        where: the searched source, for messages.
 
     Raises:
         ValueError: naming the column and what might have been meant.
@@ -104,8 +104,8 @@ def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:
     """Returns the shape of one row, from a shape as users write it.
 
     Args:
-        shape: of one row, or of a batch with -1 for its rows first; one more size may be left open
-            by -1.
+        shape: shape of one row, or of a batch with -1 for its rows first; one more size may be left
+            open by -1.
         size: elements in one row.
 
     Returns:
@@ -125,7 +125,7 @@ def check_shapes_fit(
     """Refuses shapes that do not fit their columns.
 
     Args:
-        columns: what prepared data holds.
+        columns: columns of the prepared data.
         groups: the columns that get the shapes, one or several side by side for each.
         shapes: one shape per group.
         role: name of the columns in error messages.
@@ -143,9 +143,11 @@ def check_shapes_fit(
         names = [group] if isinstance(group, str) else list(group)
         size = sum(columns[name].element_count for name in names)
         if math.prod(row_shape(shape, size)) != size:
-            told = (
+            column_text = (
                 f"column {names[0]!r}"
                 if len(names) == 1
                 else f"columns {', '.join(map(repr, names))}"
             )
-            raise ValueError(f"{role} {told} with size {size} does not fit shape {list(shape)}")
+            raise ValueError(
+                f"{role} {column_text} with size {size} does not fit shape {list(shape)}"
+            )

@@ -44,22 +44,22 @@ _PAD_OPTION_TYPES: dict[str, type[int | float]] = {
 """Options of `--ragged`."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Runs one command.
 
     Args:
-        words: Its name, then `argument=value` for each value given.
+        arguments: Its name, then `argument=value` for each value given.
 
     Returns:
         The exit status.
     """
     given: dict[str, list[str]] = defaultdict(list)
-    for word in words[1:]:
+    for word in arguments[1:]:
         name, _, value = word.partition("=")
         given[name].append(value)
     commands = {"prepare": _run_prepare, "inspect": _run_inspect, "head": _run_head}
     try:
-        return commands[words[0]](given)
+        return commands[arguments[0]](given)
     except (ImportError, OSError, ValueError) as error:
         print(f"farandole: {error}", file=sys.stderr)
         return 1
@@ -68,37 +68,37 @@ def main(words: Sequence[str]) -> int:
 def _run_prepare(given: dict[str, list[str]]) -> int:
     from farandole.data.prepare import prepare_data  # noqa: PLC0415 - the other commands need no pyarrow
 
-    one = {name: values[-1] for name, values in given.items()}
+    single = {name: values[-1] for name, values in given.items()}
     fill = dict(_parse_fill(value) for value in given["fill"])
     done = prepare_data(
         given["source"],
-        one["to"],
+        single["to"],
         feature_cols=_split_names(given["features"]) or None,
         label_cols=_split_names(given["labels"]),
-        sample_weight_col=one.get("weight"),
-        validation=_parse_validation(one.get("validation")),
-        seed=int(one["seed"]),
+        sample_weight_col=single.get("weight"),
+        validation=_parse_validation(single.get("validation")),
+        seed=int(single["seed"]),
         fill=fill or None,
         categories=dict(_parse_category(value) for value in given["categories"]),
         ragged=dict(_parse_ragged(value) for value in given["ragged"]) or None,
-        validation_stratify=one.get("stratify"),
-        validation_group=one.get("group"),
-        validation_time=one.get("time"),
+        validation_stratify=single.get("stratify"),
+        validation_group=single.get("group"),
+        validation_time=single.get("time"),
         allow_nan="allow-nan" in given,
-        format=one.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
+        format=single.get("format"),  # pyright: ignore[reportArgumentType] - the command has checked it
         types=dict(value.split("=", 1) for value in given["type"]) or None,
         options={
             name: _parse_csv_option(value)
             for name, value in (text.split("=", 1) for text in given["csv"])
         }
         or None,
-        sql=one.get("sql"),
-        compression=one["compression"],  # pyright: ignore[reportArgumentType]
-        row_group_rows=int(one["row-group-rows"]) if "row-group-rows" in one else None,
+        sql=single.get("sql"),
+        compression=single["compression"],  # pyright: ignore[reportArgumentType]
+        row_group_rows=int(single["row-group-rows"]) if "row-group-rows" in single else None,
         reuse="again" not in given,
         statistics="statistics" in given,
     )
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "index": done.index,
         "train_url": done.train_url,
         "val_url": done.val_url,
@@ -109,7 +109,7 @@ def _run_prepare(given: dict[str, list[str]]) -> int:
         "resumed": done.resumed,
     }
     if "json" in given:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return 0
     state = (
         " (prepared before)"
@@ -144,9 +144,9 @@ def _parse_category(text: str) -> tuple[str, int | None]:
 def _parse_ragged(text: str) -> tuple[str, Pad]:
     from farandole.data import Pad  # noqa: PLC0415 - as above
 
-    name, _, told = text.partition("=")
+    name, _, option_text = text.partition("=")
     options: dict[str, Any] = {}
-    for part in filter(None, told.split(",")):
+    for part in filter(None, option_text.split(",")):
         key, colon, value = part.partition(":")
         if key not in _PAD_OPTION_TYPES or not colon:
             raise ValueError(
@@ -173,9 +173,9 @@ def _parse_validation(text: str | None) -> float | str | None:
 
 
 def _parse_csv_option(text: str) -> Any:
-    words: dict[str, Any] = {"true": True, "false": False, "\\t": "\t"}
-    if text.lower() in words:
-        return words[text.lower()]
+    constants: dict[str, Any] = {"true": True, "false": False, "\\t": "\t"}
+    if text.lower() in constants:
+        return constants[text.lower()]
     if text.isdigit():
         return int(text)
     return text.split(",") if "," in text.strip(",") else text
@@ -186,40 +186,42 @@ def _run_inspect(given: dict[str, list[str]]) -> int:
     text = native.read_manifest(url)
     problems: list[str] = []
     if text is not None:
-        told = json.loads(text)
+        summary = json.loads(text)
     else:
         opened = open_dataset(url)
         columns = [
-            {"name": one.name, "element": one.dtype, "shape": list(one.shape)}
-            for one in opened.columns
+            {"name": column.name, "element": column.dtype, "shape": list(column.shape)}
+            for column in opened.columns
         ]
-        told = {"fingerprint": opened.fingerprint, "rows": opened.rows, "columns": columns}
+        summary = {"fingerprint": opened.fingerprint, "rows": opened.rows, "columns": columns}
     if "verify" in given:
         files, size, problems = native.verify_checksums(url)
-        told["verified"] = {"files": files, "bytes": size, "problems": problems}
+        summary["verified"] = {"files": files, "bytes": size, "problems": problems}
     if "json" in given:
         print(
-            json.dumps({"url": native_store.Store(url).url, "prepared": text is not None, **told})
+            json.dumps(
+                {"url": native_store.Store(url).url, "prepared": text is not None, **summary}
+            )
         )
         return 1 if problems else 0
     print(native_store.Store(url).url)
     print(
-        f"{told['rows']:,} rows, {'prepared' if text is not None else 'not prepared'}, "
-        f"{told['fingerprint']}"
+        f"{summary['rows']:,} rows, {'prepared' if text is not None else 'not prepared'}, "
+        f"{summary['fingerprint']}"
     )
-    if "files" in told:
-        groups = sum(len(file["groups"]) for file in told["files"])
-        print(f"{len(told['files']):,} files, {groups:,} row groups, {told['bytes']:,} bytes")
+    if "files" in summary:
+        groups = sum(len(file["groups"]) for file in summary["files"])
+        print(f"{len(summary['files']):,} files, {groups:,} row groups, {summary['bytes']:,} bytes")
     rows: list[tuple[str, ...]] = [("column", "type", "shape", "role", "least", "most")]
-    for one in told["columns"]:
-        shape = " x ".join(str(length) for length in one["shape"])
-        extremes = [_format_cell(one.get(name)) for name in ("min", "max")]
-        rows.append((one["name"], one["element"], shape, one.get("role", ""), *extremes))
+    for column in summary["columns"]:
+        shape = " x ".join(str(length) for length in column["shape"])
+        extremes = [_format_cell(column.get(name)) for name in ("min", "max")]
+        rows.append((column["name"], column["element"], shape, column.get("role", ""), *extremes))
     _print_table(rows)
     if "verify" in given:
         for problem in problems:
             print(problem)
-        print(f"verified {told['verified']['files']:,} files: {len(problems)} damaged")
+        print(f"verified {summary['verified']['files']:,} files: {len(problems)} damaged")
     return 1 if problems else 0
 
 
@@ -244,9 +246,9 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
 
     text = native.read_manifest(url)
     if text is None:
-        open_dataset(url)  # says what is wrong with it
-        place = native_store.Store(url)
-        is_table = place.exists("_delta_log") or place.exists("metadata")
+        open_dataset(url)  # raises an error that names the fault
+        directory = native_store.Store(url)
+        is_table = directory.exists("_delta_log") or directory.exists("metadata")
         source = open_source(url, format=None if is_table else "parquet")
         shapes: dict[str, tuple[str, list[int]]] = {}
     else:
@@ -260,14 +262,14 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
         ]
         source = open_source([f"{base}/{path}" for path in first], format="parquet")
         shapes = {
-            one["name"]: (one["element"], one["shape"])
-            for one in manifest["columns"]
-            if one["shape"]
+            column["name"]: (column["element"], column["shape"])
+            for column in manifest["columns"]
+            if column["shape"]
         }
         encoding = read_encoding(url)
         shapes |= {
-            name: (one.dtype, [-1])
-            for name, one in ({} if encoding is None else encoding.ragged).items()
+            name: (layout.dtype, [-1])
+            for name, layout in ({} if encoding is None else encoding.ragged).items()
         }
     for unit in source.units(source.schema.names):
         for batch in unit.batches():
@@ -298,7 +300,9 @@ def _format_cell(value: Any) -> str:
         return f"{value:g}"
     if isinstance(value, list):
         more = ", ..." if len(value) > _MAX_SHOWN_ELEMENTS else ""
-        return f"[{', '.join(_format_cell(one) for one in value[:_MAX_SHOWN_ELEMENTS])}{more}]"
+        return (
+            f"[{', '.join(_format_cell(element) for element in value[:_MAX_SHOWN_ELEMENTS])}{more}]"
+        )
     return str(value)
 
 

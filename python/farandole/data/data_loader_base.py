@@ -59,8 +59,8 @@ class BaseDataLoader(ABC):
         """Returns the loader's position after the last batch from `_iterate`."""
         return None
 
-    def _set_consumer_position(self, mark: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
-        """Is called before a batch is returned: the consumer is then at `mark`."""
+    def _set_consumer_position(self, position: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
+        """Is called before a batch is returned: the consumer is then at `position`."""
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch."""
@@ -110,8 +110,8 @@ class AsyncDataLoaderMixin:
         run = _PrefetchThread(loader, self.async_loader_queue_size, debug=self.debug_data_loader)
         self._prefetch_threads.add(run)
         try:
-            for batch, mark in run:
-                loader._set_consumer_position(mark)  # noqa: SLF001 - ours
+            for batch, position in run:
+                loader._set_consumer_position(position)  # noqa: SLF001 - internal to this package
                 yield loader._process_batch(batch)  # noqa: SLF001
         finally:
             self._prefetch_threads.discard(run)
@@ -145,7 +145,7 @@ class _PrefetchThread:
 
     def _produce_batches(self, loader: Any) -> None:
         error = None
-        batches = loader._iterate()  # noqa: SLF001 - ours
+        batches = loader._iterate()  # noqa: SLF001 - internal to this package
         try:
             for batch in batches:
                 if not self._put_item((batch, loader._produced_position())):  # noqa: SLF001

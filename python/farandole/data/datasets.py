@@ -105,37 +105,41 @@ def _open_files(paths: Sequence[str], types: dict[str, str]) -> Dataset:
     """Opens files below the common directory of all paths; the names of its subdirectories become
     columns.
     """
-    places = [find_files(path) for path in paths]
+    locations = [find_files(path) for path in paths]
     files = sorted(
         {
             file.path
-            for place in places
-            for file in place.files
+            for location in locations
+            for file in location.files
             if file.path.endswith(_PARQUET_SUFFIXES)
         }
     )
     if not files:
         raise FileNotFoundError(f"none of these is a Parquet file: {', '.join(paths)}")
-    _refuse_prepared_files(places)
-    common = common_directory(place.base for place in places)
+    _refuse_prepared_files(locations)
+    common = common_directory(location.base for location in locations)
     relative = [path[len(common) + 1 :] for path in files]
     values = [(path, partition_values(path)) for path in relative]
     return Dataset.open_files(common or "/", values, types)
 
 
-def _refuse_prepared_files(places: Sequence[FoundFiles]) -> None:
+def _refuse_prepared_files(found: Sequence[FoundFiles]) -> None:
     """Refuses files of prepared data: its manifest says which ones count, and how they were
     encoded.
     """
     inside = next(
-        (base for base in sorted({place.base for place in places}) if is_prepared_directory(base)),
+        (
+            base
+            for base in sorted({location.base for location in found})
+            if is_prepared_directory(base)
+        ),
         None,
     )
-    for place in places:
-        for name in place.prepared_directories:
-            directory = f"{place.base.rstrip('/')}/{name}" if name else place.base
+    for location in found:
+        for name in location.prepared_directories:
+            directory = f"{location.base.rstrip('/')}/{name}" if name else location.base
             if inside is None and any(
-                file.path.startswith(f"{directory.rstrip('/')}/") for file in place.files
+                file.path.startswith(f"{directory.rstrip('/')}/") for file in location.files
             ):
                 inside = directory
     if inside is not None:
@@ -150,7 +154,7 @@ def linked_dataset_url(store: AbstractFilesystemStore, dataset: Dataset) -> str:
     """Returns a URL by which every process opens these very files, without a look at each.
 
     Args:
-        store: Where the small file behind the URL goes, if one is needed.
+        store: Store that receives the small file behind the URL, if one is needed.
         dataset: The opened data set.
     """
     if dataset.is_prepared:

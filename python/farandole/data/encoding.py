@@ -90,8 +90,8 @@ class ColumnEncoding:
         Args:
             categories: By column.
             fill: A value for all columns, or values by column.
-            learned: Which of them were learned, and as what.
-            ragged: How lists of different lengths are padded, by column.
+            learned: Word of each learned value, by column.
+            ragged: Padding of lists of different lengths, by column.
         """
         filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
         lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
@@ -100,29 +100,36 @@ class ColumnEncoding:
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""
         categories = {name: list(values) for name, values in self.categories.items()}
-        told = {"categories": categories, "fill": dict(self.fill), "labels": sorted(self.labels)}
+        values_by_name = {
+            "categories": categories,
+            "fill": dict(self.fill),
+            "labels": sorted(self.labels),
+        }
         ragged = {name: asdict(one) for name, one in self.ragged.items()}
-        return json.dumps({**told, "learned": dict(self.learned), "ragged": ragged})
+        return json.dumps({**values_by_name, "learned": dict(self.learned), "ragged": ragged})
 
     @classmethod
-    def from_json(cls, text: str | bytes, place: str = "an encoding") -> Self:
+    def from_json(cls, text: str | bytes, source_name: str = "an encoding") -> Self:
         """Inverts `to_json`.
 
         Args:
-            text: Of the file.
-            place: Of the text, for messages.
+            text: Text of the file.
+            source_name: Name of the text, for messages.
 
         Raises:
             DamagedFileError: The text is not what `to_json` returned.
         """
-        told = small_files.parse_json(text, place)
-        with small_files.name_damage(place):
-            ragged = {name: Ragged.from_value(one) for name, one in told.get("ragged", {}).items()}
+        values_by_name = small_files.parse_json(text, source_name)
+        with small_files.name_damage(source_name):
+            ragged = {
+                name: Ragged.from_value(layout)
+                for name, layout in values_by_name.get("ragged", {}).items()
+            }
             return cls(
-                told["categories"],
-                told["fill"],
-                frozenset(told["labels"]),
-                told["learned"],
+                values_by_name["categories"],
+                values_by_name["fill"],
+                frozenset(values_by_name["labels"]),
+                values_by_name["learned"],
                 ragged=ragged,
             )
 
@@ -165,7 +172,7 @@ class ColumnEncoding:
         """Returns one column as it is written; numbers are not filled yet.
 
         Args:
-            name: Of the column.
+            name: Name of the column.
             present: Columns that there are.
             get: Gives one of them.
 
@@ -212,13 +219,13 @@ class ColumnEncoding:
         if name in self.labels:
             if found.null_count:
                 strange = column.filter(compute.is_null(found))
-                what = (
+                fault = (
                     "nulls"
                     if strange.null_count
                     else f"values that are no class, such as {strange[0].as_py()!r},"
                 )
                 raise ValueError(
-                    f"label column {name!r} has {what} in {found.null_count} of {len(found)} rows"
+                    f"label column {name!r} has {fault} in {found.null_count} of {len(found)} rows"
                 )
             return found.cast(pa.int32())
         indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST_CATEGORY_INDEX, pa.int32()))
@@ -232,8 +239,8 @@ def normalize_categories(column: Any, name: str) -> Any:
     """Returns a column of categories as one of large texts, int64 or booleans.
 
     Args:
-        column: As it came.
-        name: Of the column.
+        column: The column as it was read.
+        name: Name of the column.
 
     Raises:
         ValueError: It is of another type.

@@ -44,8 +44,8 @@ class SqlExpressions:
     @property
     def query(self) -> str:
         """The complete query."""
-        kept = "" if self.where is None else f" where {self.where}"
-        return f"select {', '.join(self.expressions)} from {_BATCH_TABLE_NAME}{kept}"  # noqa: S608 - the user's own, of one batch
+        filter_clause = "" if self.where is None else f" where {self.where}"
+        return f"select {', '.join(self.expressions)} from {_BATCH_TABLE_NAME}{filter_clause}"  # noqa: S608 - the user's own, of one batch
 
     def __call__(self, batch: pa.RecordBatch) -> pa.Table:
         """Evaluates them on a batch.

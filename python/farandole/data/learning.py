@@ -65,10 +65,10 @@ class EncodingSpec:
 
     @classmethod
     def from_encoding(cls, encoding: ColumnEncoding) -> Self:
-        """Returns the wish that encodes other rows in the same way.
+        """Returns the encoding spec that encodes other rows in the same way.
 
         Args:
-            encoding: Of rows that were encoded.
+            encoding: Encoding of rows that were encoded.
         """
         return cls(
             encoding.categories,
@@ -93,7 +93,7 @@ class EncodingSpec:
             categories: Names, or a mapping as `categories` above.
             fill: A value for all columns, or values by column.
             labels: Label columns.
-            split: How validation rows are chosen, if not by rows alone.
+            split: Rule that chooses validation rows, if not each row alone decides.
             ragged: A `Pad` or `Nested` by column.
 
         Raises:
@@ -130,9 +130,13 @@ class EncodingSpec:
         if not self.categories and self.split is None and not self.ragged:
             return []
         split = None if self.split is None else [self.split.by, self.split.column]
-        told = {"categories": dict(self.categories), "labels": sorted(self.labels), "split": split}
+        values_by_name = {
+            "categories": dict(self.categories),
+            "labels": sorted(self.labels),
+            "split": split,
+        }
         return [
-            told
+            values_by_name
             | (
                 {"ragged": {name: asdict(one) for name, one in self.ragged.items()}}
                 if self.ragged
@@ -155,16 +159,18 @@ class EncodingSpec:
         )
 
     def unmet_encoding_spec(self, encoding: ColumnEncoding) -> EncodingSpec:
-        """Returns the part of the wish that an encoding does not fulfil.
+        """Returns the part of the encoding spec that an encoding does not fulfil.
 
         Args:
-            encoding: Of rows that were encoded already.
+            encoding: Encoding of rows that were encoded already.
 
         Raises:
             ValueError: They have other categories.
         """
         categories = {
-            name: one for name, one in self.categories.items() if name not in encoding.categories
+            name: values
+            for name, values in self.categories.items()
+            if name not in encoding.categories
         }
         for name, values in self.categories.items():
             before = encoding.categories.get(name)
@@ -172,17 +178,19 @@ class EncodingSpec:
                 raise ValueError(
                     f"column {name!r} was prepared with other categories: {list(before)[:5]}"
                 )
-        words = self._learned_fill_words()
-        for name, word in words.items():
+        fill_words = self._learned_fill_words()
+        for name, word in fill_words.items():
             if encoding.learned.get(name, word) != word:
                 raise ValueError(
                     f"column {name!r} was prepared with its {encoding.learned[name]}, not with "
                     f"its {word}"
                 )
-        fill = {name: word for name, word in words.items() if name not in encoding.learned}
+        fill = {name: word for name, word in fill_words.items() if name not in encoding.learned}
         if set(encoding.learned.values()) == {fill.get("*")}:
             del fill["*"]
-        ragged = {name: one for name, one in self.ragged.items() if name not in encoding.ragged}
+        ragged = {
+            name: layout for name, layout in self.ragged.items() if name not in encoding.ragged
+        }
         for name in sorted(self.ragged.keys() & encoding.ragged.keys()):
             nested = encoding.ragged[name].nested
             if is_nested(self.ragged[name]) != nested:
@@ -204,11 +212,11 @@ class EncodingSpec:
         """Returns the values to learn from each column.
 
         Args:
-            schema: Of the rows.
-            roles: Of the columns.
+            schema: Schema of the rows.
+            roles: Roles of the columns.
 
         Raises:
-            ValueError: What cannot be learned of a column; the message names it.
+            ValueError: A value that cannot be learned from a column; the message names the column.
         """
         import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
 
@@ -246,22 +254,24 @@ class EncodingSpec:
         """Returns the words by column, `"*"` being all features of numbers that have no value of
         their own.
         """
-        words = self._learned_fill_words()
-        everywhere = words.pop("*", None)
-        for name, word in words.items():
+        fill_words = self._learned_fill_words()
+        everywhere = fill_words.pop("*", None)
+        for name, word in fill_words.items():
             if name in schema.names:
                 _check_fill_word(name, word, schema.field(name).type)
         if everywhere is not None:
             own = {*self.fill, *self.categories}
             names = [name for name in roles.features if name in schema.names and name not in own]
-            words |= {name: everywhere for name in names if _is_number(schema.field(name).type)}
-        return words
+            fill_words |= {
+                name: everywhere for name in names if _is_number(schema.field(name).type)
+            }
+        return fill_words
 
     def with_hashed_columns(self, names: Sequence[str]) -> Self:
         """Returns the same, with the columns of rows whose content decides the split.
 
         Args:
-            names: Of the columns.
+            names: Names of the columns.
         """
         return (
             self
@@ -290,7 +300,7 @@ class EncodingSpec:
 
         Args:
             plan: As `plan` made it.
-            learner: That has counted all rows.
+            learner: A learner that has counted all rows.
 
         Raises:
             ValueError: A column without a value, or labels without two classes.
@@ -349,8 +359,8 @@ class EncodingLearner:
         self._validation = validation if isinstance(validation, str) else None
         self.accumulators: dict[tuple[str, str], Any] = {
             (name, word): _ACCUMULATOR_TYPES[word.partition(" ")[0]]()
-            for name, words in plan.items()
-            for word in words
+            for name, kinds in plan.items()
+            for word in kinds
         }
 
     def add(self, batch: pa.RecordBatch) -> None:
@@ -391,22 +401,22 @@ class EncodingLearner:
 
 
 def learn_encoding(
-    source: RowSource, roles: ColumnRoles, wish: EncodingSpec, threads: int = 2
+    source: RowSource, roles: ColumnRoles, spec: EncodingSpec, threads: int = 2
 ) -> ColumnEncoding:
     """Reads the rows of a source if values must be learned from them.
 
     Args:
         source: The rows.
         roles: The columns.
-        wish: The request.
+        spec: The request.
         threads: Files read at the same time.
 
     Raises:
-        ValueError: What cannot be learned; the message names the column.
+        ValueError: A value cannot be learned; the message names the column.
     """
-    wish = wish.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
-    plan = wish.plan_learning(source.schema, roles)
-    known = wish.encoding_without_learning()
+    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
+    plan = spec.plan_learning(source.schema, roles)
+    known = spec.encoding_without_learning()
     if known is not None:
         return known
     if not source.is_rereadable:
@@ -415,33 +425,33 @@ def learn_encoding(
             "written: give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
-    names = wish.columns_to_read(plan, roles)
+    names = spec.columns_to_read(plan, roles)
 
     def count_unit(unit: SourceUnit) -> EncodingLearner:
-        learner = EncodingLearner(plan, roles.validation, wish.split)
+        learner = EncodingLearner(plan, roles.validation, spec.split)
         for batch in unit.batches():
             learner.add(batch)
         return learner
 
-    whole = EncodingLearner(plan, split=wish.split)
+    whole = EncodingLearner(plan, split=spec.split)
     with ThreadPoolExecutor(threads, "farandole-learn") as pool:
         for learner in pool.map(count_unit, source.units(names)):
             whole.merge(learner)
-    return wish.build_encoding(plan, whole)
+    return spec.build_encoding(plan, whole)
 
 
 def write_encoding(
-    place: PreparedDirectory, encoding: ColumnEncoding | None, *, validates: bool
+    directory: PreparedDirectory, encoding: ColumnEncoding | None, *, validates: bool
 ) -> None:
     """Stores the encoding of categories and missing values with prepared data.
 
     Args:
-        place: Of the data.
+        directory: Directory of the data.
         encoding: If rows are encoded.
         validates: Whether there is validation data.
     """
     if encoding is not None:
-        for url in [place.train_url, *([place.val_url] if validates else [])]:
+        for url in [directory.train_url, *([directory.val_url] if validates else [])]:
             NativeStore(url).write(_ENCODING_FILE, encoding.to_json().encode())
 
 
@@ -517,18 +527,18 @@ def _training_mask(column: Any) -> Any:
     elif _is_number(column.type):
         found = compute.equal(column.cast(pa.float64()), 0.0)
     else:
-        words = compute.utf8_lower(compute.utf8_trim_whitespace(column.cast(pa.large_string())))
-        found = compute.is_in(words, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
+        texts = compute.utf8_lower(compute.utf8_trim_whitespace(column.cast(pa.large_string())))
+        found = compute.is_in(texts, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
     return compute.fill_null(found, False)
 
 
-def needs_encoding(wish: EncodingSpec, names: Iterable[str], present: Iterable[str]) -> bool:
+def needs_encoding(spec: EncodingSpec, names: Iterable[str], present: Iterable[str]) -> bool:
     """Returns whether rows must be encoded before they are written.
 
     Args:
-        wish: The request.
-        names: Of the columns that are wanted.
+        spec: The request.
+        names: Names of the columns that are wanted.
         present: Columns that the rows have.
     """
     known = set(present)
-    return not wish.is_plain or any(source_column(name, known) != name for name in names)
+    return not spec.is_plain or any(source_column(name, known) != name for name in names)

@@ -94,10 +94,10 @@ class ParquetLoader(BaseDataLoader):
                 named: as NumPy arrays of objects, and by a `transformation_fn`.
             shuffle: Whether rows come in random order, or in the order of the files. Without it,
                 every rank reads all files.
-            seed: Of the shuffle; the same on every rank.
+            seed: Seed of the shuffle; the same on every rank.
             rank: This rank; default: the rank in the running job (or in `torch.distributed`), or 0.
             size: Number of ranks that share the data; default: the size of the running job, or 1.
-            tail: What happens to the rows that do not fill a batch on every rank. `keep`: a shorter
+            tail: Treatment of the rows that do not fill a batch on every rank. `keep`: a shorter
                 last batch, which may be empty on some ranks. `pad`: a last batch filled up with
                 rows of weight 0; batches then have `"_weights"`. `drop_last`: they are left out.
                 `join`: a shorter last batch, and no batch on ranks without rows: those have one
@@ -120,7 +120,7 @@ class ParquetLoader(BaseDataLoader):
                 the decoded data set.
             transformation_fn: Called with every batch as a `pyarrow.RecordBatch`; returns a record
                 batch, a table, or a dict of arrays.
-            transform_workers: How many batches are transformed at a time.
+            transform_workers: Number of batches that are transformed at a time.
             transform_pool: `thread`, `process` for functions that hold the interpreter's lock, or
                 `dummy`: the thread that iterates.
             storage_options: Credentials and endpoints, as for a store; default: the options of a
@@ -139,10 +139,10 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
-        here, everywhere = _rank_and_size() if rank is None or size is None else (rank, size)
+        own_rank, world_size = _rank_and_size() if rank is None or size is None else (rank, size)
         self._given = rank, size
-        self.rank = here if rank is None else rank
-        self.size = everywhere if size is None else size
+        self.rank = own_rank if rank is None else rank
+        self.size = world_size if size is None else size
         self.batch_size, self.seed = (
             _whole_number("batch_size", batch_size, 1),
             _whole_number("seed", seed),
@@ -186,7 +186,7 @@ class ParquetLoader(BaseDataLoader):
             warn_of_skipped_columns(self.dataset, set(self.columns), self._rows_description())
 
     def _rows_description(self) -> str:
-        """Returns the rows, in words."""
+        """Returns the source of the rows, for messages."""
         return self.dataset.url
 
     def _stored_ragged_columns(self) -> dict[str, Ragged]:
@@ -207,12 +207,12 @@ class ParquetLoader(BaseDataLoader):
         self._ragged = self._stored_ragged_columns()
         if self._columns is None and self._ragged:
             self._columns = [
-                one.name
-                for one in self.dataset.columns
-                if one.name in self._ragged
+                field.name
+                for field in self.dataset.columns
+                if field.name in self._ragged
                 or (
-                    one.dtype not in VARIABLE_WIDTH_DTYPES
-                    and not is_unreadable_column(self.dataset, one.name)
+                    field.dtype not in VARIABLE_WIDTH_DTYPES
+                    and not is_unreadable_column(self.dataset, field.name)
                 )
             ]
         if self._columns is not None:
@@ -258,7 +258,11 @@ class ParquetLoader(BaseDataLoader):
             cast=self._cast or None,
             fill=self._fill or None,
             allow_nan=self._allow_nan,
-            pad={name: one.reader_padding() for name, one in self._ragged.items() if not one.nested}
+            pad={
+                name: layout.reader_padding()
+                for name, layout in self._ragged.items()
+                if not layout.nested
+            }
             or None,
             cache=cache_directory(self.dataset, self._columns) if self._cached else None,
         )
@@ -285,7 +289,7 @@ class ParquetLoader(BaseDataLoader):
         columns: dict[str, tuple[str, tuple[int | None, ...]]] = {
             field.name: (kinds.get(field.dtype, field.dtype), field.shape) for field in self._fields
         }
-        columns |= {name: (one.dtype, (None,)) for name, one in self._ragged.items()}
+        columns |= {name: (layout.dtype, (None,)) for name, layout in self._ragged.items()}
         return {**columns, WEIGHTS_KEY: ("float32", ())} if self.tail == "pad" else columns
 
     @property
@@ -325,14 +329,14 @@ class ParquetLoader(BaseDataLoader):
         }
         state["fingerprint"] = self.dataset.fingerprint
         if self._assignment is not None:
-            place = self._assignment.place
+            position = self._assignment.position
             epoch, rows = (
-                (place.epoch, place.start)
-                if self._assignment.epoch == place.epoch
-                else (place.epoch + 1, 0)
+                (position.epoch, position.start)
+                if self._assignment.epoch == position.epoch
+                else (position.epoch + 1, 0)
             )
-            if place.left:
-                state["left"] = [tuple(piece) for piece in place.left]
+            if position.lost_pieces:
+                state["left"] = [tuple(piece) for piece in position.lost_pieces]
         return {**state, "epoch": epoch, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -362,12 +366,12 @@ class ParquetLoader(BaseDataLoader):
                 _whole_number("rows", state["rows"]),
             )
             seed, shuffle = _whole_number("seed", state["seed"]), bool(state["shuffle"])
-            left = tuple(_parse_piece(piece) for piece in state.get("left", ()))
+            lost_pieces = tuple(_parse_piece(piece) for piece in state.get("left", ()))
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a state of ParquetLoader: {error}") from error
         if rows > self.dataset.rows:
             raise ValueError(f"the state is of {rows} rows, the data set has {self.dataset.rows}")
-        if left and self._assignment is None:
+        if lost_pieces and self._assignment is None:
             raise ValueError(
                 "the state has rows of lost ranks: share the loader with a fault-tolerant "
                 "optimizer first"
@@ -377,11 +381,11 @@ class ParquetLoader(BaseDataLoader):
             self._reader = self._make_reader(self.rank, self.size)
         self._start_at(epoch, rows)
         if self._assignment is not None:
-            self._assignment.start_at(UnassignedRows(epoch, rows, left))
+            self._assignment.start_at(UnassignedRows(epoch, rows, lost_pieces))
 
     def _nested_columns(self) -> list[str]:
         """Returns the columns whose batches are nested: they have no rows that could be chosen."""
-        return [name for name, one in self._ragged.items() if one.nested]
+        return [name for name, layout in self._ragged.items() if layout.nested]
 
     def take_turns(self, books: RowAssignment | None = None) -> RowAssignment:
         """Records which rank gets which rows, for a fault-tolerant optimizer:
@@ -412,9 +416,9 @@ class ParquetLoader(BaseDataLoader):
             )
         if self._assignment is None:
             self.follow_world()  # which may have changed since the loader was made
-            place, drops = UnassignedRows(*self._consumed_at), self.tail.startswith("drop")
+            position, drops = UnassignedRows(*self._consumed_at), self.tail.startswith("drop")
             own = RowAssignment(
-                self.dataset.rows, self.batch_size, drops, self.rank, self.size, place
+                self.dataset.rows, self.batch_size, drops, self.rank, self.size, position
             )
             if books is not None and (books.total, books.batch, books.drops) != (
                 own.total,
@@ -435,16 +439,19 @@ class ParquetLoader(BaseDataLoader):
         `State` that has the loader calls it.
         """
         rank, size = self._given
-        here, everywhere = _rank_and_size()
-        self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
+        own_rank, world_size = _rank_and_size()
+        self.rank, self.size = (
+            own_rank if rank is None else rank,
+            world_size if size is None else size,
+        )
         self._reader = self._make_reader(self.rank, self.size)
         self._start_at(*self._consumed_at)
 
     def _produced_position(self) -> tuple[int, int]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: tuple[int, int]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: tuple[int, int]) -> None:
+        self._consumed_at = position
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
@@ -454,8 +461,10 @@ class ParquetLoader(BaseDataLoader):
         epoch, start = self._next_position
         self._next_position = (epoch + 1, 0)
         whole = self.size * self.batch_size
-        left = self.dataset.rows - start
-        steps = left // whole if self.tail.startswith("drop") else -(-left // whole)
+        remaining_rows = self.dataset.rows - start
+        steps = (
+            remaining_rows // whole if self.tail.startswith("drop") else -(-remaining_rows // whole)
+        )
         for done, batch in enumerate(self._read_batches(self._reader, epoch, start), 1):
             self._produced_at = (epoch, start + done * whole) if done < steps else (epoch + 1, 0)
             yield batch
@@ -494,14 +503,14 @@ class ParquetLoader(BaseDataLoader):
                     made = self._convert(batch, fields, weights)
                     if self._ragged:
                         padded = {
-                            name: one.read_padded(batch, name)
-                            for name, one in self._ragged.items()
-                            if not one.nested
+                            name: layout.read_padded(batch, name)
+                            for name, layout in self._ragged.items()
+                            if not layout.nested
                         }
                         if self._length_suffix:
                             lengths = {
-                                name: one.row_lengths(batch, name)
-                                for name, one in self._ragged.items()
+                                name: layout.row_lengths(batch, name)
+                                for name, layout in self._ragged.items()
                             }
                             padded |= {
                                 name + self._length_suffix: counts
@@ -509,9 +518,9 @@ class ParquetLoader(BaseDataLoader):
                             }
                         made |= self._wrap(batch, padded, None)
                         lists = {
-                            name: one.read_jagged(batch, name)
-                            for name, one in self._ragged.items()
-                            if one.nested
+                            name: layout.read_jagged(batch, name)
+                            for name, layout in self._ragged.items()
+                            if layout.nested
                         }
                         made |= {
                             name: nested_column(rows, self.framework)
@@ -584,7 +593,7 @@ class ParquetLoader(BaseDataLoader):
         """Returns the state without the parts that belong to this process; the other process opens
         the data set again.
         """
-        kept = {
+        attributes = {
             k: v
             for k, v in vars(self).items()
             if k not in ("dataset", "_reader", "_fields", "_convert", "_wrap")
@@ -593,7 +602,7 @@ class ParquetLoader(BaseDataLoader):
         from farandole.stores.options import StorageOptions  # noqa: PLC0415 - loaded with fsspec
 
         source = (url, self.dataset.fingerprint, StorageOptions.for_url(url))
-        return {**kept, "_source": source}
+        return {**attributes, "_source": source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Opens the data set again."""
@@ -621,25 +630,25 @@ def _full_paths(
     return urls[0] if is_single else list(urls)
 
 
-def _whole_number(name: str, value: Any, least: int = 0) -> int:
+def _whole_number(name: str, value: Any, minimum: int = 0) -> int:
     """Returns an argument that counts something."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be a whole number: {value!r}") from None
-    if not least <= number < 1 << 64:
-        raise ValueError(f"{name} must be at least {least} and below 2**64: {number}")
+    if not minimum <= number < 1 << 64:
+        raise ValueError(f"{name} must be at least {minimum} and below 2**64: {number}")
     return number
 
 
-def _parse_piece(told: Any) -> RowPiece:
+def _parse_piece(values: Any) -> RowPiece:
     """Returns a piece of a state, checked."""
-    piece = RowPiece(*told)
-    least = RowPiece(0, 0, 0, 1, 1, 0, 1)
+    piece = RowPiece(*values)
+    minimums = RowPiece(0, 0, 0, 1, 1, 0, 1)
     piece = RowPiece(
         *(
             _whole_number(name, *pair)
-            for name, *pair in zip(RowPiece._fields, piece, least, strict=True)
+            for name, *pair in zip(RowPiece._fields, piece, minimums, strict=True)
         )
     )
     if piece.rank >= piece.size:

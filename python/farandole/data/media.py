@@ -82,7 +82,7 @@ class Image:
         for name, value in (("mean", self.mean), ("std", self.std)):
             numbers = [value] if isinstance(value, Real) else list(value)  # pyright: ignore[reportArgumentType]
             if len(numbers) not in (1, _CHANNELS_BY_MODE[self.mode]) or not all(
-                math.isfinite(one) for one in numbers
+                math.isfinite(number) for number in numbers
             ):
                 count = _CHANNELS_BY_MODE[self.mode]
                 raise ValueError(
@@ -110,8 +110,8 @@ class Image:
 
         if not blobs:
             return np.empty((0, *self._image_shape), self.dtype)
-        images, left = self._decode_natively(blobs)
-        for row, reason in left:
+        images, undecoded = self._decode_natively(blobs)
+        for row, reason in undecoded:
             try:
                 import PIL.Image  # noqa: PLC0415, F401 - optional
             except ImportError as error:
@@ -166,17 +166,17 @@ class Image:
         scales = (
             None
             if self.dtype == "uint8"
-            else list(zip(*(one.tolist() for one in self._channel_scales()), strict=True))
+            else list(zip(*(values.tolist() for values in self._channel_scales()), strict=True))
         )
         mode: Any = self.mode
         fit: Any = self.fit
         width = self.width or self.height
-        pixels, left = native.decode_images(
+        pixels, undecoded = native.decode_images(
             files, self.height, width, mode, fit, self.channels_last, scales
         )
         return np.frombuffer(memoryview(pixels), self.dtype).reshape(
             len(blobs), *self._image_shape
-        ), left
+        ), undecoded
 
     def _to_batch_layout(self, pixels: Array) -> Array:
         """Returns an image in the order and type of the batch.
@@ -240,7 +240,7 @@ class Audio:
     follow them.
 
     Args:
-        samples: Of each row: longer sounds are cut.
+        samples: Number of samples of each row; longer sounds are cut.
         rate: Samples in a second. Sounds of other rates are resampled.
         channels: 1: the mean of all channels. More: sounds must have as many.
     """
@@ -340,10 +340,11 @@ class Decode:
         """
         if not columns:
             raise ValueError("Decode needs at least one column")
-        for name, one in columns.items():
-            if not isinstance(one, Image | Audio):
+        for name, decoder in columns.items():
+            if not isinstance(decoder, Image | Audio):
                 raise TypeError(
-                    f"column {name!r} must be decoded by an Image or an Audio: {type(one).__name__}"
+                    f"column {name!r} must be decoded by an Image or an Audio: "
+                    f"{type(decoder).__name__}"
                 )
         self.columns, self.root = dict(columns), None if root is None else os.fspath(root)
 
@@ -374,15 +375,15 @@ class Decode:
                     else column_from_arrow(name, batch.column(name), "the data")
                 )
                 continue
-            how, values = (
+            decoder, values = (
                 self.columns[name],
                 batch[name] if is_dict else batch.column(name).to_pylist(),
             )
             blobs = [self._read_blob(value, name, row) for row, value in enumerate(values)]
-            if isinstance(how, Image):
-                made[name] = how.decode(blobs, name)
+            if isinstance(decoder, Image):
+                made[name] = decoder.decode(blobs, name)
             else:
-                made[name], made[f"{name}__length"] = how.decode(blobs, name)
+                made[name], made[f"{name}__length"] = decoder.decode(blobs, name)
         return made
 
     def _read_blob(self, value: Any, column: str, row: int) -> bytes:
@@ -403,6 +404,6 @@ class Decode:
         return bytes(native.Store(directory).read(name))
 
 
-def _check_whole_number(name: str, value: Any, what: str) -> None:
+def _check_whole_number(name: str, value: Any, owner: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} of {what} must be a whole number, 1 or more: {value!r}")
+        raise ValueError(f"{name} of {owner} must be a whole number, 1 or more: {value!r}")

@@ -134,14 +134,14 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
     stay in memory as long as there is room. Returns `None` if that is in memory, too.
 
     Args:
-        dataset: What will be kept.
-        columns: Which of its columns; `None`: all.
+        dataset: Data set that is cached.
+        columns: Columns of the data set; `None` for all.
     """
     # The reader warns if it cannot use the cache.
     start_logging()
-    kept = [field for field in dataset.columns if columns is None or field.name in columns]
+    cached = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
-        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in kept
+        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in cached
     )
     if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
         free = _free_cache_bytes(_SHARED_MEMORY_PATH)

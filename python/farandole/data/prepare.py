@@ -150,15 +150,15 @@ def prepare_data(
 
     Args:
         source: The rows.
-        store: Where to: a `Store`, or its path or URL.
+        store: Store that receives the data: a `Store`, or its path or URL.
         feature_cols: Columns for the model; default: all columns that have no other role.
         label_cols: Columns to compare with.
         sample_weight_col: Column with each row's weight.
         validation: Share of rows held out, chosen by a hash of their content and the seed: the same
             rows however the files are cut. Or a column: true, positive, or `"validation"` rows are
             held out, negative, null and `"test"` rows are left out altogether.
-        seed: Of that choice.
-        fill: What replaces nulls and NaN: one value for all columns it makes sense for, or values
+        seed: Seed of the choice.
+        fill: Replacement of nulls and NaN: one value for all columns it makes sense for, or values
             by column (`"*"` for all others). Without it they are errors that name the column.
             `"mean"`, `"median"` and `"most_frequent"` are learned from the rows, without the
             rows that a validation column holds out. A feature `<column>__missing` is 1 where the
@@ -171,16 +171,16 @@ def prepare_data(
             two rows at least one.
         validation_group: Column of groups: all rows of a group are on one side.
         validation_time: Column of times or numbers: the latest rows are held out.
-        ragged: What becomes of columns of lists of different lengths: `{"tokens":
+        ragged: Treatment of columns of lists of different lengths: `{"tokens":
             Pad(max_length=512)}` pads them, and `Nested()` makes nested tensors of them.
         allow_nan: Accepts NaN and infinities like other values.
-        compression: Of the files.
+        compression: Compression of the files.
         row_group_rows: Rows of a row group; default: by size, as suits shuffling.
-        format: Of files whose names do not tell.
+        format: Format of the files, if their names do not show it.
         types: Types of columns of CSV and JSON by name, as `{"id": "string"}`; others are guessed
             from the first 4 MiB of each file. In all formats, types of columns whose values are in
             the names of directories.
-        options: Of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
+        options: Options of CSV: `delimiter`, `column_names`, `skip_rows`, `encoding`, `quote_char`,
             `null_values`, `decimal_point` and others that pyarrow has.
         sql: A query, in which the source is the table `source`; or `source` maps table names of the
             query to paths, tables and frames. The query spills to disk if it needs more than
@@ -202,7 +202,7 @@ def prepare_data(
     """
     from farandole.stores.store import Store  # noqa: PLC0415 - loaded with fsspec
 
-    place = Store.create(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
+    target = Store.create(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
     if sql is None:
         opened = open_source(source, format=format, types=types, options=options)
     else:
@@ -216,14 +216,16 @@ def prepare_data(
     split = resolve_split(
         roles.validation, validation_stratify, validation_group, validation_time, seed
     )
-    wish = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
-    kept = cast("AbstractFilesystemStore", place)
+    encoding_spec = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
+    filesystem_store = cast("AbstractFilesystemStore", target)
     if statistics and not opened.is_rereadable:
         raise ValueError(
             "a stream can be read only once, so statistics=True is not possible: write it to "
             "files first"
         )
-    done = prepare_source(opened, kept, roles, spec, "data", wish, threads=threads, reuse=reuse)
+    done = prepare_source(
+        opened, filesystem_store, roles, spec, "data", encoding_spec, threads=threads, reuse=reuse
+    )
     names = source_columns([*roles.features, *roles.labels], opened.schema.names)
     return (
         done
@@ -302,7 +304,7 @@ def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str,
 
     Args:
         parts: The written files of all partitions.
-        spec: How.
+        spec: Specification of the preparation.
 
     Returns:
         What replaces `validation` in the spec; `None` where nothing is to change, or all rows are
@@ -310,15 +312,15 @@ def nonempty_split(parts: Sequence[bytes], spec: Mapping[str, Any]) -> dict[str,
     """
     if not (spec["validation"] or {}).get("fraction"):
         return None
-    told = [json.loads(part) for part in parts]
-    hashes = [one["hashes"] for one in told if one.get("hashes")]
-    sides = [any(one[side] for one in told) for side in ("train", "val")]
+    records = [json.loads(part) for part in parts]
+    hashes = [one["hashes"] for one in records if one.get("hashes")]
+    sides = [any(one[side] for one in records) for side in ("train", "val")]
     if all(sides) or not hashes:
         return None
-    least, largest = min(pair[0] for pair in hashes), max(pair[1] for pair in hashes)
-    if least == largest:
+    smallest, largest = min(pair[0] for pair in hashes), max(pair[1] for pair in hashes)
+    if smallest == largest:
         return None
-    return {"below": largest if sides[1] else least + 1}
+    return {"below": largest if sides[1] else smallest + 1}
 
 
 def fill_values_as_texts(fill: Mapping[str, Any]) -> dict[str, str]:
@@ -364,7 +366,7 @@ def prepare_source(
     roles: ColumnRoles,
     spec: Mapping[str, Any],
     kind: Literal["data", "fit"],
-    wish: EncodingSpec | None = None,
+    encoding_spec: EncodingSpec | None = None,
     *,
     threads: int = 2,
     reuse: bool = True,
@@ -377,27 +379,27 @@ def prepare_source(
         roles: The columns.
         spec: The result of `writer_spec`, with further entries.
         kind: The caller, which decides how long the data is kept, see `prepared_directories`.
-        wish: Categories, and what replaces missing values, as in `spec`.
+        encoding_spec: Categories, and what replaces missing values, as in `spec`.
         threads: Files read at the same time.
         reuse: Whether data that was prepared before may be used.
     """
     validates = spec["validation"] is not None
-    wish = wish or EncodingSpec(fill=spec["fill"], labels=frozenset(roles.labels))
-    encodes = needs_encoding(wish, roles.stored_columns, source.schema.names)
+    encoding_spec = encoding_spec or EncodingSpec(fill=spec["fill"], labels=frozenset(roles.labels))
+    encodes = needs_encoding(encoding_spec, roles.stored_columns, source.schema.names)
     if source.fingerprint is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        told = json.dumps(
-            [_FORMAT_VERSION, source.fingerprint, spec, *wish.prepared_data_key_values()],
+        key_text = json.dumps(
+            [_FORMAT_VERSION, source.fingerprint, spec, *encoding_spec.prepared_data_key_values()],
             sort_keys=True,
         )
-        key = f"{kind}-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
-        place = (
+        key = f"{kind}-{hashlib.sha256(key_text.encode()).hexdigest()[:32]}"
+        directory = (
             prepared_directories.find_prepared(store, key, validates=validates) if reuse else None
         )
-        if place is not None:
-            return describe_prepared(place, validates=validates, reused=True)
-    encoding = learn_encoding(source, roles, wish, threads) if encodes else None
+        if directory is not None:
+            return describe_prepared(directory, validates=validates, reused=True)
+    encoding = learn_encoding(source, roles, encoding_spec, threads) if encodes else None
     units = _encoded_units(source, roles, encoding)
     if encoding is not None:
         spec = {
@@ -406,56 +408,56 @@ def prepare_source(
             **encoding.writer_split_arguments,
         }
     resumable = source.fingerprint is not None and source.ordered
-    place, begun = prepared_directories.acquire_directory(
+    directory, begun = prepared_directories.acquire_directory(
         store, key, resumable=resumable, replace=not reuse
     )
-    val_url = place.val_url if validates else None
-    text = json.dumps({**spec, "train": place.train_url, "val": val_url, "fingerprint": key})
+    val_url = directory.val_url if validates else None
+    text = json.dumps({**spec, "train": directory.train_url, "val": val_url, "fingerprint": key})
     try:
         if begun:
-            place.load_finished_partitions(text, store.prefix_path)
-        write_encoding(place, encoding, validates=validates)
-        found = len(place.finished_partitions)
-        parts = _PartitionedWrite(place, store.prefix_path, text).write_units(units, threads)
+            directory.load_finished_partitions(text, store.prefix_path)
+        write_encoding(directory, encoding, validates=validates)
+        found = len(directory.finished_partitions)
+        parts = _PartitionedWrite(directory, store.prefix_path, text).write_units(units, threads)
         other = nonempty_split(parts, spec)
         if other is not None and source.fingerprint is not None:  # a stream cannot be read again
             text = json.dumps({**json.loads(text), "validation": other})
-            place.finished_partitions.clear()
-            parts = _PartitionedWrite(place, store.prefix_path, text).write_units(
+            directory.finished_partitions.clear()
+            parts = _PartitionedWrite(directory, store.prefix_path, text).write_units(
                 _encoded_units(source, roles, encoding), threads
             )
         committed = json.loads(native.commit_partitions(store.prefix_path, text, parts))
-        place.mark_complete()
+        directory.mark_complete()
     except ValueError:
-        place.discard_data()
+        directory.discard_data()
         raise
     except BaseException:
         # The store may be back, or have room, next time.
-        (place.delete_if_held if resumable else place.discard_data)()
+        (directory.delete_if_held if resumable else directory.discard_data)()
         raise
     return describe_prepared(
-        place, validates=validates, resumed=found, dropped=committed["dropped"]
+        directory, validates=validates, resumed=found, dropped=committed["dropped"]
     )
 
 
 def describe_prepared(
-    place: prepared_directories.PreparedDirectory, *, validates: bool, **more: Any
+    directory: prepared_directories.PreparedDirectory, *, validates: bool, **more: Any
 ) -> PreparedData:
     """Returns the content of a place's manifests."""
-    train = json.loads(native.read_manifest(place.train_url) or "{}")
-    val = json.loads(native.read_manifest(place.val_url) or "{}") if validates else {"rows": 0}
-    encoding = read_encoding(place.train_url)
+    train = json.loads(native.read_manifest(directory.train_url) or "{}")
+    val = json.loads(native.read_manifest(directory.val_url) or "{}") if validates else {"rows": 0}
+    encoding = read_encoding(directory.train_url)
     return PreparedData(
-        index=place.index,
-        train_url=place.train_url,
-        val_url=place.val_url if validates else None,
+        index=directory.index,
+        train_url=directory.train_url,
+        val_url=directory.val_url if validates else None,
         train_rows=train["rows"],
         val_rows=val["rows"],
         columns=prepared_columns(
             ((one["name"], one["element"], one["shape"]) for one in train["columns"]), encoding
         ),
         encoding=encoding,
-        place=place,
+        place=directory,
         **more,
     )
 
@@ -467,16 +469,16 @@ def prepared_columns(
 
     Args:
         stored: Name, element and shape of each.
-        encoding: Of the rows, if they are encoded: lists of different lengths have their largest
-            one.
+        encoding: Encoding of the rows, if they are encoded: lists of different lengths have their
+            largest one.
     """
     lists = {} if encoding is None else encoding.ragged
     columns = {name: PreparedColumn(name, element, tuple(shape)) for name, element, shape in stored}
     return {
         name: PreparedColumn(name, lists[name].dtype, (lists[name].max_length,))
         if name in lists
-        else one
-        for name, one in columns.items()
+        else column
+        for name, column in columns.items()
     }
 
 
@@ -484,9 +486,9 @@ class _PartitionedWrite:
     """Units on their way into partitions, some at a time."""
 
     def __init__(
-        self, place: prepared_directories.PreparedDirectory, prefix: str, spec: str
+        self, directory: prepared_directories.PreparedDirectory, prefix: str, spec: str
     ) -> None:
-        self._place, self._prefix, self._spec = place, prefix, spec
+        self._directory, self._prefix, self._spec = directory, prefix, spec
         self._attempt = uuid.uuid4().hex[:12]
         self._stop = threading.Event()
         self._parts: dict[int, bytes] = {}
@@ -497,18 +499,18 @@ class _PartitionedWrite:
         Returns:
             What `commit` wants, of all partitions.
         """
-        left = [
+        missing = [
             (number, unit)
             for number, unit in enumerate(units)
             if not self._adopt_finished_unit(number)
         ]
-        if len(left) <= 1 or threads <= 1:
-            for number, unit in left:
+        if len(missing) <= 1 or threads <= 1:
+            for number, unit in missing:
                 self._write_unit(number, unit)
         else:
-            with ThreadPoolExecutor(min(threads, len(left)), "farandole-prepare") as pool:
+            with ThreadPoolExecutor(min(threads, len(missing)), "farandole-prepare") as pool:
                 try:
-                    jobs = [pool.submit(self._write_unit, number, unit) for number, unit in left]
+                    jobs = [pool.submit(self._write_unit, number, unit) for number, unit in missing]
                     done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
                     failed = [job for job in done if job.exception() is not None]
                     if failed:
@@ -522,11 +524,11 @@ class _PartitionedWrite:
         """Takes over a unit whose partitions are all finished."""
         first, parts = number * _PARTITIONS_PER_UNIT, []
         for partition in range(first, first + _PARTITIONS_PER_UNIT):
-            part = self._place.finished_partitions.get(partition)
+            part = self._directory.finished_partitions.get(partition)
             if part is None:
                 return False
             parts.append((partition, part))
-            if partition in self._place.last_partitions:
+            if partition in self._directory.last_partitions:
                 self._parts.update(parts)
                 return True
         return False
@@ -537,15 +539,15 @@ class _PartitionedWrite:
             None,
             (number + 1) * _PARTITIONS_PER_UNIT - 1,
         )
-        most: int | None = None
+        max_rows: int | None = None
         for whole in unit.batches():
             batch = whole
             while batch.num_rows > 0:
                 if self._stop.is_set():
                     return
-                if most is None:
+                if max_rows is None:
                     each = max(1, batch.nbytes // batch.num_rows)
-                    most = (
+                    max_rows = (
                         _UNLIMITED_ROWS
                         if unit.is_one_partition
                         else max(1024, PARTITION_TARGET_BYTES // each)
@@ -553,22 +555,24 @@ class _PartitionedWrite:
                 if part is None:
                     part = self._open_partition(partition)
                 size = (
-                    batch.num_rows if partition == last else min(batch.num_rows, most - part.rows)
+                    batch.num_rows
+                    if partition == last
+                    else min(batch.num_rows, max_rows - part.rows)
                 )
                 part.write_batch(batch.slice(0, size), unit.name)
                 batch = batch.slice(size)
-                if part.rows >= most and partition < last:
+                if part.rows >= max_rows and partition < last:
                     self._finish_partition(partition, part, last=False)
                     partition, part = partition + 1, None
         if part is not None:
             self._finish_partition(partition, part, last=True)
         elif partition > number * _PARTITIONS_PER_UNIT:  # the rows ended with a partition
             prepared_directories.note_finished_partition(
-                self._place.train_url, partition - 1, self._parts[partition - 1], last=True
+                self._directory.train_url, partition - 1, self._parts[partition - 1], last=True
             )
 
     def _open_partition(self, partition: int) -> _OpenPartition:
-        done = self._place.finished_partitions.get(partition)
+        done = self._directory.finished_partitions.get(partition)
         if done is not None:
             return _OpenPartition(None, done)
         return _OpenPartition(
@@ -579,7 +583,7 @@ class _PartitionedWrite:
         self._parts[partition] = text = part.finish_partition()
         if part.writer is not None or last:
             prepared_directories.note_finished_partition(
-                self._place.train_url, partition, text, last=last
+                self._directory.train_url, partition, text, last=last
             )
 
 

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The numbered directories of a store in which prepared data lives.
 
-A directory of training data and its directory of validation data are one place. Files in the former
-describe both:
+A directory of training data and its directory of validation data have one number. Files in the
+training directory describe both:
 
     _lease-<name>.json  one process writes here
     _use-<name>.json    a process reads here; both count while the process lives
@@ -13,10 +13,10 @@ describe both:
     _used.json          the time of the last use
 
 Data has a key, which identifies its source. Keys begin with a word. `once` data cannot be found
-again, so its place is free when its process releases it. Data that a fit prepared (`fit`) is kept
-for a week after its last use. Data that was prepared explicitly (`data`) stays until `Store.gc`
-deletes it. Files that no preparation wrote are never deleted: a directory with such files is
-skipped.
+again, so its directory is free when its process releases it. Data that a fit prepared (`fit`) is
+kept for a week after its last use. Data that was prepared explicitly (`data`) stays until
+`Store.gc` deletes it. Files that no preparation wrote are never deleted: a directory with such
+files is skipped.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _RETENTION_SECONDS = 7 * 24 * 3600.0
 class PreparedDirectory(LeaseFile):
     """A numbered pair of directories that this process writes or uses."""
 
-    def __init__(self, store: AbstractFilesystemStore, index: int, mark: str) -> None:
+    def __init__(self, store: AbstractFilesystemStore, index: int, file_name: str) -> None:
         self.train_url = store.get_train_data_path(index)
-        super().__init__(self.train_url, mark)
+        super().__init__(self.train_url, file_name)
         self.index = index
         self.val_url = store.get_val_data_path(index)
         self.finished_partitions: dict[int, bytes] = {}
@@ -88,9 +88,9 @@ class PreparedDirectory(LeaseFile):
             if not name.startswith(_FINISHED_PARTITION_PREFIX):
                 continue
             try:
-                told = small_files.read_json(train, name) or {}
-                partition, part = int(told["partition"]), json.dumps(told["part"]).encode()
-                last, source = bool(told["last"]), str(told["source"])
+                record = small_files.read_json(train, name) or {}
+                partition, part = int(record["partition"]), json.dumps(record["part"]).encode()
+                last, source = bool(record["last"]), str(record["source"])
                 if not native.is_partition_whole(prefix, spec, part):
                     continue
             except (ValueError, KeyError, TypeError, FileNotFoundError):
@@ -135,12 +135,12 @@ def note_finished_partition(
     Args:
         train_url: The directory of training data.
         partition: Its number.
-        part: What `PartitionWriter.finish` returned.
+        part: Result of `PartitionWriter.finish`.
         last: Whether no other partition of the same file follows.
         source: The source of the partition.
     """
-    told = {"partition": partition, "last": last, "source": source, "part": json.loads(part)}
-    NativeStore(train_url).write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(told))
+    record = {"partition": partition, "last": last, "source": source, "part": json.loads(part)}
+    NativeStore(train_url).write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(record))
 
 
 def find_prepared(
@@ -159,14 +159,14 @@ def find_prepared(
     for index in _existing_directory_indices(store):
         if _is_complete(store, index, key, validates=validates):
             train = NativeStore(store.get_train_data_path(index))
-            mark = train.mark_in_use()
-            if mark is None:
+            file_name = train.mark_in_use()
+            if file_name is None:
                 continue
-            place = PreparedDirectory(store, index, mark)
+            directory = PreparedDirectory(store, index, file_name)
             if _is_complete(store, index, key, validates=validates):
                 train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
-                return place
-            place.delete_if_held()
+                return directory
+            directory.delete_if_held()
     return None
 
 
@@ -188,27 +188,27 @@ def acquire_directory(
     for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
         if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
-            mark = NativeStore(url).acquire_lease()
-            if mark is None:
+            file_name = NativeStore(url).acquire_lease()
+            if file_name is None:
                 continue
-            place = PreparedDirectory(store, index, mark)
+            directory = PreparedDirectory(store, index, file_name)
             if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
                 MANIFEST_FILE
             ):
-                return place, True
-            place.delete_if_held()
+                return directory, True
+            directory.delete_if_held()
     for index in itertools.count():
         own = key if replace else None
         if not _is_reusable_directory(store, index, own):
             continue
-        mark = NativeStore(store.get_train_data_path(index)).acquire_lease()
-        if mark is None:
+        file_name = NativeStore(store.get_train_data_path(index)).acquire_lease()
+        if file_name is None:
             continue
-        place = PreparedDirectory(store, index, mark)
+        directory = PreparedDirectory(store, index, file_name)
         if _is_reusable_directory(store, index, own):
-            place.begin_preparation(key)
-            return place, False
-        place.delete_if_held()
+            directory.begin_preparation(key)
+            return directory, False
+        directory.delete_if_held()
     raise AssertionError("numbers do not end")
 
 
@@ -225,7 +225,7 @@ def _existing_directory_indices(store: AbstractFilesystemStore) -> Iterator[int]
 def _read_manifest(url: str) -> dict[str, Any] | None:
     try:
         text = native.read_manifest(url)
-    except ValueError:  # no manifest of ours
+    except ValueError:  # another program wrote the manifest
         return None
     return None if text is None else json.loads(text)
 

@@ -49,8 +49,8 @@ class Pad:
         value: The value that fills a row after its last value.
         max_length: Number of values of a row that are kept; default: the length of the longest
             prepared row.
-        buckets: How many lengths batches may have: 8 of 512 are 64, 128, and so on. With 1, the
-            default, each batch has `max_length`.
+        buckets: Number of lengths that batches may have: 8 of 512 are 64, 128, and so on. With 1,
+            the default, each batch has `max_length`.
     """
 
     value: float = 0
@@ -67,11 +67,11 @@ class Pad:
         """Returns the column, once its rows were looked at.
 
         Args:
-            dtype: of the values.
+            dtype: data type of the values.
             longest: length of the longest row.
         """
-        most = self.max_length or longest
-        return Ragged(dtype, self.value, most, min(self.buckets, most))
+        padded_length = self.max_length or longest
+        return Ragged(dtype, self.value, padded_length, min(self.buckets, padded_length))
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Nested:
 
     def known(self, dtype: str, longest: int) -> Ragged:
         """Like `Pad.known`."""
-        most = self.max_length or longest
-        return Ragged(dtype, 0, most, most, nested=True)
+        padded_length = self.max_length or longest
+        return Ragged(dtype, 0, padded_length, padded_length, nested=True)
 
 
 def _check_whole_numbers(**numbers: Any) -> None:
@@ -165,7 +165,7 @@ class Ragged:
         """Returns the length of a batch.
 
         Args:
-            longest: of its rows.
+            longest: largest length of its rows.
         """
         return min(self.max_length, max(1, -(-longest // self._bucket_step)) * self._bucket_step)
 
@@ -178,8 +178,8 @@ class Ragged:
         """Returns the rows of one length, (rows, length).
 
         Args:
-            starts: of each row's values, and where the last one's end.
-            values: of all rows, one after the other.
+            starts: offset of each row's first value, and the end of the last row's values.
+            values: values of all rows, one after the other.
             fixed: whether every batch has the largest length.
         """
         rows = len(starts) - 1
@@ -200,8 +200,8 @@ class Ragged:
         """Returns the number of values in each row of a batch of prepared data, (rows,).
 
         Args:
-            batch: of the native reader.
-            name: of the column.
+            batch: batch of the native reader.
+            name: name of the column.
         """
         ends, _ = batch.text_buffers(name)
         return np.minimum(
@@ -221,8 +221,8 @@ class Ragged:
         batch.
 
         Args:
-            batch: of a native reader that was made with `padding`.
-            name: of the column.
+            batch: batch of a native reader that was made with `padding`.
+            name: name of the column.
         """
         _, values = batch.text_buffers(name)
         return np.frombuffer(values, self.dtype).reshape(batch.rows, batch.padded_length(name) or 0)
@@ -232,8 +232,8 @@ class Ragged:
         memory of the batch.
 
         Args:
-            batch: of the native reader.
-            name: of the column.
+            batch: batch of the native reader.
+            name: name of the column.
         """
         ends, values = batch.text_buffers(name)
         starts = np.frombuffer(ends, np.int64) // np.dtype(self.dtype).itemsize
@@ -243,8 +243,8 @@ class Ragged:
         """Returns the rows of an Arrow column; a null has no values.
 
         Args:
-            column: of lists.
-            name: of the column.
+            column: column of lists.
+            name: name of the column.
             fixed: as in `padded`.
         """
         starts, values = self._flatten_arrow_column(column, name)
@@ -254,7 +254,7 @@ class Ragged:
         """Returns the number of values in each row of an Arrow column, (rows,).
 
         Args:
-            column: of lists.
+            column: column of lists.
         """
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
         return np.minimum(lengths.astype(np.int64), self.max_length)
@@ -263,8 +263,8 @@ class Ragged:
         """Returns an Arrow column of lists as it is prepared: the bytes of each row's values.
 
         Args:
-            column: of lists; a null has no values.
-            name: of the column.
+            column: column of lists; a null has no values.
+            name: name of the column.
 
         Raises:
             ValueError: lists of other things than numbers, or with nulls in them.
@@ -301,23 +301,23 @@ class Ragged:
         return starts, values.to_numpy(zero_copy_only=False).astype(self.dtype, copy=False)
 
 
-def check_pad_value(one: Any, dtype: str, name: str) -> None:
+def check_pad_value(layout: Any, dtype: str, name: str) -> None:
     """Refuses a value for padding that the values of a column cannot be.
 
     Args:
-        one: a `Pad`, or what does not pad.
-        dtype: of the values.
-        name: of the column.
+        layout: a `Pad`, or another value, which is not checked.
+        dtype: data type of the values.
+        name: name of the column.
 
     Raises:
         ValueError: a fraction, or a number out of range, among whole numbers.
     """
-    if not isinstance(one, Pad) or np.dtype(dtype).kind not in "iu":
+    if not isinstance(layout, Pad) or np.dtype(dtype).kind not in "iu":
         return
     limits = np.iinfo(dtype)
-    if not (limits.min <= one.value <= limits.max and one.value == int(one.value)):
+    if not (limits.min <= layout.value <= limits.max and layout.value == int(layout.value)):
         raise ValueError(
-            f"column {name!r} has lists of {dtype}, which cannot be padded with {one.value!r}: "
+            f"column {name!r} has lists of {dtype}, which cannot be padded with {layout.value!r}: "
             f"give Pad a whole number from {limits.min} to {limits.max}"
         )
 
@@ -326,8 +326,8 @@ def list_element_dtype(kind: pa.DataType, name: str) -> str:
     """Returns NumPy's name of the type of list elements.
 
     Args:
-        kind: of the column.
-        name: of the column.
+        kind: kind of the column.
+        name: name of the column.
 
     Raises:
         ValueError: no lists of numbers.

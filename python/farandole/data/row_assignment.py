@@ -69,7 +69,7 @@ class UnassignedRows:
     epoch: int
     start: int
     """The first row, in the order of the epoch, that was never assigned."""
-    left: tuple[RowPiece, ...] = ()
+    lost_pieces: tuple[RowPiece, ...] = ()
     """The rows that were assigned to lost ranks."""
 
 
@@ -83,7 +83,7 @@ class RowAssignment:
         drops: Whether rows that do not fill a round are left out.
         rank: This rank.
         size: Number of ranks.
-        place: The position to begin at.
+        position: The position to begin at.
     """
 
     total: int
@@ -91,7 +91,7 @@ class RowAssignment:
     drops: bool
     rank: int
     size: int
-    place: UnassignedRows
+    position: UnassignedRows
     rounds: int = 0
     """Rounds assigned since the last finished step."""
     dealt_rounds: list[AssignmentRound] = field(default_factory=list)
@@ -106,26 +106,26 @@ class RowAssignment:
         """Returns the state of a new rank, from the other ranks' records; call `adopt_agreement`
         next.
         """
-        one = next(record for record in records if record is not None)
-        return cls(one["total"], one["batch"], one["drops"], 0, len(records), one["place"])
+        known = next(record for record in records if record is not None)
+        return cls(known["total"], known["batch"], known["drops"], 0, len(records), known["place"])
 
     def __post_init__(self) -> None:
         """Skips an epoch without remaining rows."""
-        self.start_at(self.place)
+        self.start_at(self.position)
 
     @property
     def epoch(self) -> int:
         """The epoch of the next piece."""
         return (
-            self.place.epoch
-            if self.pending_pieces or self._has_more(self.place)
-            else self.place.epoch + 1
+            self.position.epoch
+            if self.pending_pieces or self._has_more(self.position)
+            else self.position.epoch + 1
         )
 
-    def start_at(self, place: UnassignedRows) -> None:
+    def start_at(self, position: UnassignedRows) -> None:
         """Begins at a position, without assigned pieces."""
-        self.place, self.rounds, self.dealt_rounds, self.taken_pieces, self.pending_pieces = (
-            place,
+        self.position, self.rounds, self.dealt_rounds, self.taken_pieces, self.pending_pieces = (
+            position,
             0,
             [],
             [],
@@ -134,18 +134,18 @@ class RowAssignment:
 
     def begin_epoch(self) -> int:
         """Begins an iteration and returns its epoch."""
-        if self.epoch != self.place.epoch:
-            self.place = UnassignedRows(self.epoch, 0)
-        return self.place.epoch
+        if self.epoch != self.position.epoch:
+            self.position = UnassignedRows(self.epoch, 0)
+        return self.position.epoch
 
     def next_piece(self, epoch: int) -> RowPiece | None:
         """Returns this rank's piece of the next round; `None` at the end of the epoch."""
         if self.pending_pieces and self.pending_pieces[0].epoch <= epoch:
             self.taken_pieces.append(self.pending_pieces.pop(0))
             return self.taken_pieces[-1]
-        if self.pending_pieces or self.place.epoch != epoch or not self._has_more(self.place):
+        if self.pending_pieces or self.position.epoch != epoch or not self._has_more(self.position):
             return None
-        self.place, dealt = self._deal_round(self.place, self.size)
+        self.position, dealt = self._deal_round(self.position, self.size)
         self.rounds += 1
         self.dealt_rounds.append(dealt)
         self.taken_pieces.append(dealt.piece_of_rank(self.rank))
@@ -153,12 +153,14 @@ class RowAssignment:
 
     def rounds_left(self) -> int:
         """Returns the number of rounds until the end of the epoch, if the world does not change."""
-        place = self.place if self.epoch == self.place.epoch else UnassignedRows(self.epoch, 0)
-        whole, left = self.size * self.batch, self.total - place.start
+        position = (
+            self.position if self.epoch == self.position.epoch else UnassignedRows(self.epoch, 0)
+        )
+        whole, remaining_rows = self.size * self.batch, self.total - position.start
         return (
             len(self.pending_pieces)
-            + len(place.left)
-            + (left // whole if self.drops else -(-left // whole))
+            + len(position.lost_pieces)
+            + (remaining_rows // whole if self.drops else -(-remaining_rows // whole))
         )
 
     def finish_step(self) -> None:
@@ -167,24 +169,26 @@ class RowAssignment:
         """
         self.rounds, self.dealt_rounds, self.taken_pieces = 0, [], []
 
-    def _has_more(self, place: UnassignedRows) -> bool:
-        least = self.size * self.batch if self.drops else 1
-        return bool(place.left) or self.total - place.start >= least
+    def _has_more(self, position: UnassignedRows) -> bool:
+        min_rows = self.size * self.batch if self.drops else 1
+        return bool(position.lost_pieces) or self.total - position.start >= min_rows
 
     def _deal_round(
-        self, place: UnassignedRows, size: int
+        self, position: UnassignedRows, size: int
     ) -> tuple[UnassignedRows, AssignmentRound]:
         """Assigns one piece to each of `size` ranks; the pieces are empty when no row is left."""
-        left = self.total - place.start
-        if left >= (size * self.batch if self.drops else 1):
-            whole = RowPiece(place.epoch, place.start, 0, size, self.batch)
+        remaining_rows = self.total - position.start
+        if remaining_rows >= (size * self.batch if self.drops else 1):
+            whole = RowPiece(position.epoch, position.start, 0, size, self.batch)
             return replace(
-                place, start=min(place.start + size * self.batch, self.total)
+                position, start=min(position.start + size * self.batch, self.total)
             ), AssignmentRound(whole, size, False)
-        if place.left:
-            return replace(place, left=place.left[1:]), AssignmentRound(place.left[0], size, True)
-        nothing = RowPiece(place.epoch, 0, 0, 1, 1, offset=1)
-        return place, AssignmentRound(nothing, size, True)
+        if position.lost_pieces:
+            return replace(position, lost_pieces=position.lost_pieces[1:]), AssignmentRound(
+                position.lost_pieces[0], size, True
+            )
+        nothing = RowPiece(position.epoch, 0, 0, 1, 1, offset=1)
+        return position, AssignmentRound(nothing, size, True)
 
     def piece_row_count(self, piece: RowPiece) -> int:
         """Returns the number of rows of a piece."""
@@ -201,7 +205,7 @@ class RowAssignment:
             else (self.rounds, list(self.dealt_rounds), list(self.taken_pieces))
         )
         kind = {"total": self.total, "batch": self.batch, "drops": self.drops}
-        return {**kind, "place": self.place, "rounds": rounds, "dealt": dealt, "hand": hand}
+        return {**kind, "place": self.position, "rounds": rounds, "dealt": dealt, "hand": hand}
 
     def adopt_agreement(self, records: Sequence[dict[str, Any] | None], rank: int) -> None:
         """Takes over the agreed state of the ranks of a new world.
@@ -218,7 +222,7 @@ class RowAssignment:
         held = {piece for hand in hands for piece in hand}
         dealt = [piece for turn in best["dealt"] for piece in turn.all_pieces()]
         lost = [piece for piece in dealt if piece not in held and self.piece_row_count(piece) > 0]
-        place = replace(best["place"], left=(*best["place"].left, *lost))
+        position = replace(best["place"], lost_pieces=(*best["place"].lost_pieces, *lost))
         self.rank, self.size = rank, len(records)
         self.rounds = best["rounds"]
         self.dealt_rounds = [AssignmentRound(piece, 1, True) for hand in hands for piece in hand]
@@ -227,8 +231,8 @@ class RowAssignment:
             sharers = [other for other, hand in enumerate(hands) if len(hand) <= turn]
             if not sharers:
                 continue
-            place, turned = self._deal_round(place, len(sharers))
+            position, turned = self._deal_round(position, len(sharers))
             self.dealt_rounds.append(turned)
             if rank in sharers:
                 self.pending_pieces.append(turned.piece_of_rank(sharers.index(rank)))
-        self.place = place
+        self.position = position

@@ -29,23 +29,23 @@ _HINTS_BY_REASON = {
 """Advice to the user, by the beginning of the reason."""
 
 
-def warn_of_skipped_columns(dataset: Dataset, read: Container[str], what: str) -> None:
+def warn_of_skipped_columns(dataset: Dataset, read: Container[str], rows_text: str) -> None:
     """Logs a warning that names the columns that are not read, if there are any.
 
     Args:
         dataset: The opened data set.
         read: Columns that are read.
-        what: The rows, in words.
+        rows_text: Name of the source of the rows, for the message.
     """
-    left = {
+    skipped = {
         field.name: _skip_reason(dataset, field.name, field.dtype)
         for field in dataset.columns
         if field.name not in read
     }
-    if not left:
+    if not skipped:
         return
-    kinds = [f"{name} ({told})" for name, (_, told) in left.items()]
-    reasons = {reason for reason, _ in left.values()}
+    kinds = [f"{name} ({type_text})" for name, (_, type_text) in skipped.items()]
+    reasons = {reason for reason, _ in skipped.values()}
     hints = [
         hint
         for start, hint in _HINTS_BY_REASON.items()
@@ -55,7 +55,7 @@ def warn_of_skipped_columns(dataset: Dataset, read: Container[str], what: str) -
     _log.warning(
         "%s: batches of numbers cannot hold these columns, which are left out: %s. %s. "
         "columns=[...] without them turns this warning off",
-        what,
+        rows_text,
         ", ".join(kinds),
         advice[0].upper() + advice[1:],
     )
@@ -79,7 +79,7 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
 
     Args:
         dataset: The opened data set.
-        name: Of the column.
+        name: Name of the column.
     """
     try:
         Reader(dataset, columns=[name], batch_size=1)
@@ -89,17 +89,17 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
 
 
 def _skip_reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
-    """Returns the reason why a column is left out, and its type in words."""
+    """Returns the reason why a column is left out, and a description of its type."""
     try:
         Reader(dataset, columns=[name], batch_size=1)
     except ValueError as error:
         reason = str(error).partition(_REFUSAL_PHRASE)[2] or str(error)
-        told = (
+        type_text = (
             f"lists of {dtype} of different lengths"
             if reason == _RAGGED_REASON
             else reason.removeprefix("it is ")
         )
-        return reason, told
+        return reason, type_text
     return (
         ("texts", "texts" if dtype == "utf8" else "bytes")
         if dtype in VARIABLE_WIDTH_DTYPES

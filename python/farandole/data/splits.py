@@ -61,11 +61,11 @@ def resolve_split(
     """Returns the split that three arguments ask for; `None` where rows alone decide.
 
     Args:
-        share: Of the rows, or a column.
+        share: Share of the rows, or a column.
         stratify: Column of classes.
         group: Column of groups.
         time: Column of times.
-        seed: Of the choice.
+        seed: Seed of the choice.
 
     Raises:
         ValueError: More than one of them, or no share.
@@ -74,14 +74,15 @@ def resolve_split(
     chosen = {name: column for name, column in given.items() if column is not None}
     if not chosen:
         return None
-    told = " and ".join(f"validation_{name}" for name in chosen)
+    chosen_text = " and ".join(f"validation_{name}" for name in chosen)
     if len(chosen) > 1:
         raise ValueError(
-            f"at most one of validation_stratify, validation_group, validation_time: {told}"
+            f"at most one of validation_stratify, validation_group, validation_time: {chosen_text}"
         )
     if isinstance(share, str) or not share:
         raise ValueError(
-            f"{told} chooses a share of the rows: validation must be a number above 0: {share!r}"
+            f"{chosen_text} chooses a share of the rows: validation must be a number above 0: "
+            f"{share!r}"
         )
     ((by, column),) = chosen.items()
     return ValidationSplit(by, column, float(share), seed)  # pyright: ignore[reportArgumentType] - of three words
@@ -92,8 +93,8 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hash
 
     Args:
         batch: The rows.
-        columns: That count.
-        seed: Of the hash.
+        columns: Columns that the hash includes.
+        seed: Seed of the hash.
     """
     import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
 
@@ -185,28 +186,30 @@ class _ClassHashes:
 
     split: ValidationSplit
     counts: dict[str | None, int] = field(default_factory=dict)
-    least: dict[str | None, Any] = field(default_factory=dict)
+    smallest: dict[str | None, Any] = field(default_factory=dict)
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch."""
         values, places = _column_texts(batch.column(self.split.column))
         found = row_hashes(batch, self.split.hashed, self.split.seed)
-        for place, value in enumerate(values):
-            own = found[places == place]
+        for index, value in enumerate(values):
+            own = found[places == index]
             if len(own):
                 self._add_class(value, len(own), own)
 
     def merge(self, other: _ClassHashes) -> None:
         """Adds the counts of another task."""
         for value, count in other.counts.items():
-            self._add_class(value, count, other.least[value])
+            self._add_class(value, count, other.smallest[value])
 
     def _add_class(self, value: str | None, count: int, own: Hashes) -> None:
         import numpy as np  # noqa: PLC0415 - as above
 
         self.counts[value] = self.counts.get(value, 0) + count
-        whole = np.sort(np.concatenate([self.least[value], own]) if value in self.least else own)
-        self.least[value] = whole[:_MAX_KEPT_HASHES]
+        whole = np.sort(
+            np.concatenate([self.smallest[value], own]) if value in self.smallest else own
+        )
+        self.smallest[value] = whole[:_MAX_KEPT_HASHES]
         if len(self.counts) > _MAX_CLASSES:
             raise ValueError(
                 f"column {self.split.column!r} has more than {_MAX_CLASSES} classes to hold rows "
@@ -223,16 +226,16 @@ class _ClassHashes:
         bounds: dict[str | None, int] = {}
         for value, count in self.counts.items():
             wanted = min(max(1, round(self.split.share * count)), count - 1)
-            least = self.least[value]
-            exact = wanted < len(least)
+            hashes = self.smallest[value]
+            exact = wanted < len(hashes)
             bounds[value] = (
-                int(least[wanted])
+                int(hashes[wanted])
                 if exact
                 else int(self.split.share * _HASH_SPACE)
                 if wanted
                 else 0
             )
-        if not any(bounds[value] > int(self.least[value][0]) for value in bounds):
+        if not any(bounds[value] > int(self.smallest[value][0]) for value in bounds):
             raise ValueError(
                 f"column {self.split.column!r} has no class with two rows, so none can be held out"
             )
@@ -244,21 +247,24 @@ class _GroupHashes:
     """The hashes of groups."""
 
     split: ValidationSplit
-    least: int = _HASH_SPACE
+    smallest: int = _HASH_SPACE
     largest: int = -1
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Counts the rows of a batch."""
         if batch.num_rows:
             found = row_hashes(batch, [self.split.column], self.split.seed)
-            self.least, self.largest = (
-                min(self.least, int(found.min())),
+            self.smallest, self.largest = (
+                min(self.smallest, int(found.min())),
                 max(self.largest, int(found.max())),
             )
 
     def merge(self, other: _GroupHashes) -> None:
         """Adds the counts of another task."""
-        self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
+        self.smallest, self.largest = (
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+        )
 
     def make_rule(self) -> HeldOutRule:
         """Returns the rule for each group's side.
@@ -266,9 +272,9 @@ class _GroupHashes:
         Raises:
             ValueError: there are no two groups.
         """
-        if self.least >= self.largest:
+        if self.smallest >= self.largest:
             raise ValueError(f"column {self.split.column!r} has one group, so none can be held out")
-        bound = min(max(int(self.split.share * _HASH_SPACE), self.least + 1), self.largest)
+        bound = min(max(int(self.split.share * _HASH_SPACE), self.smallest + 1), self.largest)
         return HeldOutRule(self.split, bound=bound)
 
 

@@ -108,25 +108,27 @@ class Statistics:
         """
         opened = _open_rows(source, reading)
         allowed = set(optional) - set(_column_names(opened))
-        before = {name: one for name, one in self.columns.items() if name not in allowed}
+        before = {name: earlier for name, earlier in self.columns.items() if name not in allowed}
         found = _collect_statistics(opened, list(before), 2, before)
-        drifts = {name: _column_drift(name, one, found[name]) for name, one in before.items()}
+        drifts = {
+            name: _column_drift(name, earlier, found[name]) for name, earlier in before.items()
+        }
         return dict(
             sorted(drifts.items(), key=lambda pair: (math.isnan(pair[1].index), -pair[1].index))
         )
 
     def to_values(self) -> dict[str, Any]:
         """Returns plain values, which JSON can write."""
-        return {name: asdict(one) for name, one in self.columns.items()}
+        return {name: asdict(earlier) for name, earlier in self.columns.items()}
 
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> Self:
         """Builds the statistics from plain values.
 
         Args:
-            values: Of `to_values`.
+            values: Result of `to_values`.
         """
-        return cls({name: ColumnStatistics(**one) for name, one in values.items()})
+        return cls({name: ColumnStatistics(**earlier) for name, earlier in values.items()})
 
     def to_json(self) -> str:
         """Returns the statistics as text."""
@@ -137,7 +139,7 @@ class Statistics:
         """Builds the statistics from JSON text.
 
         Args:
-            text: Of `to_json`.
+            text: Result of `to_json`.
         """
         return cls.of_values(json.loads(text))
 
@@ -149,7 +151,7 @@ def statistics_of(
 
     Args:
         source: As for `prepare_data`, or a Spark DataFrame, whose executors count its rows.
-        columns: Which columns; default: all.
+        columns: Columns to read; default: all.
         threads: Files read at the same time.
         reading: `format`, `types` and `options`, as for `prepare_data`.
 
@@ -165,7 +167,7 @@ def read_statistics(url: str) -> Statistics | None:
     """Returns the statistics that are kept with prepared data.
 
     Args:
-        url: Of the training data.
+        url: URL of the training data.
     """
     values = small_files.read_json(
         NativeStore(url), _STATISTICS_FILE, small_files.MAX_TABLE_FILE_BYTES
@@ -183,14 +185,14 @@ def load_or_compute_statistics(
     none.
 
     Args:
-        url: Of the training data.
-        source: That was prepared: an opened one, or a Spark DataFrame.
-        columns: Of the source.
+        url: URL of the training data.
+        source: Source of the data: an opened source, or a Spark DataFrame.
+        columns: Columns of the source.
         threads: Files read at the same time.
     """
-    kept = read_statistics(url)
-    if kept is not None and set(columns) <= set(kept.columns):
-        return kept
+    stored = read_statistics(url)
+    if stored is not None and set(columns) <= set(stored.columns):
+        return stored
     counted = _collect_statistics(source, list(columns), threads)
     made = Statistics({name: tally.to_statistics() for name, tally in counted.items()})
     NativeStore(url).write(_STATISTICS_FILE, made.to_json().encode())
@@ -205,8 +207,8 @@ class _StatisticsCollector:
         self.edges = None if before is None else before.edges
         self.known = None if before is None else before.values
         self.bins: list[int] = [0] * (len(self.edges or ()) + 1)
-        self.mean, self.cells = ExactMean(), QuantileSketch(most=_MAX_SKETCH_CELLS)
-        self.least, self.most = math.inf, -math.inf
+        self.mean, self.cells = ExactMean(), QuantileSketch(max_cells=_MAX_SKETCH_CELLS)
+        self.smallest, self.largest = math.inf, -math.inf
         self.values: dict[str, int] | None = {}
 
     def add(self, column: Any) -> None:
@@ -224,16 +226,16 @@ class _StatisticsCollector:
                 self.missing += len(column) - len(values)
             if self.edges is not None:
                 self.bins = [
-                    one + more
-                    for one, more in zip(self.bins, _bin_counts(values, self.edges), strict=True)
+                    count + more
+                    for count, more in zip(self.bins, _bin_counts(values, self.edges), strict=True)
                 ]
                 return
             self.mean.add(column)
             self.cells.add(column)
             if len(values):
-                self.least, self.most = (
-                    min(self.least, float(values.min())),
-                    max(self.most, float(values.max())),
+                self.smallest, self.largest = (
+                    min(self.smallest, float(values.min())),
+                    max(self.largest, float(values.max())),
                 )
             return
         self.missing += column.null_count
@@ -261,8 +263,11 @@ class _StatisticsCollector:
         self.rows, self.missing = self.rows + other.rows, self.missing + other.missing
         self.mean.merge(other.mean)
         self.cells.merge(other.cells)
-        self.bins = [one + more for one, more in zip(self.bins, other.bins, strict=True)]
-        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.bins = [earlier + more for earlier, more in zip(self.bins, other.bins, strict=True)]
+        self.smallest, self.largest = (
+            min(self.smallest, other.smallest),
+            max(self.largest, other.largest),
+        )
         if other.values is None:
             self.values = None
         else:
@@ -275,7 +280,7 @@ class _StatisticsCollector:
             deciles = [
                 self.cells.quantile_cell_end(bin_ / _DECILE_BINS) for bin_ in range(1, _DECILE_BINS)
             ]
-            edges = sorted({one for one in deciles if one is not None})
+            edges = sorted({earlier for earlier in deciles if earlier is not None})
             cells, rows = self.cells.sorted_numbers()
             counts = _bin_counts(cells, edges, rows)
             return ColumnStatistics(
@@ -283,8 +288,8 @@ class _StatisticsCollector:
                 self.rows,
                 self.missing,
                 self.mean.value,
-                self.least,
-                self.most,
+                self.smallest,
+                self.largest,
                 edges,
                 counts,
             )
@@ -450,7 +455,7 @@ def _stability_index(before: Sequence[int], now: Sequence[int]) -> float:
     if not sum(before) or not sum(now):
         return math.nan
     shares = [
-        (max(one / sum(before), _MIN_BIN_SHARE), max(other / sum(now), _MIN_BIN_SHARE))
-        for one, other in zip(before, now, strict=True)
+        (max(earlier / sum(before), _MIN_BIN_SHARE), max(later / sum(now), _MIN_BIN_SHARE))
+        for earlier, later in zip(before, now, strict=True)
     ]
-    return sum((other - one) * math.log(other / one) for one, other in shares)
+    return sum((later - earlier) * math.log(later / earlier) for earlier, later in shares)

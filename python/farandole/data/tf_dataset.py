@@ -17,7 +17,7 @@ def tf_dataset(loader: ParquetLoader) -> Any:
     """Whole batches, as dicts of tensors; of ragged tensors for nested columns.
 
     Args:
-        loader: What to read; batches of torch tensors are refused.
+        loader: Loader to read; batches of torch tensors are refused.
 
     Raises:
         ImportError: TensorFlow is not installed.
@@ -31,13 +31,14 @@ def tf_dataset(loader: ParquetLoader) -> Any:
         ) from error
     if loader.framework != "numpy":
         raise ValueError(f'as_tf_dataset needs a loader with framework="numpy": {loader.framework}')
-    signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - of one house
+    signature, lists = loader.signature(), loader._nested_columns()  # noqa: SLF001 - internal to this package
     rows = loader.batch_size if loader.tail in ("pad", "drop_last", "drop") else None
 
     def iterate_batches() -> Iterator[dict[str, Any]]:
         for batch in loader:
             yield {
-                name: to_ragged_tensor(one) if name in lists else one for name, one in batch.items()
+                name: to_ragged_tensor(values) if name in lists else values
+                for name, values in batch.items()
             }
 
     def to_ragged_tensor(rows: Jagged) -> Any:

@@ -41,7 +41,7 @@ class TorchDataset(IterableDataset):
         self._done = 0
         # For each worker, the epochs started since `_base` (an epoch and a row) was set.
         self._started = torch.zeros(MAX_LOADER_WORKERS, dtype=torch.int64).share_memory_()
-        self._base = torch.tensor(loader._next_position, dtype=torch.int64).share_memory_()  # noqa: SLF001 - of one house
+        self._base = torch.tensor(loader._next_position, dtype=torch.int64).share_memory_()  # noqa: SLF001 - internal to this package
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch, which does not depend on workers."""
@@ -68,7 +68,7 @@ class TorchDataset(IterableDataset):
             raise ValueError(
                 f"a DataLoader may have up to {MAX_LOADER_WORKERS} workers here: {info.num_workers}"
             )
-        if lists := self._loader._nested_columns():  # noqa: SLF001 - of one house
+        if lists := self._loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(
                 "worker processes cannot send nested tensors: use num_workers=0 for "
                 f"{', '.join(lists)}; the loader "
@@ -83,7 +83,7 @@ class TorchDataset(IterableDataset):
             epoch, start, self._skip = (self._resumed[key] for key in ("epoch", "start", "done"))
             self._started[info.id] = epoch - int(self._base[0]) + 1
             self._resumed = None
-        self._done, self._place = self._skip, (epoch, start, info.num_workers)
+        self._done, self._position = self._skip, (epoch, start, info.num_workers)
         for batch in self._loader._worker_batches(  # noqa: SLF001
             info.id, info.num_workers, epoch, start, self._skip
         ):
@@ -108,7 +108,7 @@ class TorchDataset(IterableDataset):
         """
         if get_worker_info() is None:
             return self._loader.state_dict()
-        epoch, start, workers = self._place
+        epoch, start, workers = self._position
         return {"epoch": epoch, "start": start, "done": self._done, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

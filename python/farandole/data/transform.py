@@ -36,11 +36,11 @@ TRANSFORM_POOLS = ("thread", "process", "dummy")
 class ResultShapes:
     """The types and shapes of a function's results, for those results that have no rows.
 
-    Such a result does not have them itself: an empty list column has no length.
+    A result without rows has no types and shapes: an empty list column has no length.
     """
 
     def __init__(self) -> None:
-        """Knows nothing yet."""
+        """Creates an empty record."""
         self._known: dict[str, Any] | None = None
 
     def with_known_shapes(
@@ -71,7 +71,7 @@ class BatchTransform:
 
         Args:
             function: From a record batch to a record batch, a table or a dict of arrays.
-            workers: How many batches are transformed at a time.
+            workers: Number of batches that are transformed at a time.
             pool: `thread`, `process` or `dummy`.
 
         Raises:
@@ -260,7 +260,7 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
     length)`.
 
     Args:
-        name: Of the column, for messages.
+        name: Name of the column, for messages.
         column: An Arrow array or chunked array.
         who: Made the column, for messages.
 

@@ -173,9 +173,9 @@ def allgather(
 
     def allgather_backward(grad: Any) -> tuple[jax.Array]:
         total = allreduce(grad, None, _backward_name(name), Sum, process_set=process_set)
-        place = members.index(basics.rank())
+        own_index = members.index(basics.rank())
         # Under jit all counts are equal, or the operation fails.
-        start = sum(counts[:place])
+        start = sum(counts[:own_index])
         return (total[start : start + value.shape[0]],)
 
     return _make_differentiable(allgather_forward, allgather_backward)(value)
@@ -226,11 +226,11 @@ def alltoall(
 ) -> Any:
     """Sends rows to every member and returns the rows that all members sent here.
 
-    Differentiable: rows' gradients go back where the rows came from.
+    Differentiable: the gradient of each row is sent back to the rank of the row.
 
     Args:
         tensor: An array of at least one dimension; its rows are dealt out to the members in order.
-        splits: How many rows each member gets; all the same when `None`, which must come out even.
+        splits: Number of rows for each member; all the same when `None`, which must come out even.
             Not under jit, which has to know the result's shape.
         name: As for `allreduce`.
         process_set: As for `allreduce`.

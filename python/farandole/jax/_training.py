@@ -91,7 +91,7 @@ def distributed_value_and_grad(
         fun: The loss.
         argnums: The arguments to differentiate by.
         has_aux: Whether `fun` returns something besides the loss.
-        op: How gradients are combined.
+        op: Operation that combines the gradients.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:
@@ -121,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: Has `init(params)` and `update(grads, state, params=None)`.
-        op: How gradients are combined.
+        op: Operation that combines the gradients.
         process_set: The ranks that take part; this one must be a member.
 
     Returns:

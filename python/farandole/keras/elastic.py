@@ -67,9 +67,9 @@ def _translate_jax_errors(func: Callable[..., _Result]) -> Callable[..., _Result
         try:
             return func(*args, **kwargs)
         except jax.errors.JaxRuntimeError as error:
-            _, mark, told = str(error).rpartition("FarandoleInternalError: ")
-            if not mark:
+            _, separator, message = str(error).rpartition("FarandoleInternalError: ")
+            if not separator:
                 raise
-            raise FarandoleInternalError(told.splitlines()[0]) from error
+            raise FarandoleInternalError(message.splitlines()[0]) from error
 
     return run_translating_errors

@@ -160,8 +160,8 @@ class LightningState(TorchState):
         """Takes note of a batch that was trained on, before a commit.
 
         Args:
-            trainer: That trains.
-            batches: How many of the epoch this trainer has done.
+            trainer: The trainer that runs.
+            batches: Number of batches of the epoch that this trainer has done.
         """
         for sampler in self.samplers():
             sampler.record_batch(batches - 1, trainer.train_dataloader.batch_size)
@@ -173,8 +173,8 @@ class LightningState(TorchState):
         That epoch is not over before its validation is.
 
         Args:
-            trainer: That trains.
-            batches: How many of the epoch this trainer has done.
+            trainer: The trainer that runs.
+            batches: Number of batches of the epoch that this trainer has done.
         """
         due = batches % (self.every * trainer.accumulate_grad_batches) == 0
         return due and batches < trainer.num_training_batches
@@ -183,7 +183,7 @@ class LightningState(TorchState):
         """Takes note of the end of an epoch.
 
         Args:
-            trainer: That trains.
+            trainer: The trainer that runs.
         """
         for sampler in self.samplers():
             sampler.set_epoch(trainer.current_epoch + 1)
@@ -191,7 +191,7 @@ class LightningState(TorchState):
 
 def _dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """Returns the content of a checkpoint, as `Trainer.save_checkpoint` would write it."""
-    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public door
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # noqa: SLF001 - no public API
 
 
 def _rewind_epoch_progress(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +224,10 @@ class _CommitCallback:
         del trainer, module
         if self._sampler_states is not None:
             # Lightning has just had them begin the epoch that they were in the middle of.
-            for sampler, place in zip(self._state.samplers(), self._sampler_states, strict=True):
-                sampler.load_state_dict(place)
+            for sampler, sampler_state in zip(
+                self._state.samplers(), self._sampler_states, strict=True
+            ):
+                sampler.load_state_dict(sampler_state)
             self._sampler_states = None
         self._state.commit()
 

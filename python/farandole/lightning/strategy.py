@@ -94,7 +94,7 @@ class _PlainValueBroadcast:
         """Returns one rank's object on every rank.
 
         Args:
-            obj: What to send; ignored on other ranks.
+            obj: Value to send; ignored on other ranks.
             src: The rank that sends.
         """
         return broadcast_value(obj, src, "lightning.broadcast") if hvd.is_initialized() else obj
@@ -235,7 +235,9 @@ def register() -> None:
     """
     imported = [package for package in _FABRIC_PACKAGES if package in sys.modules]
     for package in imported or [
-        one for one in _FABRIC_PACKAGES if find_spec(one.partition(".")[0]) is not None
+        module_name
+        for module_name in _FABRIC_PACKAGES
+        if find_spec(module_name.partition(".")[0]) is not None
     ]:
         registry = import_module(f"{package}.strategies").StrategyRegistry
         for name in STRATEGY_NAMES:

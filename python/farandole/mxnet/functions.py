@@ -13,7 +13,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     """Returns the root's object on every rank.
 
     Args:
-        obj: What to send; ignored on other ranks.
+        obj: Value to send; ignored on other ranks.
         root_rank: The rank that sends.
         name: Names the operation across ranks.
 

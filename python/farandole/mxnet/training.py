@@ -64,7 +64,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     Args:
         optimizer: MXNet's.
         gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
-        num_groups: How many units the gradients of one call are reduced in; 0 for one each.
+        num_groups: Number of units in which the gradients of one call are reduced; 0 for one each.
         process_set: The ranks that take part; others update by their own.
     """
 
@@ -106,7 +106,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
                     if self._num_groups
                     else str(index[part[0]])
                 )
-                self._gradients.average_in_place([grad[place] for place in part], name)
+                self._gradients.average_in_place([grad[index] for index in part], name)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Reduces and updates."""
@@ -141,7 +141,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         compression: Compresses the gradients for transport.
         gradient_predivide_factor: Gradients are divided by it before and multiplied after the sum.
         prefix: Distinguishes trainers, if there are several.
-        num_groups: How many units gradients are reduced in, parted by dtype; 0 for one each.
+        num_groups: Number of units in which gradients are reduced, parted by dtype; 0 for one each.
         process_set: The ranks that take part; others keep their gradients.
     """
 
@@ -162,7 +162,7 @@ class DistributedTrainer(mx.gluon.Trainer):
                 "optimizer",
                 stacklevel=2,
             )
-            optimizer = optimizer._optimizer  # noqa: SLF001 - ours
+            optimizer = optimizer._optimizer  # noqa: SLF001 - internal to this package
         if isinstance(params, list):
             params = sorted(params, key=lambda param: param.name)
         self._gradients = _GradientAverager(compression, gradient_predivide_factor, process_set)
@@ -172,20 +172,20 @@ class DistributedTrainer(mx.gluon.Trainer):
 
     def _allreduce_grads(self) -> None:
         """Reduces the gradients. `step` calls it before the update."""
-        places = [place for place, param in enumerate(self._params) if param.grad_req != "null"]
+        places = [index for index, param in enumerate(self._params) if param.grad_req != "null"]
         for part in self._split_into_groups(places):
-            grads = [self._params[place].list_grad()[0] for place in part]
+            grads = [self._params[index].list_grad()[0] for index in part]
             ends = f"{part[0]}:{part[-1]}" if self._num_groups else str(part[0])
             self._gradients.average_in_place(grads, self._farandole_prefix + ends)
 
     def _split_into_groups(self, places: list[int]) -> list[list[int]]:
         if not self._num_groups:
-            return [[place] for place in places]
+            return [[index] for index in places]
         parts = []
         for group in split_list(places, self._num_groups):
             by_dtype: dict[Any, list[int]] = {}
-            for place in group:
-                by_dtype.setdefault(self._params[place].dtype, []).append(place)
+            for index in group:
+                by_dtype.setdefault(self._params[index].dtype, []).append(index)
             parts += by_dtype.values()
         return parts
 

@@ -32,9 +32,14 @@ Factors = tuple[float, float]
 
 
 def _start_allreduce(
-    value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
+    value: Any,
+    name: str | None,
+    op: int,
+    factors: Factors,
+    process_set: ProcessSet,
+    caller_waits: bool,
 ) -> int:
-    """Starts an allreduce into a new array; `attended` when `synchronize` follows at once."""
+    """Starts an allreduce into a new array; `caller_waits` when `synchronize` follows at once."""
     number = process_set_number(process_set)
     source, target = as_input_and_output(value)
     return table.submit_operation(
@@ -49,14 +54,19 @@ def _start_allreduce(
         op,
         *factors,
         number,
-        attended,
+        caller_waits,
     )
 
 
 def _start_allreduce_in_place(
-    value: Any, name: str | None, op: int, factors: Factors, process_set: ProcessSet, attended: bool
+    value: Any,
+    name: str | None,
+    op: int,
+    factors: Factors,
+    process_set: ProcessSet,
+    caller_waits: bool,
 ) -> int:
-    """Starts an allreduce that overwrites the array; `attended` when `synchronize` follows at
+    """Starts an allreduce that overwrites the array; `caller_waits` when `synchronize` follows at
     once.
     """
     number = process_set_number(process_set)
@@ -75,7 +85,7 @@ def _start_allreduce_in_place(
         op,
         *factors,
         number,
-        attended,
+        caller_waits,
     )
 
 
@@ -91,7 +101,7 @@ def allreduce_async(
     """Starts an allreduce into a new array.
 
     Args:
-        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks.
+        tensor: An array, or an array-like; equal shape and dtype on all ranks.
             Must not be changed until `synchronize`. One that is not contiguous, aligned and in
             native byte order is copied first.
         average: Deprecated; use `op`.
@@ -111,7 +121,7 @@ def allreduce_async(
     """
     op = choose_op(op, average)
     return _start_allreduce(
-        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=False
     )
 
 
@@ -131,7 +141,7 @@ def allreduce_async_(
     """
     op = choose_op(op, average)
     return _start_allreduce_in_place(
-        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=False
     )
 
 
@@ -165,7 +175,7 @@ def allreduce(
     op = choose_op(op, average)
     return synchronize(
         _start_allreduce(
-            tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True
+            tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=True
         )
     )
 
@@ -183,7 +193,7 @@ def allreduce_(
     op = choose_op(op, average)
     factors = (prescale_factor, postscale_factor)
     return synchronize(
-        _start_allreduce_in_place(tensor, name, op, factors, process_set, attended=True)
+        _start_allreduce_in_place(tensor, name, op, factors, process_set, caller_waits=True)
     )
 
 

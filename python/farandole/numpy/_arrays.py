@@ -152,7 +152,7 @@ def synchronize(handle: int) -> Any:
     and leaves it valid.
 
     Args:
-        handle: What an `*_async` function returned.
+        handle: Result of an `*_async` function.
 
     Returns:
         The array; a list of arrays for a grouped operation; the array and the rows received from

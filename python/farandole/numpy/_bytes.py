@@ -24,7 +24,7 @@ def broadcast_bytes(
     """Returns the root's bytes on every rank.
 
     Args:
-        data: What to send; `None` on all ranks but the root.
+        data: Bytes to send; `None` on all ranks but the root.
         root_rank: The global rank that sends.
         name: Names the operation across ranks; unnamed ones match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.

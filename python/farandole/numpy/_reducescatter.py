@@ -47,7 +47,7 @@ def _start_reducescatter(
     op: int,
     factors: tuple[float, float],
     process_set: ProcessSet,
-    attended: bool,
+    caller_waits: bool,
 ) -> int:
     number = process_set_number(process_set)
     _check_op(op)
@@ -64,7 +64,7 @@ def _start_reducescatter(
         op,
         *factors,
         number,
-        attended,
+        caller_waits,
     )
 
 
@@ -79,7 +79,7 @@ def reducescatter_async(
     """Starts a reduce-scatter.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; equal
+        tensor: An array of at least one dimension, or an array-like; equal
             shape and dtype on all ranks. Must not be changed until `synchronize`.
         name: Names the operation across ranks; unnamed operations match in the order they are
             issued.
@@ -96,7 +96,7 @@ def reducescatter_async(
         FarandoleInternalError: When the world is broken already.
     """
     return _start_reducescatter(
-        tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=False
+        tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=False
     )
 
 
@@ -129,7 +129,7 @@ def reducescatter(
     """
     return synchronize(
         _start_reducescatter(
-            tensor, name, op, (prescale_factor, postscale_factor), process_set, attended=True
+            tensor, name, op, (prescale_factor, postscale_factor), process_set, caller_waits=True
         )
     )
 

@@ -23,7 +23,7 @@ def broadcast_object(
     key secures.
 
     Args:
-        obj: What to send; ignored on other ranks.
+        obj: Value to send; ignored on other ranks.
         root_rank: The global rank that sends.
         name: Names the operation across ranks; unnamed ones match in the order they are issued.
         process_set: The ranks that take part; this one must be a member.

@@ -43,7 +43,7 @@ def _start_allgather(
     name: str | None,
     process_set: ProcessSet,
     finish: Callable[[Array, list[int]], Any],
-    attended: bool,
+    caller_waits: bool,
 ) -> int:
     """Starts an allgather; `finish` gets the result and the rows every member gave."""
     number = process_set_number(process_set)
@@ -57,7 +57,7 @@ def _start_allgather(
         source.shape,
         data_address(source),
         number,
-        attended,
+        caller_waits,
     )
 
 
@@ -66,7 +66,7 @@ def allgather_with_row_counts(
 ) -> tuple[Array, list[int]]:
     """Like `allgather`; returns also the number of rows every member gave."""
     return synchronize(
-        _start_allgather(value, name, process_set, lambda *both: both, attended=True)
+        _start_allgather(value, name, process_set, lambda *both: both, caller_waits=True)
     )
 
 
@@ -76,7 +76,7 @@ def allgather_async(
     """Starts an allgather.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of. Ranks may
+        tensor: An array of at least one dimension, or an array-like. Ranks may
             differ in the first dimension only, which may be 0. Must not be changed until
             `synchronize`.
         name: Names the operation across ranks; unnamed operations match in the order they are
@@ -90,7 +90,7 @@ def allgather_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_allgather(tensor, name, process_set, lambda whole, _: whole, attended=False)
+    return _start_allgather(tensor, name, process_set, lambda whole, _: whole, caller_waits=False)
 
 
 def allgather(
@@ -159,9 +159,9 @@ def _require_root_member(root_rank: int, process_set: ProcessSet) -> None:
 
 
 def _start_broadcast(
-    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
+    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, caller_waits: bool
 ) -> int:
-    """Starts a broadcast into a new array; `attended` when `synchronize` follows at once."""
+    """Starts a broadcast into a new array; `caller_waits` when `synchronize` follows at once."""
     number = process_set_number(process_set)
     _require_root_member(root_rank, process_set)
     source, target = as_input_and_output(value)
@@ -176,14 +176,14 @@ def _start_broadcast(
         data_address(target),
         root_rank,
         number,
-        attended,
+        caller_waits,
     )
 
 
 def _start_broadcast_in_place(
-    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, attended: bool
+    value: Any, root_rank: int, name: str | None, process_set: ProcessSet, caller_waits: bool
 ) -> int:
-    """Starts a broadcast that overwrites the array; `attended` when `synchronize` follows at
+    """Starts a broadcast that overwrites the array; `caller_waits` when `synchronize` follows at
     once.
     """
     number = process_set_number(process_set)
@@ -202,7 +202,7 @@ def _start_broadcast_in_place(
         address,
         root_rank,
         number,
-        attended,
+        caller_waits,
     )
 
 
@@ -215,7 +215,7 @@ def broadcast_async(
     """Starts a broadcast into a new array.
 
     Args:
-        tensor: An array, or what `numpy.asarray` makes one of; equal shape and dtype on all ranks,
+        tensor: An array, or an array-like; equal shape and dtype on all ranks,
             the values of the root count. Must not be changed until `synchronize`.
         root_rank: The global rank that sends, a member of the set; equal on all ranks.
         name: Names the operation across ranks; unnamed operations match in the order they are
@@ -229,7 +229,7 @@ def broadcast_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_broadcast(tensor, root_rank, name, process_set, attended=False)
+    return _start_broadcast(tensor, root_rank, name, process_set, caller_waits=False)
 
 
 def broadcast_async_(
@@ -241,7 +241,7 @@ def broadcast_async_(
     """Starts a broadcast that overwrites `tensor`, any writable array; else as
     `broadcast_async`.
     """
-    return _start_broadcast_in_place(tensor, root_rank, name, process_set, attended=False)
+    return _start_broadcast_in_place(tensor, root_rank, name, process_set, caller_waits=False)
 
 
 def broadcast(
@@ -265,7 +265,7 @@ def broadcast(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    return synchronize(_start_broadcast(tensor, root_rank, name, process_set, attended=True))
+    return synchronize(_start_broadcast(tensor, root_rank, name, process_set, caller_waits=True))
 
 
 def broadcast_(
@@ -276,12 +276,16 @@ def broadcast_(
 ) -> Array:
     """Like `broadcast`, but overwrites `tensor`, any writable array, and returns it."""
     return synchronize(
-        _start_broadcast_in_place(tensor, root_rank, name, process_set, attended=True)
+        _start_broadcast_in_place(tensor, root_rank, name, process_set, caller_waits=True)
     )
 
 
 def _start_alltoall(
-    value: Any, splits: ArrayLike | None, name: str | None, process_set: ProcessSet, attended: bool
+    value: Any,
+    splits: ArrayLike | None,
+    name: str | None,
+    process_set: ProcessSet,
+    caller_waits: bool,
 ) -> int:
     number = process_set_number(process_set)
     source = _as_row_array(value, "alltoall")
@@ -301,7 +305,7 @@ def _start_alltoall(
         data_address(source),
         rows,
         number,
-        attended,
+        caller_waits,
     )
 
 
@@ -309,7 +313,7 @@ def _rows_per_member(rows: int, splits: ArrayLike | None, members: int) -> list[
     """Returns the number of rows for each member.
 
     Raises:
-        ValueError: When they cannot be dealt out that way.
+        ValueError: When the rows cannot be distributed in these splits.
     """
     array = np.asarray([] if splits is None else splits)
     if array.ndim != 1 or (array.size > 0 and array.dtype.kind not in "iu"):
@@ -338,9 +342,9 @@ def alltoall_async(
     """Starts an all-to-all.
 
     Args:
-        tensor: An array of at least one dimension, or what `numpy.asarray` makes one of; its rows
-            are dealt out to the members in order. Must not be changed until `synchronize`.
-        splits: How many rows each member gets, all rows together; all the same when `None` or
+        tensor: An array of at least one dimension, or an array-like; its rows
+            are distributed to the members in order. Must not be changed until `synchronize`.
+        splits: Number of rows for each member, all rows together; all the same when `None` or
             empty, which must come out even.
         name: Names the operation across ranks; unnamed operations match in the order they are
             issued.
@@ -354,7 +358,7 @@ def alltoall_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_alltoall(tensor, splits, name, process_set, attended=False)
+    return _start_alltoall(tensor, splits, name, process_set, caller_waits=False)
 
 
 def alltoall(
@@ -379,5 +383,5 @@ def alltoall(
         ValueError: When an argument is wrong, or ranks disagree about the operation.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    received = synchronize(_start_alltoall(tensor, splits, name, process_set, attended=True))
+    received = synchronize(_start_alltoall(tensor, splits, name, process_set, caller_waits=True))
     return received[0] if splits is None else received

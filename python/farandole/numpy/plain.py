@@ -39,7 +39,7 @@ def broadcast_plain(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Returns the root's value on every rank.
 
     Args:
-        value: What to send; ignored on other ranks. See `pack`.
+        value: Value to send; ignored on other ranks. See `pack`.
         root_rank: The rank that sends.
         name: Names the operation across ranks; unnamed ones match in the order they are issued.
 
@@ -107,10 +107,10 @@ def pack_plain(value: Any, other: Callable[[Any], Any] = _reject_other) -> bytes
 def unpack_plain(
     data: bytes | bytearray | memoryview, other: Callable[[Any], Any] = _reject_other
 ) -> Any:
-    """Inverts `pack`. Runs no code, whatever the bytes are.
+    """Inverts `pack_plain`. Runs no code, even for bytes of an attacker.
 
     Args:
-        data: What `pack` returned.
+        data: Result of `pack`.
         other: The inverse of `pack`'s `other`.
 
     Raises:
@@ -134,38 +134,41 @@ def unpack_plain(
         raise ValueError(f"the message of a peer is not a plain value: {error}") from error
 
 
-def _encode_value(value: Any, parts: list[bytes], place: str, other: Callable[[Any], Any]) -> Any:
+def _encode_value(value: Any, parts: list[bytes], path: str, other: Callable[[Any], Any]) -> Any:
     """Returns the value as JSON. Types that JSON does not have become an object with one key,
     their kind.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [_encode_value(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)]
+        return [
+            _encode_value(entry, parts, f"{path}[{at}]", other) for at, entry in enumerate(value)
+        ]
     if isinstance(value, tuple):
         return {
             "tuple": [
-                _encode_value(one, parts, f"{place}[{at}]", other) for at, one in enumerate(value)
+                _encode_value(entry, parts, f"{path}[{at}]", other)
+                for at, entry in enumerate(value)
             ]
         }
     if isinstance(value, dict):
-        pairs = ((key, one, f"{place}[{key!r}]") for key, one in value.items())
+        pairs = ((key, entry, f"{path}[{key!r}]") for key, entry in value.items())
         return {
             "dict": [
-                [_encode_value(key, parts, at, other), _encode_value(one, parts, at, other)]
-                for key, one, at in pairs
+                [_encode_value(key, parts, at, other), _encode_value(entry, parts, at, other)]
+                for key, entry, at in pairs
             ]
         }
     if (
         isinstance(value, bytes | np.generic | np.ndarray)
-        and (told := _encode_binary(value, parts)) is not None
+        and (encoded := _encode_binary(value, parts)) is not None
     ):
-        return told
+        return encoded
     try:
-        return {"other": _encode_value(other(value), parts, place, _reject_other)}
+        return {"other": _encode_value(other(value), parts, path, _reject_other)}
     except TypeError as error:
         raise TypeError(
-            f"{place} is a {type(value).__name__}, which is not a plain value"
+            f"{path} is a {type(value).__name__}, which is not a plain value"
         ) from error
 
 
@@ -181,17 +184,18 @@ def _encode_binary(value: Any, parts: list[bytes]) -> Any:
     return {"array": [array.dtype.str, list(np.shape(value)), isinstance(value, np.generic)]}
 
 
-def _decode_value(told: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
-    if isinstance(told, list):
-        return [_decode_value(one, take, other) for one in told]
-    if not isinstance(told, dict):
-        return told
-    ((kind, inner),) = told.items()
+def _decode_value(encoded: Any, take: Callable[[int], bytes], other: Callable[[Any], Any]) -> Any:
+    if isinstance(encoded, list):
+        return [_decode_value(entry, take, other) for entry in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, inner),) = encoded.items()
     if kind == "tuple":
-        return tuple(_decode_value(one, take, other) for one in inner)
+        return tuple(_decode_value(entry, take, other) for entry in inner)
     if kind == "dict":
         return {
-            _decode_value(key, take, other): _decode_value(one, take, other) for key, one in inner
+            _decode_value(key, take, other): _decode_value(entry, take, other)
+            for key, entry in inner
         }
     return (
         other(_decode_value(inner, take, _reject_other))
@@ -200,12 +204,12 @@ def _decode_value(told: Any, take: Callable[[int], bytes], other: Callable[[Any]
     )
 
 
-def _decode_binary(kind: str, told: Any, take: Callable[[int], bytes]) -> Any:
+def _decode_binary(kind: str, encoded: Any, take: Callable[[int], bytes]) -> Any:
     if kind == "bytes":
-        return take(told)
+        return take(encoded)
     if kind != "array":
         raise ValueError(f"the message of a peer is not a plain value: {kind!r}")
-    name, shape, is_scalar = told
+    name, shape, is_scalar = encoded
     if not _DTYPE_PATTERN.fullmatch(name) or not all(
         type(side) is int and 0 <= side < _MAX_DIMENSION_SIZE for side in shape
     ):

@@ -123,7 +123,7 @@ class ActorResources:
 
 @contextlib.contextmanager
 def hold_minimum_resources(
-    needs: ActorResources, least: int, limit: float, say: Callable[[str], None]
+    needs: ActorResources, min_workers: int, limit: float, report_wait: Callable[[str], None]
 ) -> Iterator[None]:
     """Reserves resources for the smallest number of workers of a job at once, and releases them
     afterwards.
@@ -133,18 +133,18 @@ def hold_minimum_resources(
 
     Args:
         needs: Resources of each worker; receives the placement group.
-        least: Smallest number of workers; 0 reserves nothing.
+        min_workers: Smallest number of workers; 0 reserves nothing.
         limit: Seconds that Ray may take.
-        say: Receives the reason for the wait.
+        report_wait: Receives the reason for the wait.
 
     Raises:
         TimeoutError: Ray did not reserve the resources in time.
     """
-    if not least or not (needs.cpus or needs.gpus) or current_placement_group() is not None:
+    if not min_workers or not (needs.cpus or needs.gpus) or current_placement_group() is not None:
         yield
         return
-    with hold_placement_group(needs.cpus, needs.gpus, least, limit, say) as group:
-        needs.group, needs.num_bundles = group, least
+    with hold_placement_group(needs.cpus, needs.gpus, min_workers, limit, report_wait) as group:
+        needs.group, needs.num_bundles = group, min_workers
         yield
 
 
@@ -177,14 +177,14 @@ class RayAgentPool:
         self,
         registrar: Registrar,
         work: WorkerSpec,
-        most: int,
+        max_workers: int,
         needs: ActorResources,
         output: JobOutput,
         hosts: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         self._registrar = registrar
         self._work = work
-        self._most = most
+        self._max_workers = max_workers
         self._needs = needs
         self._output = output
         self._hosts = hosts
@@ -238,27 +238,27 @@ class RayAgentPool:
         """Adds the new slots, and gives up the slots on lost nodes."""
         wanted = self._find_slots()
         with self._lock:
-            new = [place for place in wanted if place not in self._slots]
-            gone = [place for place in self._slots if place not in wanted]
-            left = [self._slots.pop(place) for place in gone]
-            for place in new:
-                seat = self._slots[place] = _ActorSlot(*place)
+            new = [slot_key for slot_key in wanted if slot_key not in self._slots]
+            gone = [slot_key for slot_key in self._slots if slot_key not in wanted]
+            removed_slots = [self._slots.pop(slot_key) for slot_key in gone]
+            for slot_key in new:
+                seat = self._slots[slot_key] = _ActorSlot(*slot_key)
                 seat.thread = threading.Thread(
                     target=self._run_slot, args=(seat,), name="farandole-ray", daemon=True
                 )
-        for seat in left:
+        for seat in removed_slots:
             seat.given_up.set()
             if seat.task is not None:
                 self.dismissed.add(seat.task)
                 self._registrar.dismiss_task(seat.task, f"its node {seat.node} was removed")
-        for place in new:
-            thread = self._slots[place].thread
+        for slot_key in new:
+            thread = self._slots[slot_key].thread
             if thread is not None and not self._stopped.is_set():
                 thread.start()
 
     def _find_slots(self) -> list[_SlotKey]:
         if self._hosts is None:
-            return [(None, number) for number in range(self._most)]
+            return [(None, number) for number in range(self._max_workers)]
         with self._lock:
             own = Counter(seat.node for seat in self._slots.values() if seat.node is not None)
         try:
@@ -274,7 +274,7 @@ class RayAgentPool:
         found: list[_SlotKey] = [
             (host, slot) for host, slots in hosts.items() for slot in range(slots)
         ]
-        self._found = found[: self._most]
+        self._found = found[: self._max_workers]
         return self._found
 
     def _run_slot(self, seat: _ActorSlot) -> None:
@@ -283,10 +283,10 @@ class RayAgentPool:
             task, began = next(self._numbers), time.monotonic()
             self._running.add(task)
             try:
-                ending = self._run_actor(seat, task)
+                outcome = self._run_actor(seat, task)
             finally:
                 self._running.discard(task)
-            if ending is not None and ending.has_succeeded and task not in self.dismissed:
+            if outcome is not None and outcome.has_succeeded and task not in self.dismissed:
                 return  # its function has returned
             if task in self.dismissed:
                 # its bundle in the group may be on a node that Ray drains
@@ -305,7 +305,7 @@ class RayAgentPool:
         try:
             if seat.given_up.is_set():
                 return None
-            ending: TaskOutcome = ray.get(seat.actor.run_worker.remote(self._work, task))
+            outcome: TaskOutcome = ray.get(seat.actor.run_worker.remote(self._work, task))
         except Exception as error:  # noqa: BLE001 - the actor or its node died: the next one is another worker
             if not seat.given_up.is_set():
                 self._output.print_message(
@@ -314,13 +314,13 @@ class RayAgentPool:
             return None
         finally:
             self._kill_actor(seat)
-        if ending.refused is not None:
-            self.refusals.append(f"{ending.host}: {ending.refused}")
+        if outcome.refused is not None:
+            self.refusals.append(f"{outcome.host}: {outcome.refused}")
             seat.refusals_in_row += 1
             return None
         seat.refusals_in_row = 0
-        self.endings[ending.task] = ending
-        return ending
+        self.endings[outcome.task] = outcome
+        return outcome
 
     def _kill_actor(self, seat: _ActorSlot) -> None:
         actor, ray = seat.actor, import_ray()

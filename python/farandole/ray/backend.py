@@ -60,7 +60,7 @@ class RayBackend(Backend):
             job, the resources of `min_num_proc` workers.
         start_timeout: Seconds within which all workers must then start; default as in
             `farandole.spark.run`.
-        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stdout: Receiver of their stdout, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
             host of each rank.
@@ -152,9 +152,9 @@ class RayBackend(Backend):
         packed = pickle_payload(fn, args, kwargs)
         output = self._streams.open_output(size)
         taken, _ = environment.select_variables(os.environ, self._pass_env, DRIVER_ONLY_VARIABLES)
-        under_way = training.current_run()
+        training_run = training.current_run()
         changes: dict[str, str | None] = {**taken, **self._env, **(env or {})}
-        changes |= under_way.worker_variables() | timelines.worker_variables()
+        changes |= training_run.worker_variables() | timelines.worker_variables()
         ray = import_ray()
         self.check()
         if not ray.is_initialized():
@@ -162,12 +162,16 @@ class RayBackend(Backend):
         logs.start_logging()
         warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
         if self._bounds:
-            needs, least = (
+            needs, min_workers = (
                 ActorResources(self._cpus, self._gpus),
                 self._bounds.get("min_num_proc", size),
             )
-            with hold_minimum_resources(needs, least, self._placed_within, output.print_message):
-                registrar, most = make_elastic_registrar(size, self._bounds, self._limits, limit)
+            with hold_minimum_resources(
+                needs, min_workers, self._placed_within, output.print_message
+            ):
+                registrar, max_workers = make_elastic_registrar(
+                    size, self._bounds, self._limits, limit
+                )
                 work = WorkerSpec(
                     registrar.ticket,
                     packed,
@@ -178,14 +182,14 @@ class RayBackend(Backend):
                     warmth,
                     elastic=True,
                 )
-                crew = RayAgentPool(registrar, work, most, needs, output)
+                agent_pool = RayAgentPool(registrar, work, max_workers, needs, output)
                 return conduct_elastic(
                     registrar,
-                    crew,
+                    agent_pool,
                     output,
                     on_progress,
                     NodeDrains(),
-                    under_way,
+                    training_run,
                     ends_on_error=True,
                 )
         with self._hold_placement_group(output) as group:
@@ -202,7 +206,7 @@ class RayBackend(Backend):
                 on_progress,
                 limit,
                 "Ray actors to start",
-                under_way,
+                training_run,
             )
         return outcome.results_by_rank(endings, size)
 

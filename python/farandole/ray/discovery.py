@@ -70,16 +70,18 @@ class RayHostDiscovery(HostDiscovery):
         """Returns the number of workers that would fit in an idle cluster."""
         return sum(self._slots_by_address(_node_resources()).values())
 
-    def _slots_by_address(self, resources: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+    def _slots_by_address(
+        self, resources_by_address: Mapping[str, Mapping[str, float]]
+    ) -> dict[str, int]:
         found = {}
-        for address, there in resources.items():
+        for address, amounts in resources_by_address.items():
             slots = (
-                there.get("CPU", 0) // self.cpus_per_worker
+                amounts.get("CPU", 0) // self.cpus_per_worker
                 if self.cpus_per_worker
                 else float("inf")
             )
             if self.use_gpu:
-                slots = min(slots, there.get("GPU", 0) // self.gpus_per_worker)
+                slots = min(slots, amounts.get("GPU", 0) // self.gpus_per_worker)
             if 1 <= slots < float("inf"):
                 found[address] = int(slots)
         return found
@@ -87,7 +89,7 @@ class RayHostDiscovery(HostDiscovery):
 
 def _free_resources() -> dict[str, dict[str, float]]:
     """Returns the free resources of each live node, by address."""
-    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public door to it
+    from ray._private.state import available_resources_per_node  # noqa: PLC0415 - Ray has no public API to it
 
     addresses = {
         node["NodeID"]: node["NodeManagerAddress"] for node in import_ray().nodes() if node["Alive"]
@@ -113,9 +115,9 @@ def _sum_by_address(
     found: dict[str, dict[str, float]] = {}
     for address, resources in nodes:
         # Several nodes of one address are a test's.
-        there = found.setdefault(address, {})
+        totals = found.setdefault(address, {})
         for name, number in resources.items():
-            there[name] = there.get(name, 0.0) + number
+            totals[name] = totals.get(name, 0.0) + number
     return found
 
 
@@ -147,7 +149,7 @@ class TestDiscovery(RayHostDiscovery):
         _graceful: bool = True,
     ) -> None:
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
-        self._least, self._most = min_hosts, max_hosts
+        self._min_hosts, self._max_hosts = min_hosts, max_hosts
         self._every = change_frequency_s
         self._verbose = verbose
         self._removed: set[str] = set()
@@ -162,16 +164,16 @@ class TestDiscovery(RayHostDiscovery):
 
     def remove_host(self, hosts: dict[str, int]) -> None:
         """Takes one of the nodes away."""
-        there = [host for host in hosts if host not in self._removed]
-        if there:
-            self._removed.add(random.choice(there))  # noqa: S311 - as above
+        present_hosts = [host for host in hosts if host not in self._removed]
+        if present_hosts:
+            self._removed.add(random.choice(present_hosts))  # noqa: S311 - as above
 
     def change_hosts(self, hosts: dict[str, int]) -> None:
         """Takes a node away or gives one back, within the limits."""
-        there = len([host for host in hosts if host not in self._removed])
-        if there <= self._least:
+        host_count = len([host for host in hosts if host not in self._removed])
+        if host_count <= self._min_hosts:
             self.add_host(hosts)
-        elif there >= self._most or random.random() < 0.5:  # noqa: PLR2004, S311 - as often as not
+        elif host_count >= self._max_hosts or random.random() < 0.5:  # noqa: PLR2004, S311 - as often as not
             self.remove_host(hosts)
         else:
             self.add_host(hosts)

@@ -51,6 +51,6 @@ class NodeDrains:
 
 def _draining_nodes() -> set[str]:
     """Returns the ids of nodes that Ray is about to lose."""
-    from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other door
+    from ray._private.state import state  # noqa: PLC0415 - Ray Train's own watcher has no other API
 
     return set(state.get_draining_nodes() or {})

@@ -33,11 +33,11 @@ class WorkerRoster:
     """The workers in the job, the workers that must leave, and the ranks in Ray without a worker.
 
     Args:
-        least: Fewest workers that train.
+        min_workers: Fewest workers that train.
     """
 
-    def __init__(self, least: int) -> None:
-        self._least = least
+    def __init__(self, min_workers: int) -> None:
+        self._min_workers = min_workers
         self._ranks: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._leaving: dict[int, str] = {}
@@ -80,7 +80,7 @@ class WorkerRoster:
         a worker, it stays and may leave later.
         """
         members = self._ranks.keys() - self._waiting - self._dismissed
-        spare = len(members) - self._least
+        spare = len(members) - self._min_workers
         found = list(self._leaving.items())[: max(spare, 0)]
         for task, _ in found:
             self._dismissed.add(task)
@@ -112,24 +112,25 @@ class ElasticTrainController:
     """
 
     def __init__(
-        self, worker_group: Any, *, least: int | None, timeout: float, reset_limit: int | None
+        self, worker_group: Any, *, min_workers: int | None, timeout: float, reset_limit: int | None
     ) -> None:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
         size = len(worker_group)
-        if least is not None and least > size:
+        if min_workers is not None and min_workers > size:
             raise ValueError(
-                f"min_workers must not be above the number of workers: {least} is above {size}"
+                f"min_workers must not be above the number of workers: {min_workers} is above "
+                f"{size}"
             )
         self._barrier = worker_group.get_worker_group_state().sync_actor
-        least = least or size
+        min_workers = min_workers or size
         self._registrar = Registrar.start_elastic(
-            size, least, size, timeout=timeout, reset_limit=reset_limit
+            size, min_workers, size, timeout=timeout, reset_limit=reset_limit
         )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._drains = NodeDrains()
-        self._roster = WorkerRoster(least)
+        self._roster = WorkerRoster(min_workers)
         self._stopped = threading.Event()
         self._thread = threading.Thread(
             target=self._watch_events, name="farandole-ray-train", daemon=True
@@ -180,12 +181,14 @@ class ElasticTrainController:
 
     def _dismiss_drained(self) -> None:
         """Lets workers leave nodes that Ray drains, as long as enough others train."""
-        news = self._drains.poll_departures()
+        departures = self._drains.poll_departures()
         with self._lock:
-            for task, reason in news:
+            for task, reason in departures:
                 self._roster.mark_leaving(task, reason)
             leaving = self._roster.take_dismissals()
-            staying = [(task, reason) for task, reason in news if self._roster.must_stay(task)]
+            staying = [
+                (task, reason) for task, reason in departures if self._roster.must_stay(task)
+            ]
         for task, reason in leaving:
             self._registrar.dismiss_task(task, reason)
         for task, reason in staying:

@@ -156,7 +156,7 @@ class ElasticAdapter(Adapter):
         logs.start_logging()
         output = JobOutput(sys.stdout, sys.stderr)
         packed = pickle_payload(_with_world_join(fn) if callable(fn) else fn, args or (), kwargs)
-        most = self._max_workers()
+        max_workers = self._max_workers()
         params = self.params
         taken, _ = environment.select_variables(os.environ, (), DRIVER_ONLY_VARIABLES)
         needs = ActorResources(
@@ -172,12 +172,14 @@ class ElasticAdapter(Adapter):
             for callback in callbacks or ():
                 callback(record)
 
-        least = params.min_workers if hosts is None else 0
-        with hold_minimum_resources(needs, least, params.elastic_timeout, output.print_message):
+        reserved_workers = params.min_workers if hosts is None else 0
+        with hold_minimum_resources(
+            needs, reserved_workers, params.elastic_timeout, output.print_message
+        ):
             registrar = Registrar.start_elastic(
                 params.min_workers,
                 params.min_workers,
-                most,
+                max_workers,
                 timeout=params.elastic_timeout,
                 reset_limit=params.reset_limit,
             )
@@ -190,8 +192,8 @@ class ElasticAdapter(Adapter):
                 _START_TIMEOUT,
                 elastic=True,
             )
-            crew = RayAgentPool(registrar, work, most, needs, output, hosts)
-            return run_elastic_job(registrar, crew, output, pass_to_callbacks, NodeDrains())
+            agent_pool = RayAgentPool(registrar, work, max_workers, needs, output, hosts)
+            return run_elastic_job(registrar, agent_pool, output, pass_to_callbacks, NodeDrains())
 
     def _max_workers(self) -> int:
         params = self.params
@@ -199,10 +201,10 @@ class ElasticAdapter(Adapter):
             return params.max_workers
         if self._discovery is not None:
             return _UNLIMITED_WORKERS
-        there = RayHostDiscovery(
+        slot_count = RayHostDiscovery(
             params.use_gpu, params.cpus_per_worker, params.gpus_per_worker or 1
         ).of_cluster()
-        return max(params.min_workers, there)
+        return max(params.min_workers, slot_count)
 
     def run_remote(
         self,

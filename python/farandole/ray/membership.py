@@ -83,7 +83,7 @@ def join_elastic_job(ticket: str, task: int) -> None:
 def hold_elastic_membership() -> Iterator[None]:
     """Reports the end of the training function inside, in an elastic job, to the registrar.
 
-    A worker that was asked to leave has not failed: its function ends without a result.
+    A worker that must leave has not failed: its function ends without a result.
     """
     from farandole.common import basics  # noqa: PLC0415 - as above
     from farandole.common.exceptions import WorkerDismissed  # noqa: PLC0415 - as above

@@ -73,10 +73,10 @@ class ResultWaiter:
                 consequence of another one.
         """
         ray = import_ray()
-        left, failures = list(references), {}
+        pending, failures = list(references), {}
         limit = float("inf")
-        while left and time.monotonic() < limit:
-            ready, left = ray.wait(left, timeout=_RESULT_POLL_INTERVAL)
+        while pending and time.monotonic() < limit:
+            ready, pending = ray.wait(pending, timeout=_RESULT_POLL_INTERVAL)
             self._drain_records()
             for reference in ready:
                 try:
@@ -88,7 +88,7 @@ class ResultWaiter:
                         limit = 0.0
         self._drain_records()
         if failures:
-            self._leave_world(left)
+            self._leave_world(pending)
             raise self._select_failure(failures)
         return ray.get(list(references))
 
@@ -96,14 +96,15 @@ class ResultWaiter:
         if self._queue is not None:
             drain_records(self._queue, self._callbacks)
 
-    def _leave_world(self, left: Sequence[Any]) -> None:
+    def _leave_world(self, pending: Sequence[Any]) -> None:
         """Makes the living workers leave the broken world, so that the next function forms a new
         world.
 
-        The failures of `left` are consequences. They are read, because Ray prints unread failures.
+        The failures of `pending` are consequences. They are read, because Ray prints unread
+        failures.
         """
         ray = import_ray()
-        asked = [*(worker.leave.remote() for worker in self._workers), *left]
+        asked = [*(worker.leave.remote() for worker in self._workers), *pending]
         ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_LEAVE_TIMEOUT)
         for reference in ready:
             with contextlib.suppress(Exception):
@@ -112,7 +113,7 @@ class ResultWaiter:
     def _select_failure(self, failures: dict[int, Exception]) -> Exception:
         rank, error = min(
             failures.items(),
-            key=lambda one: (not _is_actor_death(one[1]), not _is_root_cause(one[1]), one[0]),
+            key=lambda pair: (not _is_actor_death(pair[1]), not _is_root_cause(pair[1]), pair[0]),
         )
         if not _is_actor_death(error):
             return error
@@ -141,8 +142,12 @@ def drain_records(queue: Any, callbacks: Sequence[Callable[..., Any]]) -> None:
 def actor_death_summary(error: BaseException) -> str:
     """Returns Ray's message about a death, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[:1]
-    return told[0].partition(" Some common causes")[0] if told else type(error).__name__
+    cause_lines = [line for line in lines[1:] if "died" in line or "killed" in line][:1] or lines[
+        :1
+    ]
+    return (
+        cause_lines[0].partition(" Some common causes")[0] if cause_lines else type(error).__name__
+    )
 
 
 def _is_actor_death(error: BaseException) -> bool:

@@ -242,9 +242,9 @@ class StaticAdapter(Adapter):
         """Like `Adapter.shutdown`."""
         ray = import_ray()
         if ray.is_initialized():
-            left = [worker.leave.remote() for worker in self.workers]
-            if left:
-                ray.wait(left, num_returns=len(left), timeout=_LEAVE_TIMEOUT)
+            leaving = [worker.leave.remote() for worker in self.workers]
+            if leaving:
+                ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_TIMEOUT)
             for worker in self.workers:
                 ray.kill(worker)
             if self.strategy is not None:
@@ -272,7 +272,7 @@ def rank_placement_variables(
     found = []
     for rank, host in enumerate(hosts):
         peers = [other for other in order if hosts.count(other) > local[rank]]
-        one = {
+        placement = {
             "HOROVOD_LOCAL_RANK": str(local[rank]),
             "HOROVOD_LOCAL_SIZE": str(sizes[rank]),
             "HOROVOD_CROSS_RANK": str(peers.index(host)),
@@ -282,8 +282,8 @@ def rank_placement_variables(
             str(gpu) for other, given in enumerate(gpus) if hosts[other] == host for gpu in given
         ]
         if visible:
-            one["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(visible))
-        found.append(one)
+            placement["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(visible))
+        found.append(placement)
     return found
 
 

@@ -56,7 +56,7 @@ def create_placement_group(
     num_bundles: int,
     pg_timeout: float,
     pg_strategy: str,
-    say: Callable[[str], None] = logger.info,
+    report_wait: Callable[[str], None] = logger.info,
     before: Callable[[], int] = lambda: 0,
 ) -> tuple[Any, list[Any]]:
     """Reserves resources of the cluster: all of them at once, or nothing.
@@ -66,7 +66,7 @@ def create_placement_group(
         num_bundles: Number of bundles.
         pg_timeout: Seconds that Ray may take to reserve them.
         pg_strategy: Ray's name of how bundles are spread, such as `"PACK"`.
-        say: Receives the reason for the wait, every 15 s.
+        report_wait: Receives the reason for the wait, every 15 s.
         before: Returns the number of jobs that hold resources and end by themselves. While there
             are such jobs, the time does not count, for a day at most.
 
@@ -86,7 +86,7 @@ def create_placement_group(
         in_time = _await_reservation(
             group,
             pg_timeout,
-            lambda held: say(f"{num_bundles} bundles of {wanted} wait; {held}"),
+            lambda held: report_wait(f"{num_bundles} bundles of {wanted} wait; {held}"),
             before,
         )
         if not in_time:
@@ -105,26 +105,26 @@ def create_placement_group(
 
 
 def _await_reservation(
-    group: Any, limit: float, say: Callable[[str], None], before: Callable[[], int]
+    group: Any, limit: float, report_wait: Callable[[str], None], before: Callable[[], int]
 ) -> bool:
     """Waits until a group's resources are reserved; returns whether they are, in time."""
     ray = import_ray()
     ready = [group.ready()]
     began = counted = time.monotonic()
-    news_at = began + _WAIT_REPORT_INTERVAL
+    next_report_at = began + _WAIT_REPORT_INTERVAL
     while True:
         now = time.monotonic()
-        left = min(limit - (now - counted), MAX_SLOT_WAIT - (now - began))
-        if ray.wait(ready, timeout=max(0.0, min(_RESERVATION_POLL_INTERVAL, left)))[0]:
+        remaining = min(limit - (now - counted), MAX_SLOT_WAIT - (now - began))
+        if ray.wait(ready, timeout=max(0.0, min(_RESERVATION_POLL_INTERVAL, remaining)))[0]:
             return True
-        if left <= 0:
+        if remaining <= 0:
             return False
         held = before()
         if held:
             counted = time.monotonic()
-        if now >= news_at:
-            news_at = now + _WAIT_REPORT_INTERVAL
-            say(
+        if now >= next_report_at:
+            next_report_at = now + _WAIT_REPORT_INTERVAL
+            report_wait(
                 f"{held} other jobs of this process hold resources, free are "
                 f"{ray.available_resources()}"
             )
@@ -132,7 +132,11 @@ def _await_reservation(
 
 @contextlib.contextmanager
 def hold_placement_group(
-    cpus: float, gpus: float, number: int, limit: float, say: Callable[[str], None] = logger.info
+    cpus: float,
+    gpus: float,
+    number: int,
+    limit: float,
+    report_wait: Callable[[str], None] = logger.info,
 ) -> Iterator[Any]:
     """Reserves resources for a number of workers at once, and releases them afterwards. So two jobs
     never hold half of their resources each.
@@ -143,7 +147,7 @@ def hold_placement_group(
         number: Number of workers.
         limit: Seconds that Ray may take. Time in which other jobs of this process hold resources
             does not count, for a day at most: the trials of a search wait for each other.
-        say: As `create_placement_group`.
+        report_wait: As `create_placement_group`.
 
     Yields:
         The placement group, with a bundle for each worker.
@@ -154,7 +158,12 @@ def hold_placement_group(
     from ray.util.placement_group import remove_placement_group  # noqa: PLC0415 - as Ray itself
 
     group, _ = create_placement_group(
-        {"CPU": cpus, "GPU": gpus}, number, limit, "PACK", say, _RUNNING_JOBS.running_job_count
+        {"CPU": cpus, "GPU": gpus},
+        number,
+        limit,
+        "PACK",
+        report_wait,
+        _RUNNING_JOBS.running_job_count,
     )
     with _RUNNING_JOBS.count_running_job():
         try:
@@ -192,7 +201,7 @@ class BaseStrategy(ABC):
     def get_node_workers(self, workers: list[Any]) -> list[Any]:
         """Returns one actor of each node, in the order of ranks."""
         nodes = map_blocking(lambda worker: worker.node_id.remote(), workers)
-        return [worker for place, worker in enumerate(workers) if nodes[place] not in nodes[:place]]
+        return [worker for index, worker in enumerate(workers) if nodes[index] not in nodes[:index]]
 
     def shutdown(self) -> None:
         """Releases the placement group if this object created it."""
@@ -274,7 +283,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """Places as many ranks as requested, wherever Ray finds room, in the current placement group if
+    """Places as many ranks as requested, on any nodes with room, in the current placement group if
     there is one.
 
     Args:

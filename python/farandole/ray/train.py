@@ -163,7 +163,7 @@ class _ElasticTrainBackend(Backend):
             assert isinstance(backend_config, FarandoleConfig)  # noqa: S101 - which names this class
             self._controllers[backend_config] = ElasticTrainController(
                 worker_group,
-                least=backend_config.min_workers,
+                min_workers=backend_config.min_workers,
                 timeout=backend_config.elastic_timeout,
                 reset_limit=backend_config.reset_limit,
             )

@@ -85,18 +85,18 @@ class RankSession:
 
         if self.rank != 0:
             return
-        told = json.loads(json.dumps(dict(metrics), default=_python_scalar))
+        plain_metrics = json.loads(json.dumps(dict(metrics), default=_python_scalar))
         name = self._copy_checkpoint(checkpoint) if checkpoint is not None else None
-        task.report({"kind": _TUNE_RECORD_KIND, "metrics": told, "checkpoint": name})
+        task.report({"kind": _TUNE_RECORD_KIND, "metrics": plain_metrics, "checkpoint": name})
 
     def _copy_checkpoint(self, checkpoint: Any) -> str:
         from pyarrow import fs  # noqa: PLC0415 - Ray Tune brings it
 
         # Another process may have been rank 0 before, and its checkpoint may still be there.
         name = uuid.uuid4().hex
-        place = f"{self.folder}/{name}"
-        self.storage.create_dir(place, recursive=True)
-        fs.copy_files(checkpoint.path, place, checkpoint.filesystem, self.storage)
+        target = f"{self.folder}/{name}"
+        self.storage.create_dir(target, recursive=True)
+        fs.copy_files(checkpoint.path, target, checkpoint.filesystem, self.storage)
         return name
 
     def forward_report(self, record: Mapping[str, Any]) -> None:
@@ -114,9 +114,9 @@ class RankSession:
         if name is None:
             tune.report(record["metrics"])
             return
-        place = f"{self.folder}/{name}"
-        tune.report(record["metrics"], checkpoint=tune.Checkpoint(place, self.storage))
-        self.storage.delete_dir(place)
+        path = f"{self.folder}/{name}"
+        tune.report(record["metrics"], checkpoint=tune.Checkpoint(path, self.storage))
+        self.storage.delete_dir(path)
 
     def remove_checkpoint_copies(self) -> None:
         """Removes copies of checkpoints that were not passed to Tune."""

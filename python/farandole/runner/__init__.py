@@ -85,7 +85,7 @@ def run(
         hostfile: A file with one host on each line, such as `a slots=2`.
         host_discovery_script: Makes the job elastic: a program that prints the available hosts,
             `host` or `host:slots` a line, or an object whose `find_available_hosts_and_slots()`
-            returns slots by host. Asked every second.
+            returns slots by host. It is called every second.
         start_timeout: Seconds within which all processes must start; default:
             `FARANDOLE_START_TIMEOUT`, else 600.
         ssh_port: Port for ssh; default: from ssh's configuration.
@@ -172,15 +172,17 @@ def run(
         "prefix_output_with_timestamp": prefix_output_with_timestamp,
         "bind": changes.get(variables.BIND_ADDRESS),
     }
-    reach = SshOptions(ssh_command, ssh_port, ssh_identity_file)
+    ssh_options = SshOptions(ssh_command, ssh_port, ssh_identity_file)
     with timelines.collect_timelines(timeline), view_run(ui, func, num_proc) as folder:
         settings["output_folder"] = output_filename or folder
         if elastic.is_elastic:
             backend = ElasticBackend(
-                elastic, num_proc, reach, hosts=hosts, hostfile=hostfile, **settings
+                elastic, num_proc, ssh_options, hosts=hosts, hostfile=hostfile, **settings
             )
         else:
-            backend = HostsBackend(native.host_slots(hosts, hostfile), num_proc, reach, **settings)
+            backend = HostsBackend(
+                native.host_slots(hosts, hostfile), num_proc, ssh_options, **settings
+            )
         return backend.run(func, args, kwargs or {}, changes)
 
 
@@ -201,17 +203,17 @@ def _warn_ignored(**given: object) -> None:
         )
 
 
-def _interface_names(one: str | None, several: Iterable[str] | str | None) -> list[str]:
-    if one is not None:
+def _interface_names(single: str | None, names: Iterable[str] | str | None) -> list[str]:
+    if single is not None:
         warnings.warn(
             "network_interface is deprecated, use network_interfaces",
             DeprecationWarning,
             stacklevel=3,
         )
-        several = several or one
-    if isinstance(several, str):
-        several = several.split(",")
-    return [name.strip() for name in several or () if name.strip()]
+        names = names or single
+    if isinstance(names, str):
+        names = names.split(",")
+    return [name.strip() for name in names or () if name.strip()]
 
 
 __all__ = ["run"]

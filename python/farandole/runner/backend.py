@@ -108,7 +108,7 @@ class LocalBackend(Backend):
         env: Variables to set in the workers; `None` as a value removes one.
         start_timeout: Seconds within which all workers must start; default as in
             `farandole.spark.run`.
-        stdout: Where their stdout goes, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
+        stdout: Receiver of their stdout, each line as `[rank]<stdout>:line`; default: `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
             host of each rank.
@@ -117,7 +117,7 @@ class LocalBackend(Backend):
         warm: Whether workers start warm, from a fork server of this process that has imported
             torch; by default they do where this process has imported it, unless
             `FARANDOLE_WARM_WORKERS` says `off`.
-        output_folder: Where each rank's output is also written, to `rank.<N>/stdout` and
+        output_folder: Directory that also receives each rank's output, to `rank.<N>/stdout` and
             `rank.<N>/stderr`.
         min_num_proc: Smallest number of processes; default: `num_proc`.
         max_num_proc: Largest number of processes; default: `num_proc`.
@@ -182,13 +182,13 @@ class LocalBackend(Backend):
             changes.setdefault("OMP_NUM_THREADS", str(max(1, _core_count() // size)))
         packed = pickle_payload(fn, args, kwargs)
         output = self._streams.open_output(size)
-        under_way = training.current_run()
-        changes |= under_way.worker_variables() | timelines.worker_variables()
+        training_run = training.current_run()
+        changes |= training_run.worker_variables() | timelines.worker_variables()
         warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
         with self._hold_cores(output) as limit:
             if self._bounds:
                 where = {"host": "127.0.0.1", "bind": ""}  # as in a job of fixed size
-                registrar, most = make_elastic_registrar(
+                registrar, max_workers = make_elastic_registrar(
                     size, self._bounds, self._limits, limit, **where
                 )
                 work = WorkerSpec(
@@ -203,10 +203,10 @@ class LocalBackend(Backend):
                 )
                 return conduct_elastic(
                     registrar,
-                    LocalAgentPool(work, most),
+                    LocalAgentPool(work, max_workers),
                     output,
                     on_progress,
-                    watcher=under_way,
+                    watcher=training_run,
                     ends_on_error=True,
                 )
             registrar = self._make_registrar(size, limit)
@@ -227,7 +227,7 @@ class LocalBackend(Backend):
                 on_progress,
                 limit,
                 "workers to start",
-                under_way,
+                training_run,
             )
             return outcome.results_by_rank(endings, size)
 
@@ -240,11 +240,11 @@ class LocalBackend(Backend):
         if type(self) is not LocalBackend or not warm_workers.is_called_by_parameter_search():
             yield limit
             return
-        most = self.max_processes()
+        core_count = self.max_processes()
         with _CORE_SLOTS.hold_slots_for_start(
-            most, output.print_message, self._start_timeout, limit
-        ) as left:
-            yield left
+            core_count, output.print_message, self._start_timeout, limit
+        ) as start_seconds:
+            yield start_seconds
 
     def _make_registrar(self, size: int, limit: float) -> Registrar:
         from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
@@ -298,17 +298,19 @@ _CORE_SLOTS = SlotQueue(_core_count, "cores")
 """The cores that the jobs of searches on this host share."""
 
 
-def elastic_bounds(first: int | None, least: int | None, most: int | None) -> dict[str, int]:
+def elastic_bounds(
+    first: int | None, min_workers: int | None, max_workers: int | None
+) -> dict[str, int]:
     """Returns the given bounds for the number of processes of an elastic job; nothing for a job of
     fixed size.
 
     Raises:
         ValueError: The bounds contradict each other or the number of processes.
     """
-    given = {"min_num_proc": least, "max_num_proc": most}
+    given = {"min_num_proc": min_workers, "max_num_proc": max_workers}
     bounds = {name: value for name, value in given.items() if value is not None}
-    if bounds and (first is not None or most is not None):
-        elastic_worker_counts(first, least, most, lambda: 1)
+    if bounds and (first is not None or max_workers is not None):
+        elastic_worker_counts(first, min_workers, max_workers, lambda: 1)
     for name, value in bounds.items():
         integer_at_least(1)(name, value)
     return bounds
@@ -330,20 +332,20 @@ def make_elastic_registrar(
     from farandole.common import logs  # noqa: PLC0415
 
     logs.start_logging()
-    first, least, most = elastic_worker_counts(
+    first, min_workers, max_workers = elastic_worker_counts(
         first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
     )
-    patience, resets = (
+    wait_seconds, resets = (
         elastic_timeout_seconds(limits.get("elastic_timeout")),
         limits.get("reset_limit"),
     )
     registrar = Registrar.start_elastic(
         first,
-        least,
-        most,
-        timeout=patience,
+        min_workers,
+        max_workers,
+        timeout=wait_seconds,
         reset_limit=None if resets is None else int(resets),
         start_timeout=start,
         **where,
     )
-    return registrar, most
+    return registrar, max_workers

@@ -199,13 +199,16 @@ def algorithm_rules(times: Mapping[str, Mapping[int, float]], sizes: Sequence[in
     """
     chosen: list[tuple[str, int]] = []
     for size in sizes:
-        here = {
+        seconds_by_algorithm = {
             algorithm: of_sizes[size] for algorithm, of_sizes in times.items() if size in of_sizes
         }
-        best = min(here, key=lambda algorithm: here[algorithm])
+        best = min(seconds_by_algorithm, key=lambda algorithm: seconds_by_algorithm[algorithm])
         if chosen:
             before = chosen[-1][0]
-            if here.get(before, float("inf")) <= MIN_SPEEDUP * here[best]:
+            if (
+                seconds_by_algorithm.get(before, float("inf"))
+                <= MIN_SPEEDUP * seconds_by_algorithm[best]
+            ):
                 best = before
                 chosen.pop()
         chosen.append((best, size))
@@ -228,9 +231,9 @@ def write_rules(path: Path, shape: str, found: str) -> None:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
         lines = []
-    kept = [line for line in lines if line.partition("=")[0].strip() != shape]
+    other_lines = [line for line in lines if line.partition("=")[0].strip() != shape]
     draft = path.with_name(f"{path.name}.{os.getpid()}")
-    draft.write_text("\n".join([*kept, f"{shape}={found}", ""]))
+    draft.write_text("\n".join([*other_lines, f"{shape}={found}", ""]))
     draft.replace(path)
 
 
@@ -280,10 +283,12 @@ def compare_algorithms(dtype: str, iterations: int, sizes: Sequence[int], path: 
         for name, of_sizes in rows.items()
     }
     for size in sizes:
-        here = {name: of_sizes[size] for name, of_sizes in rows.items() if size in of_sizes}
-        told = ", ".join(f"{name} {row.median_seconds * 1e6:.1f} us" for name, row in here.items())
-        sys.stderr.write(f"{size} bytes: {told}\n")
-        min(here.values(), key=lambda row: row.median_seconds).print_row()
+        rows_of_size = {name: of_sizes[size] for name, of_sizes in rows.items() if size in of_sizes}
+        times_text = ", ".join(
+            f"{name} {row.median_seconds * 1e6:.1f} us" for name, row in rows_of_size.items()
+        )
+        sys.stderr.write(f"{size} bytes: {times_text}\n")
+        min(rows_of_size.values(), key=lambda row: row.median_seconds).print_row()
     found = algorithm_rules(times, sizes)
     write_rules(path, f"{hosts}x{each}", found)
     sys.stderr.write(f"{path}: {hosts}x{each}={found}\n")

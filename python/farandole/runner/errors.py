@@ -33,7 +33,7 @@ class FarandoleJobError(RuntimeError):
         exit_code: Its exit code; `None` when a signal ended it, or when it never started.
         signal_name: The signal that ended it, such as `"SIGKILL"`.
         exception_type: Qualified name of the exception it raised.
-        remote_traceback: That exception's traceback, as text.
+        remote_traceback: Traceback of the exception on the worker, as text.
         stderr_tail: The last lines it wrote to stderr.
         reason: The failure in a sentence.
     """

@@ -31,7 +31,7 @@ class EventHandler(ABC):
 
     Args:
         registrar: The job's meeting point.
-        output: Where lines go.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) for every record of a worker.
         watcher: Receives the events of the job.
     """
@@ -137,17 +137,17 @@ def dispatch_record(
     if kind not in (RANK_KIND, EVENT_KIND, PROGRESS_KIND):
         return
     try:
-        told = reports.parse_report(data)
+        report = reports.parse_report(data)
     except reports.MalformedReportError as error:
         reports.warn_malformed(f"task {task}" if rank is None else f"rank {rank}", error)
         return
     if kind == RANK_KIND:
-        watcher.update_rank_facts(task, told)
+        watcher.update_rank_facts(task, report)
         return
     if kind == EVENT_KIND:
-        what, reason = (str(told.get(name) or "") for name in ("what", "reason"))
-        watcher.add_event(what or "an event", reason)
+        event_text, reason = (str(report.get(name) or "") for name in ("what", "reason"))
+        watcher.add_event(event_text or "an event", reason)
         return
-    watcher.record_progress(told)
+    watcher.record_progress(report)
     if on_progress is not None:
-        on_progress(rank or 0, told)
+        on_progress(rank or 0, report)

@@ -71,8 +71,8 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    place, owner, born, idle, *preload = arguments
-    lock = os.open(f"{place}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    socket_path, owner, born, idle, *preload = arguments
+    lock = os.open(f"{socket_path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,10 +85,10 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     os.truncate(lock, 0)
     os.write(lock, f"{owner} {born} {_pid_namespace()}".encode())
-    remove_stale_files(Path(place).parent)
-    Path(place).unlink(missing_ok=True)
+    remove_stale_files(Path(socket_path).parent)
+    Path(socket_path).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(place)
+    listener.bind(socket_path)
     listener.listen(128)
     if os.fork():
         os._exit(0)
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         ForkServer(listener, (lock, tie), float(idle), preload).serve_requests()
     finally:
-        for path in (place, f"{place}.lock"):
+        for path in (socket_path, f"{socket_path}.lock"):
             Path(path).unlink(missing_ok=True)
     return 0
 
@@ -159,8 +159,8 @@ class ForkServer:
         while True:
             if self._children:
                 busy = time.monotonic()
-            left = self._idle - (time.monotonic() - busy)
-            ready = dict(poll.poll(None if self._children else max(0.0, left) * 1000))
+            idle_seconds = self._idle - (time.monotonic() - busy)
+            ready = dict(poll.poll(None if self._children else max(0.0, idle_seconds) * 1000))
             if self._owner_pidfd in ready:
                 return self._kill_workers()
             if not ready and not self._children and time.monotonic() - busy >= self._idle:
@@ -273,7 +273,7 @@ def _import_modules(preload: Sequence[str]) -> str | None:
     for number, name in enumerate(preload):
         try:
             importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - whatever a module's body does
+        except Exception as error:  # noqa: BLE001 - a module's body may raise any exception
             if number == 0:
                 return f"{name} cannot be imported: {error!r}"
     return None
@@ -313,15 +313,15 @@ def _imported_files() -> dict[str, int | None]:
 
 def _modification_time(path: str) -> int | None:
     try:
-        return os.stat(path).st_mtime_ns  # noqa: PTH116 - four times as fast, and asked of a thousand files
+        return os.stat(path).st_mtime_ns  # noqa: PTH116 - four times as fast, and called for a thousand files
     except OSError:
         return None
 
 
 def _is_same_user(stand_in: socket.socket) -> bool:
     """Returns whether the other end is a process of this user."""
-    told = stand_in.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", told)[1] == os.getuid()
+    credentials = stand_in.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def _receive_request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
@@ -336,8 +336,10 @@ def _receive_request(stand_in: socket.socket) -> tuple[bytes, list[int]]:
         message = _receive_message(stand_in, head)
         # A directory, the names of pipes: two descriptors for the output, one for each of the
         # pipes.
-        words = message.split(b"\0", 2)
-        is_one = len(words) >= _MIN_REQUEST_FIELDS and len(descriptors) == 2 + len(words[1].split())
+        fields = message.split(b"\0", 2)
+        is_one = len(fields) >= _MIN_REQUEST_FIELDS and len(descriptors) == 2 + len(
+            fields[1].split()
+        )
     except OSError:
         _close_all(descriptors)
         raise

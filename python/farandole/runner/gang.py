@@ -194,11 +194,11 @@ def pickle_payload(
         return pickling.pickle_by_value(given)
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
-        parts = {name: fn} | {f"argument {place}": one for place, one in enumerate(given[1])}
-        parts |= {f"argument {place!r}": one for place, one in given[2].items()}
-        why = find_unpicklable(parts) or str(error)
+        parts = {name: fn} | {f"argument {position}": one for position, one in enumerate(given[1])}
+        parts |= {f"argument {keyword!r}": one for keyword, one in given[2].items()}
+        reason = find_unpicklable(parts) or str(error)
         raise TypeError(
-            f"{name} and its arguments cannot be pickled for the workers: {why}"
+            f"{name} and its arguments cannot be pickled for the workers: {reason}"
         ) from error
 
 
@@ -218,7 +218,7 @@ def run_gang(
         registrar: The job's meeting point; closed when this returns or raises.
         agents: The tasks that run the agents.
         size: Number of tasks.
-        output: Where lines go.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         start_timeout: Seconds all tasks may take to register.
         activity: The reason for the wait until then, as in "Spark tasks to start".
@@ -241,7 +241,7 @@ def run_gang(
     finally:
         registrar.close()
         if output.files is not None:
-            with contextlib.suppress(OSError):  # every line was flushed, or a warning said so
+            with contextlib.suppress(OSError):  # every line was flushed, or a warning was logged
                 output.files.close()
 
 
@@ -332,14 +332,18 @@ class _GangRun(EventHandler):
         """Returns the outcome of each task: the agent's row, or, if Spark has lost the row, the
         result that the worker published.
         """
-        told: list[TaskOutcome] = []
+        outcomes: list[TaskOutcome] = []
         lost: FarandoleJobError | None = None
         try:
-            told = self.agents.task_outcomes()
+            outcomes = self.agents.task_outcomes()
         except FarandoleJobError as error:
             lost = error
-        if lost is None and len(told) == self.size and all(ending.has_succeeded for ending in told):
-            return told
+        if (
+            lost is None
+            and len(outcomes) == self.size
+            and all(outcome.has_succeeded for outcome in outcomes)
+        ):
+            return outcomes
         if self.has_results():
             self.output.print_message(
                 "Spark lost rows of a job whose workers had all ended successfully; the driver "
@@ -354,7 +358,7 @@ class _GangRun(EventHandler):
             lost.add_reason(f"before that, {self.seen.lost}")
         if lost is not None:
             raise lost
-        return told
+        return outcomes
 
     def all_succeeded(self) -> bool:
         ended = self.seen.ended
@@ -450,10 +454,10 @@ class _GangRun(EventHandler):
         who = (
             "" if event.rank is None else f" (rank {event.rank} on {self.host_of_task(event.task)})"
         )
-        what = f"task {event.task}{who} was lost: {event.text}"
-        self.output.print_message(what)
+        message = f"task {event.task}{who} was lost: {event.text}"
+        self.output.print_message(message)
         if self.seen.assigned:
-            self.seen.lost = self.seen.lost or what
+            self.seen.lost = self.seen.lost or message
         self.watcher.add_event(f"task {event.task}{who} was lost", event.text)
         if event.task is not None:
             self.watcher.mark_worker_gone(event.task, "lost")

@@ -54,7 +54,7 @@ class HostsBackend(LocalBackend):
     Args:
         hosts: Hosts and their slots, in the order of ranks; none means this host alone.
         num_proc: Number of processes.
-        reach: The way to reach other hosts.
+        ssh_options: The way to reach other hosts.
         bind: Network whose address of this host the registrar listens on; default:
             `FARANDOLE_BIND_ADDRESS`.
         **kwargs: Further arguments of `LocalBackend`.
@@ -64,7 +64,7 @@ class HostsBackend(LocalBackend):
         self,
         hosts: Sequence[tuple[str, int]],
         num_proc: int,
-        reach: SshOptions | None = None,
+        ssh_options: SshOptions | None = None,
         *,
         bind: str | None = None,
         **kwargs: Any,
@@ -73,7 +73,7 @@ class HostsBackend(LocalBackend):
         from farandole._native import hosts as native  # noqa: PLC0415 - `import farandole` stays light
 
         self._local_tasks, self._remote_hosts = native.place_tasks(hosts, num_proc)
-        self._reach = reach or SshOptions()
+        self._ssh_options = ssh_options or SshOptions()
         self._bind = bind
 
     def _make_registrar(self, size: int, limit: float) -> Registrar:
@@ -88,7 +88,7 @@ class HostsBackend(LocalBackend):
     def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
         if not self._remote_hosts:
             return super()._make_agents(work, size)
-        return HostsAgents(work, self._local_tasks, self._remote_hosts, self._reach)
+        return HostsAgents(work, self._local_tasks, self._remote_hosts, self._ssh_options)
 
 
 class HostsAgents(GangAgents):
@@ -96,22 +96,22 @@ class HostsAgents(GangAgents):
 
     Args:
         work: The description of the job.
-        here: Tasks of this host.
-        there: For every other host its name, its first task and the task after its last.
-        reach: The way to reach other hosts.
+        local_tasks: Tasks of this host.
+        remote_hosts: For every other host its name, its first task and the task after its last.
+        ssh_options: The way to reach other hosts.
     """
 
     def __init__(
         self,
         work: WorkerSpec,
-        here: Sequence[int],
-        there: Sequence[tuple[str, int, int]],
-        reach: SshOptions,
+        local_tasks: Sequence[int],
+        remote_hosts: Sequence[tuple[str, int, int]],
+        ssh_options: SshOptions,
     ) -> None:
-        self._local = LocalAgents(work, here)
+        self._local = LocalAgents(work, local_tasks)
         self._work = work
-        self._reach = reach
-        self._remote_hosts = there
+        self._ssh_options = ssh_options
+        self._remote_hosts = remote_hosts
         self._remotes: list[tuple[str, range, Remote]] = []
         self._endings: dict[int, TaskOutcome] = {}
         self._ready: set[str] = set()
@@ -135,9 +135,9 @@ class HostsAgents(GangAgents):
                 payload=self._work.payload,
                 python=executable,
                 same_python=platform.python_version(),
-                ssh_command=self._reach.ssh_command,
-                ssh_port=self._reach.ssh_port,
-                ssh_identity_file=self._reach.ssh_identity_file,
+                ssh_command=self._ssh_options.ssh_command,
+                ssh_port=self._ssh_options.ssh_port,
+                ssh_identity_file=self._ssh_options.ssh_identity_file,
                 start_timeout=self._work.start_timeout,
             )
             self._remotes.append((host, range(first, end), remote))
@@ -146,8 +146,10 @@ class HostsAgents(GangAgents):
     def all_ended(self) -> bool:
         """Returns whether every task has ended."""
         self._handle_remote_agent_notices()
-        told = all(task in self._endings for _, tasks, _ in self._remotes for task in tasks)
-        return told and self._local.all_ended()
+        remotes_ended = all(
+            task in self._endings for _, tasks, _ in self._remotes for task in tasks
+        )
+        return remotes_ended and self._local.all_ended()
 
     def has_ended_before_registering(self) -> bool:
         """Returns whether a host cannot be used and all others have answered: the error then
@@ -183,32 +185,32 @@ class HostsAgents(GangAgents):
         self._handle_remote_agent_notices()
         if self._unusable:
             hosts = [host for host, *_ in self._remote_hosts if host in self._unusable]
-            why = "; ".join(self._unusable[host] for host in hosts)
+            reasons = "; ".join(self._unusable[host] for host in hosts)
             raise FarandoleJobError(
-                why if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {why}",
+                reasons if len(hosts) == 1 else f"{len(hosts)} hosts cannot be used: {reasons}",
                 host=hosts[0],
             )
-        endings = {ending.task: ending for ending in self._local.task_outcomes()} | self._endings
+        endings = {outcome.task: outcome for outcome in self._local.task_outcomes()} | self._endings
         return [endings[task] for task in sorted(endings)]
 
     def _handle_remote_agent_notices(self) -> None:
         for host, tasks, remote in self._remotes:
-            for kind, task, what in remote.take_notices():
+            for kind, task, value in remote.take_notices():
                 if kind == "ready":
                     self._ready.add(host)
                 elif kind == "ended" and task is not None:
-                    self._endings[task] = TaskOutcome.from_agent(task, host, what)
+                    self._endings[task] = TaskOutcome.from_agent(task, host, value)
                 elif kind == "refused" and task is not None:
                     self._refused = True
-                    self._endings[task] = TaskOutcome(task, host, refused=what)
+                    self._endings[task] = TaskOutcome(task, host, refused=value)
                 elif kind == "gone":
-                    self._mark_lost(host, tasks, what)
+                    self._mark_lost(host, tasks, value)
 
-    def _mark_lost(self, host: str, tasks: range, why: str) -> None:
+    def _mark_lost(self, host: str, tasks: range, cause: str) -> None:
         if host not in self._ready:
-            self._unusable[host] = why
+            self._unusable[host] = cause
         for task in tasks:
             self._endings.setdefault(
                 task,
-                TaskOutcome(task, host, aborted=True, reason=f"the connection was lost: {why}"),
+                TaskOutcome(task, host, aborted=True, reason=f"the connection was lost: {cause}"),
             )

@@ -53,12 +53,12 @@ class JobObserver:
             record: The worker's process, GPU and use of time.
         """
 
-    def mark_worker_gone(self, task: int, how: str) -> None:
+    def mark_worker_gone(self, task: int, state: str) -> None:
         """Takes note that a worker no longer takes part.
 
         Args:
             task: Number of the worker's task.
-            how: `ended`, `failed` or `lost`.
+            state: `ended`, `failed` or `lost`.
         """
 
     def write_line(self, rank: int, stream: str, text: str) -> None:
@@ -77,11 +77,11 @@ class JobObserver:
             record: The argument of `farandole.spark.task.report`.
         """
 
-    def add_event(self, what: str, reason: str | None) -> None:
+    def add_event(self, event_text: str, reason: str | None) -> None:
         """Receives an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
-            what: The event in a few words.
+            event_text: The event in a few words.
             reason: Reason of the event, if known.
         """
 

@@ -44,33 +44,43 @@ def _timeout_seconds(argument: str, given: float | None, variable: str) -> float
 
 
 def elastic_worker_counts(
-    num_proc: int | None, least: int | None, most: int | None, default: Callable[[], int]
+    num_proc: int | None,
+    min_workers: int | None,
+    max_workers: int | None,
+    default: Callable[[], int],
 ) -> tuple[int, int, int]:
     """Returns the first, the smallest and the largest number of workers of an elastic job.
 
     Args:
         num_proc: First number, if given.
-        least: Smallest number, if given.
-        most: Largest number, if given.
-        default: Returns the first number if neither `num_proc` nor `most` is given.
+        min_workers: Smallest number, if given.
+        max_workers: Largest number, if given.
+        default: Returns the first number if neither `num_proc` nor `max_workers` is given.
 
     Raises:
         ValueError: The numbers contradict each other.
     """
-    for name, value in (("num_proc", num_proc), ("min_num_proc", least), ("max_num_proc", most)):
+    for name, value in (
+        ("num_proc", num_proc),
+        ("min_num_proc", min_workers),
+        ("max_num_proc", max_workers),
+    ):
         if value is not None:
             integer_at_least(1)(name, value)
     first = (
         num_proc
         if num_proc is not None
-        else most
-        if most is not None
-        else max(default(), least or 1)
+        else max_workers
+        if max_workers is not None
+        else max(default(), min_workers or 1)
     )
-    least, most = first if least is None else least, first if most is None else most
-    if not least <= first <= most:
+    min_workers, max_workers = (
+        first if min_workers is None else min_workers,
+        first if max_workers is None else max_workers,
+    )
+    if not min_workers <= first <= max_workers:
         raise ValueError(
-            f"min_num_proc <= num_proc <= max_num_proc must hold: {least} <= {first} <= {most} "
-            "does not"
+            f"min_num_proc <= num_proc <= max_num_proc must hold: {min_workers} <= {first} <= "
+            f"{max_workers} does not"
         )
-    return first, least, most
+    return first, min_workers, max_workers

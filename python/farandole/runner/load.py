@@ -138,7 +138,7 @@ class LoadSampler:
                 int(field)
                 for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]
             ]
-            return sum(fields) - sum(fields[place] for place in _IDLE_FIELDS), sum(fields)
+            return sum(fields) - sum(fields[index] for index in _IDLE_FIELDS), sum(fields)
         return 0, 0
 
     def _kib_fields(self, name: str) -> dict[str, int]:
@@ -181,11 +181,11 @@ def start_rank_reports() -> None:
     start_load_reports(report_rank)
 
 
-def start_load_reports(say: Callable[[dict[str, Any]], object]) -> None:
+def start_load_reports(report_sample: Callable[[dict[str, Any]], object]) -> None:
     """Starts a thread that reports this process's load until it ends.
 
     Args:
-        say: Receives a record for each sample. An exception ends the thread.
+        report_sample: Receives a record for each sample. An exception ends the thread.
     """
 
     def report_load() -> None:
@@ -195,6 +195,6 @@ def start_load_reports(say: Callable[[dict[str, Any]], object]) -> None:
                 time.sleep(REPORT_INTERVAL)
                 if _USED_GPU and not asked:
                     asked, gpu = True, NvmlGpu.find_gpu(_USED_GPU[0])
-                say({"load": load.sample_load(gpu)})
+                report_sample({"load": load.sample_load(gpu)})
 
     threading.Thread(target=report_load, name="farandole-load", daemon=True).start()

@@ -55,15 +55,15 @@ class LocalAgents(GangAgents):
 class LocalAgentPool(ThreadedAgentPool):
     """Workers of an elastic job; their agents end with the registrar."""
 
-    def __init__(self, work: WorkerSpec, most: int) -> None:
+    def __init__(self, work: WorkerSpec, max_workers: int) -> None:
         super().__init__(
-            most, lambda run, name: threading.Thread(target=run, name=name, daemon=True)
+            max_workers, lambda run, name: threading.Thread(target=run, name=name, daemon=True)
         )
         self._work = work
 
     def _run_worker(self, task: int) -> str | None:
-        ending = run_worker(self._work, task, owner=os.getpid())
-        if ending.refused is not None:
-            return ending.refused
-        self.endings[task] = ending
+        outcome = run_worker(self._work, task, owner=os.getpid())
+        if outcome.refused is not None:
+            return outcome.refused
+        self.endings[task] = outcome
         return None

@@ -83,8 +83,8 @@ class TaskOutcome:
 
     def to_rows(self) -> Iterator[Row]:
         """Returns the rows that carry the outcome."""
-        told = asdict(replace(self, result=None))
-        yield (self.task, "ending", 0, json.dumps(told).encode())
+        fields = asdict(replace(self, result=None))
+        yield (self.task, "ending", 0, json.dumps(fields).encode())
         result = memoryview(self.result or b"")
         for chunk, start in enumerate(range(0, len(result), RESULT_CHUNK_BYTES)):
             yield (self.task, "result", chunk, bytes(result[start : start + RESULT_CHUNK_BYTES]))
@@ -92,23 +92,23 @@ class TaskOutcome:
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> list[TaskOutcome]:
         """Returns every task's ending, in the order of tasks, from rows in any order."""
-        told: dict[int, dict[str, Any]] = {}
+        fields: dict[int, dict[str, Any]] = {}
         chunks: dict[int, dict[int, bytes]] = {}
         for task, kind, chunk, data in rows:
             if kind == "ending":
-                told[task] = json.loads(bytes(data))
+                fields[task] = json.loads(bytes(data))
             else:
                 chunks.setdefault(task, {})[chunk] = data
         for task, parts in chunks.items():
-            told[task]["result"] = b"".join(parts[chunk] for chunk in sorted(parts))
-        return [cls(**told[task]) for task in sorted(told)]
+            fields[task]["result"] = b"".join(parts[chunk] for chunk in sorted(parts))
+        return [cls(**fields[task]) for task in sorted(fields)]
 
 
 def results_by_rank(endings: Iterable[TaskOutcome], size: int) -> list[Any]:
     """Returns the results by rank, or the first failure.
 
     Args:
-        endings: How every task ended.
+        endings: Outcome of every task.
         size: Number of ranks.
 
     Returns:
@@ -119,71 +119,71 @@ def results_by_rank(endings: Iterable[TaskOutcome], size: int) -> list[Any]:
             brought along.
     """
     endings = list(endings)
-    if len(endings) == size and all(ending.has_succeeded for ending in endings):
-        values = {ending.rank: _unpickle_value(ending) for ending in endings}
+    if len(endings) == size and all(outcome.has_succeeded for outcome in endings):
+        values = {outcome.rank: _unpickle_value(outcome) for outcome in endings}
         return [values[rank] for rank in range(size)]
     raise_first_failure(endings, size)
     raise AssertionError
 
 
 def raise_first_failure(endings: list[TaskOutcome], size: int) -> None:
-    """Raises the failure that came first.
+    """Raises the first failure.
 
     Raises:
         FarandoleJobError: Always.
     """
-    failed = [ending for ending in endings if not ending.has_succeeded]
+    failed = [outcome for outcome in endings if not outcome.has_succeeded]
     if not failed:
-        missing = sorted(set(range(size)) - {ending.task for ending in endings})
+        missing = sorted(set(range(size)) - {outcome.task for outcome in endings})
         raise FarandoleJobError(f"Spark returned no rows of these tasks: {missing}")
     # The worker that failed by itself is the cause; an agent's refusal comes before its
     # consequences.
     cause = min(
-        failed, key=lambda ending: (ending.aborted, ending.refused is None, ending.rank or 0)
+        failed, key=lambda outcome: (outcome.aborted, outcome.refused is None, outcome.rank or 0)
     )
     error, origin = task_failure(cause)
     raise error from origin
 
 
-def task_failure(ending: TaskOutcome) -> tuple[FarandoleJobError, BaseException | None]:
+def task_failure(outcome: TaskOutcome) -> tuple[FarandoleJobError, BaseException | None]:
     """Returns the exception for one task's failure, and the worker's own exception if it could
     be unpickled.
     """
     who = (
-        f"task {ending.task} on {ending.host}"
-        if ending.rank is None
-        else f"rank {ending.rank} on {ending.host}"
+        f"task {outcome.task} on {outcome.host}"
+        if outcome.rank is None
+        else f"rank {outcome.rank} on {outcome.host}"
     )
     remote: tuple[str, str, str, bytes | None] | None = None
-    if ending.result is not None and ending.exit_code != 0:
-        tag, *told = pickle.loads(ending.result)  # noqa: S301 - bytes of this job's own worker, from Spark or its own link
-        remote = tuple(told) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
-    if ending.refused is not None:
-        reason = f"{who} could not start its worker: {ending.refused}"
-        if _UNREACHABLE_MESSAGE in ending.refused:
+    if outcome.result is not None and outcome.exit_code != 0:
+        tag, *details = pickle.loads(outcome.result)  # noqa: S301 - bytes of this job's own worker, from Spark or its own link
+        remote = tuple(details) if tag == "error" else None  # pyright: ignore[reportAssignmentType]
+    if outcome.refused is not None:
+        reason = f"{who} could not start its worker: {outcome.refused}"
+        if _UNREACHABLE_MESSAGE in outcome.refused:
             reason += f". {_REACHABILITY_ADVICE}"
     elif remote is not None and remote[0] != "SystemExit":
         kind, message, *_ = remote
         reason = f"{who} failed: {kind}: {message}" if message else f"{who} failed: {kind}"
-    elif ending.aborted:
-        reason = ending.reason or f"{who} was ended by the driver"
-    elif ending.signal_name is not None:
-        reason = f"{who} was ended by signal {ending.signal_name}"
-    elif ending.exit_code == 0:
+    elif outcome.aborted:
+        reason = outcome.reason or f"{who} was ended by the driver"
+    elif outcome.signal_name is not None:
+        reason = f"{who} was ended by signal {outcome.signal_name}"
+    elif outcome.exit_code == 0:
         reason = (
             f"{who} left without a result: its function ended the process before it could return"
         )
     else:
-        reason = f"{who} exited with code {ending.exit_code}"
+        reason = f"{who} exited with code {outcome.exit_code}"
     error = FarandoleJobError(
         reason,
-        rank=ending.rank,
-        host=ending.host,
-        exit_code=ending.exit_code,
-        signal_name=ending.signal_name,
+        rank=outcome.rank,
+        host=outcome.host,
+        exit_code=outcome.exit_code,
+        signal_name=outcome.signal_name,
         exception_type=remote[0] if remote else None,
         remote_traceback=remote[2] if remote else None,
-        stderr_tail=ending.stderr_tail,
+        stderr_tail=outcome.stderr_tail,
     )
     return error, _unpickle_exception(remote[3]) if remote else None
 
@@ -198,16 +198,16 @@ def _unpickle_exception(pickled: bytes | None) -> BaseException | None:
     return origin if isinstance(origin, BaseException) else None
 
 
-def _unpickle_value(ending: TaskOutcome) -> Any:
-    assert ending.result is not None  # noqa: S101 - `has_succeeded` said so
+def _unpickle_value(outcome: TaskOutcome) -> Any:
+    assert outcome.result is not None  # noqa: S101 - `has_succeeded` is true
     try:
-        _, value = pickle.loads(ending.result)  # noqa: S301 - as in `task_failure`
+        _, value = pickle.loads(outcome.result)  # noqa: S301 - as in `task_failure`
     except Exception as error:
         raise FarandoleJobError(
-            f"rank {ending.rank} on {ending.host} returned a value that the driver cannot "
+            f"rank {outcome.rank} on {outcome.host} returned a value that the driver cannot "
             f"unpickle: {error!r}",
-            rank=ending.rank,
-            host=ending.host,
+            rank=outcome.rank,
+            host=outcome.host,
             exit_code=0,
         ) from error
     return value

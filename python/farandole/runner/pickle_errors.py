@@ -33,20 +33,20 @@ def find_unpicklable(things: Mapping[str, Any]) -> str:
     return ""
 
 
-def _path_to_cause(value: Any, why: str, depth: int) -> str:
+def _path_to_cause(value: Any, reason: str, depth: int) -> str:
     """Returns the path of the innermost object with this reason. Other parts may be impossible
     to pickle, too.
     """
     for step, inner in _inner_objects(value) if depth else ():
-        if _pickle_error(inner) == why:
-            return f"{step}{_path_to_cause(inner, why, depth - 1)}"
+        if _pickle_error(inner) == reason:
+            return f"{step}{_path_to_cause(inner, reason, depth - 1)}"
     return ""
 
 
 def _pickle_error(value: Any) -> str | None:
     try:
         pickling.pickle_by_value(value)
-    except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
+    except Exception as error:  # noqa: BLE001 - an object's own code may raise any exception
         return str(error) or type(error).__name__
     return None
 

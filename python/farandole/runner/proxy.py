@@ -23,15 +23,15 @@ _FORK_TIMEOUT = 15.0
 
 def main() -> None:
     """Passes the worker to the server and waits; see the module."""
-    place, *command = sys.argv[1:]
-    server = _connect_server(place)
+    socket_path, *command = sys.argv[1:]
+    server = _connect_server(socket_path)
     if server is None:
         os.execvp(command[0], command)  # noqa: S606 - the agent's own command
     _send_request(server)
     server.settimeout(_FORK_TIMEOUT)
-    words = _read_replies(server)
-    told = next(words, None)
-    if told is None or told[0] != "pid":
+    replies = _read_replies(server)
+    started = next(replies, None)
+    if started is None or started[0] != "pid":
         sys.stderr.write(
             "farandole: the fork server did not start the worker that it had accepted\n"
         )
@@ -40,22 +40,22 @@ def main() -> None:
     # The agent ends a worker by SIGTERM, then by SIGKILL, which closes the connection.
     signal.signal(signal.SIGTERM, lambda *_: server.send(b"T"))
     server.settimeout(None)
-    how, number = next(words, ("lost", "9"))
-    if how == "code":
+    exit_kind, number = next(replies, ("lost", "9"))
+    if exit_kind == "code":
         os._exit(int(number))
-    if how == "lost":
-        _kill_worker_group(int(told[1]))
+    if exit_kind == "lost":
+        _kill_worker_group(int(started[1]))
     _exit_by_signal(int(number))
 
 
-def _connect_server(place: str) -> "_socket.socket | None":
+def _connect_server(socket_path: str) -> "_socket.socket | None":
     """Returns a connection to a server that is ready to fork, once it is."""
     deadline = time.monotonic() + 1.0
     while True:
         server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
         try:
             server.settimeout(_SERVER_TIMEOUT)
-            server.connect(place)
+            server.connect(socket_path)
             # The server answers when it has imported everything, or with the reason of a failure.
             return server if server.recv(1) == b"r" else None
         except (FileNotFoundError, ConnectionRefusedError):
@@ -69,33 +69,33 @@ def _connect_server(place: str) -> "_socket.socket | None":
 
 def _send_request(server: "_socket.socket") -> None:
     pipes = {name: int(os.environ.pop(name)) for name in PIPE_VARIABLES if name in os.environ}
-    words = [os.fsencode(os.getcwd()), b" ".join(name.encode() for name in pipes)]  # noqa: PTH109 - pathlib takes long to load
-    words += [name + b"=" + value for name, value in os.environb.items()]
-    message = b"\0".join(words)
+    fields = [os.fsencode(os.getcwd()), b" ".join(name.encode() for name in pipes)]  # noqa: PTH109 - pathlib takes long to load
+    fields += [name + b"=" + value for name, value in os.environb.items()]
+    message = b"\0".join(fields)
     descriptors = array.array("i", [1, 2, *pipes.values()])
     server.sendmsg(
         [struct.pack("=I", len(message))], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptors)]
     )
-    left = memoryview(message)
-    while left:
-        left = left[server.send(left) :]
+    unsent = memoryview(message)
+    while unsent:
+        unsent = unsent[server.send(unsent) :]
 
 
 def _read_replies(server: "_socket.socket"):  # noqa: ANN202 - pairs of strings, from a program without typing
     """Yields the server's lines, two words each, until it hangs up."""
-    heard = b""
+    received = b""
     while True:
-        while b"\n" in heard:
-            line, _, heard = heard.partition(b"\n")
-            what, _, value = line.decode().partition(" ")
-            yield what, value
+        while b"\n" in received:
+            line, _, received = received.partition(b"\n")
+            word, _, value = line.decode().partition(" ")
+            yield word, value
         try:
             piece = server.recv(256)
         except OSError:
             return
         if not piece:
             return
-        heard += piece
+        received += piece
 
 
 def _kill_worker_group(worker: int) -> None:

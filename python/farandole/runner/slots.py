@@ -3,7 +3,7 @@
 """A queue of jobs for a number of slots.
 
 A job gets all of its slots at once or waits, first come, first served. So two jobs never hold half
-of what each needs, and small jobs cannot overtake a large one without limit.
+of their slots each, and small jobs cannot overtake a large one without limit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class SlotQueue:
 
     @contextlib.contextmanager
     def hold_slots(
-        self, number: int, say: Callable[[str], None], patience: float = MAX_SLOT_WAIT
+        self,
+        number: int,
+        report_wait: Callable[[str], None],
+        max_wait_seconds: float = MAX_SLOT_WAIT,
     ) -> Iterator[float]:
         """Holds slots for one job.
 
@@ -53,8 +56,8 @@ class SlotQueue:
 
         Args:
             number: Slots of the job.
-            say: Receives the reason for the wait, at once and every 15 s.
-            patience: The longest wait, in seconds.
+            report_wait: Receives the reason for the wait, at once and every 15 s.
+            max_wait_seconds: The longest wait, in seconds.
 
         Yields:
             Seconds that the job has waited.
@@ -62,18 +65,18 @@ class SlotQueue:
         Raises:
             TimeoutError: The slots did not become free in time; the message names their holders.
         """
-        job, news_at, began = object(), 0.0, time.monotonic()
+        job, next_report_at, began = object(), 0.0, time.monotonic()
         with self._changed:
             self._queue.append(job)
             try:
                 while not self._may_run(job, number):
-                    if time.monotonic() >= news_at:
-                        news_at = time.monotonic() + _WAIT_REPORT_INTERVAL
-                        say(self._wait_message(job, number))
-                    if time.monotonic() - began >= patience:
+                    if time.monotonic() >= next_report_at:
+                        next_report_at = time.monotonic() + _WAIT_REPORT_INTERVAL
+                        report_wait(self._wait_message(job, number))
+                    if time.monotonic() - began >= max_wait_seconds:
                         late = (
                             f"Timed out waiting for {self._awaited}: 0 of {number} after "
-                            f"{patience:g} s"
+                            f"{max_wait_seconds:g} s"
                         )
                         raise TimeoutError(f"{late}; {self._wait_message(job, number)}")
                     self._changed.wait(_SLOT_CHECK_INTERVAL)
@@ -90,13 +93,17 @@ class SlotQueue:
 
     @contextlib.contextmanager
     def hold_slots_for_start(
-        self, number: int, say: Callable[[str], None], start_timeout: float | None, limit: float
+        self,
+        number: int,
+        report_wait: Callable[[str], None],
+        start_timeout: float | None,
+        limit: float,
     ) -> Iterator[float]:
         """Holds slots for one job; the wait for them counts as a part of the start.
 
         Args:
             number: As `hold_slots`.
-            say: As `hold_slots`.
+            report_wait: As `hold_slots`.
             start_timeout: Seconds for the wait and the start together, as the user gave them.
                 `None` waits up to `MAX_SLOT_WAIT`, and leaves `limit` for the start.
             limit: Seconds for the start: `start_timeout`, or its default.
@@ -108,7 +115,7 @@ class SlotQueue:
             TimeoutError: As `hold_slots`.
         """
         with self.hold_slots(
-            number, say, MAX_SLOT_WAIT if start_timeout is None else limit
+            number, report_wait, MAX_SLOT_WAIT if start_timeout is None else limit
         ) as waited:
             yield limit if start_timeout is None else max(limit - waited, _MIN_START_SECONDS)
 
@@ -120,6 +127,6 @@ class SlotQueue:
     def _wait_message(self, job: object, number: int) -> str:
         return (
             f"a job of {number} processes waits for slots: {len(self._jobs)} jobs hold "
-            f"{sum(self._jobs.values())} of {self._total()}, {self._queue.index(job)} wait before "
-            "it"
+            f"{sum(self._jobs.values())} of {self._total()}, {self._queue.index(job)} jobs are "
+            "ahead in the queue"
         )

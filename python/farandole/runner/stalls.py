@@ -21,22 +21,22 @@ _MISSING_LINE: Final = re.compile(r"\n(\d+)!?: \[.*")
 _STALL_REPORT: Final = re.compile(rf"\nMissing ranks:((?:{_MISSING_LINE.pattern})+)")
 
 
-def forward_stalls(say: Callable[[dict[str, Any]], object]) -> None:
+def forward_stalls(report_event: Callable[[dict[str, Any]], object]) -> None:
     """Sends each stall report that this process logs as an event.
 
     It is a filter of the logger, because with a handler, reports would no longer go to stderr by
     themselves.
 
     Args:
-        say: Gets an event.
+        report_event: Gets an event.
     """
 
     def forward_record(record: logging.LogRecord) -> bool:
-        told = stall_event(record.getMessage())
-        if told is not None:
+        event = stall_event(record.getMessage())
+        if event is not None:
             # such as a driver that is gone; the report is logged anyway
             with contextlib.suppress(Exception):
-                say(told)
+                report_event(event)
         return True
 
     logging.getLogger(STALL_LOGGER).addFilter(forward_record)

@@ -21,13 +21,13 @@ class OutputStreams:
     """Output arguments of every backend.
 
     Attributes:
-        stdout: Where the workers' stdout goes, each line as `[rank]<stdout>:line`; default:
+        stdout: Receiver of the workers' stdout, each line as `[rank]<stdout>:line`; default:
             `sys.stdout`.
         stderr: The same for stderr; default: `sys.stderr`.
         timestamp: Whether those lines also start with the time.
         verbose: 0 shows only the workers' output, 1 also the reason why the job waits, 2 also the
             host of each rank.
-        folder: Where each rank's output is also written, to `rank.<N>/stdout` and
+        folder: Directory that also receives each rank's output, to `rank.<N>/stdout` and
             `rank.<N>/stderr`.
     """
 

@@ -108,15 +108,15 @@ class TimelineCollector:
         title = _timeline_start(piece)
         if title is None:
             return None
-        place, start = title
+        rank_and_world, start = title
         # The earlier file of the task is replaced, also if it was of another rank.
         self._started = {known: begun for known, begun in self._started.items() if begun[1] != task}
-        if place not in self._started:
-            self._started[place] = (start, task)
+        if rank_and_world not in self._started:
+            self._started[rank_and_world] = (start, task)
             return None
-        (_, early), late = sorted((self._started[place], (start, task)))
-        self._started[place] = late
-        rank, world = place
+        (_, early), late = sorted((self._started[rank_and_world], (start, task)))
+        self._started[rank_and_world] = late
+        rank, world = rank_and_world
         _LOG.warning(
             "tasks %d and %d have sent timelines of rank %d in world %d: that of task %d began "
             "earlier and is left out",
@@ -124,12 +124,12 @@ class TimelineCollector:
         )  # fmt: skip
         return early
 
-    def write_to_run(self, write: Callable[[str, bytes], object], place: str) -> None:
+    def write_to_run(self, write: Callable[[str, bytes], object], directory: str) -> None:
         """Writes the trace into the directory of a run, if it belongs there.
 
         Args:
             write: Writes a file of the run.
-            place: The directory, as a path or URL.
+            directory: The directory, as a path or URL.
         """
         if self._path is not None or not self._has_pieces:
             return
@@ -139,7 +139,7 @@ class TimelineCollector:
             if self.summary:
                 write(TRACE_FILE, path.read_bytes())
                 lines.append(f"the timeline of all ranks is {TRACE_FILE} of the run")
-                self._announce_trace(f"{place}/{TRACE_FILE}")
+                self._announce_trace(f"{directory}/{TRACE_FILE}")
         self._run_messages = lines
 
     def finish_trace(self) -> list[str]:
@@ -164,9 +164,9 @@ class TimelineCollector:
         self._announce_trace(str(self._path))
         return [*lines, f"the timeline of all ranks is in {self._path}"]
 
-    def _announce_trace(self, place: str) -> None:
+    def _announce_trace(self, location: str) -> None:
         if self.on_written is not None:
-            self.on_written(place)
+            self.on_written(location)
 
     def _merge_trace(self, path: Path) -> list[str]:
         try:
@@ -185,12 +185,12 @@ def _timeline_start(piece: bytes) -> tuple[tuple[int, int], int] | None:
         head, begin, record = piece.split(b"\n", 3)[:3]
         if json.loads(head)["offset"] != 0 or begin != b"[":
             return None
-        told = json.loads(record.removesuffix(b","))["args"]
-        return (int(told["rank"]), int(told["generation"])), int(
-            told["start_time_since_epoch_in_micros"]
+        arguments = json.loads(record.removesuffix(b","))["args"]
+        return (int(arguments["rank"]), int(arguments["generation"])), int(
+            arguments["start_time_since_epoch_in_micros"]
         )
     except (ValueError, TypeError, KeyError, RecursionError):
-        return None  # what it is, is for the merge to say
+        return None  # the merge reports malformed pieces
 
 
 @contextlib.contextmanager
@@ -245,15 +245,15 @@ def collect_piece(task: int, piece: bytes) -> None:
         gathering.add_piece(task, piece)
 
 
-def on_trace_written(told: Callable[[str], object]) -> None:
+def on_trace_written(callback: Callable[[str], object]) -> None:
     """Calls a function with the path of the trace once it is written, if timelines are collected.
 
     Args:
-        told: Called with a path or URL.
+        callback: Called with a path or URL.
     """
     gathering = _CURRENT_COLLECTOR.get()
     if gathering is not None:
-        gathering.on_written = told
+        gathering.on_written = callback
 
 
 def write_trace_to_run(remote: RemoteStore) -> None:

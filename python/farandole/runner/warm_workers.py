@@ -111,14 +111,14 @@ def worker_command(
     env = {name: value for name, value in (os.environ | dict(changes)).items() if value is not None}
     try:
         folder = user_directory()
-        place = folder / f"warm-{_server_digest(warm, cold[0], env, owner)}"
-        if len(str(place)) > _MAX_SOCKET_PATH:
+        socket_path = folder / f"warm-{_server_digest(warm, cold[0], env, owner)}"
+        if len(str(socket_path)) > _MAX_SOCKET_PATH:
             return list(cold)
-        if not place.exists():
-            _start_server(warm, cold[0], env, owner, place)
+        if not socket_path.exists():
+            _start_server(warm, cold[0], env, owner, socket_path)
     except (OSError, subprocess.SubprocessError):
         return list(cold)
-    return [cold[0], "-I", "-S", str(_RUNNER_FOLDER / "proxy.py"), str(place), *cold]
+    return [cold[0], "-I", "-S", str(_RUNNER_FOLDER / "proxy.py"), str(socket_path), *cold]
 
 
 def executor_pid() -> int:
@@ -127,8 +127,8 @@ def executor_pid() -> int:
     """
     pid = os.getppid()
     while pid > 1:
-        told = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"pyspark" not in told or b"python" not in told.partition(b"\0")[0]:
+        command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"pyspark" not in command_line or b"python" not in command_line.partition(b"\0")[0]:
             break
         pid = _parent_pid(pid)
     return pid
@@ -165,14 +165,14 @@ def _modules_to_preload() -> tuple[str, ...]:
 
 
 def _warm_workers_switch() -> bool | None:
-    told = read_setting(SWITCH_VARIABLE).lower()
-    if told == "auto":
+    setting = read_setting(SWITCH_VARIABLE).lower()
+    if setting == "auto":
         return None
-    if told in ("1", "true", "on", "yes"):
+    if setting in ("1", "true", "on", "yes"):
         return True
-    if told in ("0", "false", "off", "no"):
+    if setting in ("0", "false", "off", "no"):
         return False
-    raise ValueError(f"{SWITCH_VARIABLE} must be auto, on or off: {told}")
+    raise ValueError(f"{SWITCH_VARIABLE} must be auto, on or off: {setting}")
 
 
 def _in_notebook() -> bool:
@@ -239,11 +239,11 @@ def _changed_at(path: str | Path) -> int | None:
 
 
 def _start_server(
-    warm: WarmWorkers, interpreter: str, env: Mapping[str, str], owner: int, place: Path
+    warm: WarmWorkers, interpreter: str, env: Mapping[str, str], owner: int, socket_path: Path
 ) -> None:
     """Starts a server and returns when it listens; if several start at once, one stays."""
     arguments = [
-        str(place),
+        str(socket_path),
         str(owner),
         str(process_start_ticks(owner)),
         repr(warm.idle),

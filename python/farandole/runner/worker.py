@@ -84,7 +84,7 @@ def _call_function(packed: bytes) -> tuple[int, tuple[Any, ...]]:
         )
     except KeyboardInterrupt as error:
         return 130, _failure_record(error)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the driver wants to know
+    except BaseException as error:  # noqa: BLE001 - the driver reports any exception
         record = _failure_record(error)
         # Also on stderr, as of any script: logs have it even if the result is lost.
         sys.stderr.write(record[3])
@@ -115,7 +115,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     try:
         packed = pickling.pickle_by_value(error)
         same = isinstance(pickle.loads(packed), type(error))  # noqa: S301 - made one line above
-    except Exception:  # noqa: BLE001 - the traceback tells it, too
+    except Exception:  # noqa: BLE001 - the traceback has the same information
         return None
     return packed if same else None
 
@@ -146,8 +146,8 @@ def _exit_process(status: int) -> NoReturn:
     In the interpreter's order: pools of threads are ended, non-daemon threads are awaited, and exit
     functions run.
     """
-    threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - what the interpreter calls
-    atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs
+    threading._shutdown()  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue] - the interpreter calls it at exit, too
+    atexit._run_exitfuncs()  # noqa: SLF001 - the interpreter runs them at exit, too
     _flush_streams()
     os._exit(status)
 

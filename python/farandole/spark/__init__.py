@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Farandole on Spark: run a function on every task of a gang, or fit an estimator on a DataFrame.
 
-Importing this package imports neither pyspark nor a framework; what needs them imports them when
-called.
+Importing this package imports neither pyspark nor a framework. Functions that need them import them
+when called.
 """
 
 from farandole.runner.errors import FarandoleJobError

@@ -41,11 +41,11 @@ _NOISE_DEVIATION: Final = 2.0
 """Standard deviation of the noise on the pixels. The distance between two classes is about 11."""
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Trains, and prints the history, the paths of the run and how to see it in the browser.
 
     Args:
-        words: The path of the store, then `local` if Spark shall not be started.
+        arguments: The path of the store, then `local` if Spark shall not be started.
 
     Returns:
         The exit status; 1 if a package is missing, with a message that names the extras that
@@ -59,7 +59,7 @@ def main(words: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    store, local = words[0], "local" in words[1:] or not _has_java()
+    store, local = arguments[0], "local" in arguments[1:] or not _has_java()
     _train_and_report(store, local=local)
     command = (
         "farandole"
@@ -80,7 +80,7 @@ def _generate_digits() -> tuple[np.ndarray, np.ndarray]:
     """Pictures of 8 by 8 pixels, each the picture of its class with noise, and their classes.
     Always the same.
     """
-    import numpy as np  # noqa: PLC0415 - `main` checks first what is installed
+    import numpy as np  # noqa: PLC0415 - `main` checks the installed packages first
 
     random = np.random.default_rng(1)
     classes = random.integers(_CLASS_COUNT, size=_ROW_COUNT)
@@ -158,7 +158,7 @@ def _train_and_report(path: str, *, local: bool) -> None:
         store=path,
     ).fit(frame)
     print(fitted.history_frame().to_string(index=False))
-    for what, place in fitted.getPaths().items():
-        print(f"{what:16}{place}")
+    for name, location in fitted.getPaths().items():
+        print(f"{name:16}{location}")
     if session is not None:
         session.stop()

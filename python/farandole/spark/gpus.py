@@ -26,10 +26,10 @@ def gpu_addresses() -> list[str]:
         OSError: There is no `nvidia-smi`.
         subprocess.SubprocessError: It has failed, or gives no answer.
     """
-    told = subprocess.run(  # noqa: S603 - a constant
+    completed = subprocess.run(  # noqa: S603 - a constant
         _NVIDIA_SMI_COMMAND, capture_output=True, text=True, check=True, timeout=_NVIDIA_SMI_TIMEOUT
     )
-    return told.stdout.split()
+    return completed.stdout.split()
 
 
 def main() -> int:

@@ -106,7 +106,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             something else gets a warning.
         resource_profile: Resources of each task, for Spark's stage-level scheduling; pyspark 4.0
             and newer.
-        store: Where results of more than 16 MiB travel, and a function with its arguments that is
+        store: Store for results of more than 16 MiB, and for a function with its arguments that is
             as large: a store or its URL, which every executor and this process must reach. Without
             it they travel in Spark's rows, which `spark.driver.maxResultSize` bounds, and its
             closure.
@@ -284,14 +284,14 @@ def run_elastic_with_progress(
     With `ends_on_error` an exception of the function on one rank ends the job.
     """
     cluster = SparkCluster.from_active_session()
-    first, least, most = elastic_worker_counts(
+    first, min_workers, max_workers = elastic_worker_counts(
         num_proc, min_num_proc, max_num_proc, cluster.default_parallelism
     )
-    cluster.check_job_size(least)
+    cluster.check_job_size(min_workers)
     if resource_profile is not None:
         cluster.check_profile_support()
     spark_start_timeout_seconds(start_timeout)
-    patience = elastic_timeout_seconds(elastic_timeout)
+    wait_seconds = elastic_timeout_seconds(elastic_timeout)
     output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
     job = _SparkJob(
         cluster,
@@ -306,19 +306,24 @@ def run_elastic_with_progress(
 
     # Wait for slots for the maximum number of workers. Otherwise this job would later take slots
     # that the next gang in the queue needs.
-    with job.hold_resources(fn, "run_elastic", most, start_timeout, resource_profile) as (
+    with job.hold_resources(fn, "run_elastic", max_workers, start_timeout, resource_profile) as (
         limit,
         training,
     ):
         registrar = Registrar.start_elastic(
-            first, least, most, timeout=patience, reset_limit=reset_limit, start_timeout=limit
+            first,
+            min_workers,
+            max_workers,
+            timeout=wait_seconds,
+            reset_limit=reset_limit,
+            start_timeout=limit,
         )
         work = job.make_worker_spec(registrar.ticket, training, limit, elastic=True)
-        crew = SparkAgentPool(cluster, work, most, output, resource_profile)
-        with job.explain_failures(crew.tag, first, training):
+        agent_pool = SparkAgentPool(cluster, work, max_workers, output, resource_profile)
+        with job.explain_failures(agent_pool.tag, first, training):
             found = elastic.run_elastic_job(
                 registrar,
-                crew,
+                agent_pool,
                 output,
                 on_progress,
                 ExecutorDecommissions(cluster),
@@ -333,8 +338,8 @@ class _SparkJob:
     """The base of jobs of fixed size and elastic jobs.
 
     Attributes:
-        cluster: Where it runs.
-        output: Where lines go.
+        cluster: Cluster that runs the job.
+        output: Receiver of the output lines.
         packed: The pickled function.
         spill: The directory by which large objects travel.
         env: Variables of the workers.
@@ -428,8 +433,8 @@ def _hold_slots(
         return
     with slot_queue(cluster).hold_slots_for_start(
         number, output.print_message, start_timeout, limit
-    ) as left:
-        yield left
+    ) as start_seconds:
+        yield start_seconds
 
 
 def _merge_aliases(name: str, value: int | None, old: str, given: int | None) -> int | None:
@@ -493,15 +498,15 @@ def run_with_progress(
 
     with job.hold_resources(fn, "run", size, start_timeout, resource_profile) as (limit, training):
         # The tasks of a local master are threads of this process's JVM.
-        here = cluster.context is not None and cluster.is_local
-        where = {"host": "127.0.0.1", "bind": ""} if here else {}
+        has_local_tasks = cluster.context is not None and cluster.is_local
+        where = {"host": "127.0.0.1", "bind": ""} if has_local_tasks else {}
         registrar = Registrar(size, start_timeout=limit, **where)
         rejoin_after = 0.0 if cluster.uses_dynamic_allocation else BARRIER_REJOIN_SECONDS
         work = job.make_worker_spec(
             registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
         )
-        meeting = _make_rendezvous(cluster, registrar, size, spill)
-        agents = SparkAgents(cluster, work, size, output, resource_profile, meeting)
+        rendezvous = _make_rendezvous(cluster, registrar, size, spill)
+        agents = SparkAgents(cluster, work, size, output, resource_profile, rendezvous)
         with job.explain_failures(agents.tag, size, training):
             endings = run_gang(
                 registrar,

@@ -73,11 +73,11 @@ class SparkPlugin(RunReporter):
     left alone.
 
     Args:
-        door: The Java class.
+        java_class: The Java class.
     """
 
-    def __init__(self, door: Any) -> None:
-        self._java_class: Any = door
+    def __init__(self, java_class: Any) -> None:
+        self._java_class: Any = java_class
         self._next_message = 0
 
     @classmethod
@@ -90,8 +90,8 @@ class SparkPlugin(RunReporter):
         if context is None:
             return None
         try:
-            door = context._jvm.io.farandole.spark.Trainings  # noqa: SLF001 - pyspark has no other way to a class
-            return cls(door) if door.isOn() is True else None
+            java_class = context._jvm.io.farandole.spark.Trainings  # noqa: SLF001 - pyspark has no other way to a class
+            return cls(java_class) if java_class.isOn() is True else None
         except Exception:  # noqa: BLE001 - a name that is no class cannot be called
             return None
 
@@ -136,10 +136,10 @@ class SparkPlugin(RunReporter):
         """Returns Spark's news of executors and of the gangs' stages and tasks since the last
         call of this object.
         """
-        told = self._call_plugin("news", self._next_message)
-        if told is None:
+        reply = self._call_plugin("news", self._next_message)
+        if reply is None:
             return []
-        answer = json.loads(told)
+        answer = json.loads(reply)
         self._next_message = answer["next"]
         return answer["news"]
 

@@ -27,9 +27,9 @@ def get_available_devices() -> list[str]:
         The addresses of resource `gpu`, such as `["0"]`; empty when Spark assigned none, or outside
         Spark. `CUDA_VISIBLE_DEVICES` is left as it is.
     """
-    told = os.environ.get(RESOURCES_VARIABLE)
-    if told is not None:
-        return [str(address) for address in json.loads(told).get("gpu", [])]
+    resources = os.environ.get(RESOURCES_VARIABLE)
+    if resources is not None:
+        return [str(address) for address in json.loads(resources).get("gpu", [])]
     return task_resources().get("gpu", [])
 
 
@@ -66,7 +66,7 @@ def choose_gpu(
         count: GPUs that this process sees.
         local_rank: Number of this rank on its host.
         local_size: Ranks on its host.
-        addresses: What Spark assigned to the task.
+        addresses: Addresses of the GPUs that Spark assigned to the task.
         visible: `CUDA_VISIBLE_DEVICES`, if it is set.
         by_local_rank: Whether Spark's addresses are not to be used.
 
@@ -88,14 +88,14 @@ def choose_gpu(
             return GpuChoice(int(address), f"Spark assigned {address}{within}")
         if count == 1:
             return GpuChoice(0, f"Spark assigned {address}, and it is the only one here")
-        why = (
+        reason = (
             f"Spark assigned {address}, which is not among the {count} here, so local rank "
             f"{local_rank} decides"
         )
     else:
-        why = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
+        reason = f"local rank {local_rank}" + ("" if addresses else ", Spark assigned none")
     shared = f", {local_size} ranks share {count}" if local_size > count else ""
-    return GpuChoice(local_rank % count, f"{why}{shared}")
+    return GpuChoice(local_rank % count, f"{reason}{shared}")
 
 
 def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | None:

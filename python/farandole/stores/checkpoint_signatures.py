@@ -14,8 +14,8 @@ any number of failed writes and after a loss of power.
 
 Anybody who can write to the store can write a marker, too. To prevent that, the owner of the store
 sets a secret in the variable `FARANDOLE_STORE_SECRET` of the driver. Then every entry has a seal,
-an HMAC-SHA256 of the run and the content, and a checkpoint without a seal is refused. The workers
-of a fit get a key that is valid for their run only. Workers that commit elastic states ask the
+an HMAC-SHA256 of the run and the content, and an unsigned checkpoint is refused. The workers of a
+fit get a key that is valid for their run only. Workers that commit elastic states ask the
 driver for the key of their run (`run_keys`).
 """
 
@@ -94,9 +94,9 @@ def record_checkpoint_write(
 
     Args:
         run: the run's directory.
-        name: of the checkpoint.
+        name: name of the checkpoint.
         data: its content.
-        key: of the run; `None` without a secret.
+        key: key of the run; `None` without a secret.
 
     Raises:
         OSError: The marker cannot be written. Then the caller must not write the checkpoint.
@@ -105,7 +105,7 @@ def record_checkpoint_write(
     known = _read_marker(run)
     entry = _marker_entry(data, key)
     same = [one for one in known.get(name, []) if one.get("sha256") == entry["sha256"]]
-    others = [one for one in known.get(name, []) if one not in same]
+    others = [entry for entry in known.get(name, []) if entry not in same]
     if not others and key is None:
         others = _entries_of_present(run, name, entry)  # of a version that left no marker
     # The same content may have a seal, which a process without the key cannot make again.
@@ -128,9 +128,9 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
 
     Args:
         run: the run's directory.
-        name: of the checkpoint; the one before is known by the name of the last.
+        name: name of the checkpoint; it also names the previous checkpoint.
         data: its content.
-        key: of the run; `None` without a secret.
+        key: key of the run; `None` without a secret.
 
     Raises:
         ValueError: A newer version of Farandole wrote the marker.
@@ -139,10 +139,10 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
     if not known and key is None:
         return None  # of a version that left no marker
     mine = _marker_entry(data, key)
-    same = [one for one in known if one.get("sha256") == mine["sha256"]]
+    same = [entry for entry in known if entry.get("sha256") == mine["sha256"]]
     if key is not None:
         if not any(
-            hmac.compare_digest(str(one.get("seal", "")), str(mine["seal"])) for one in same
+            hmac.compare_digest(str(entry.get("seal", "")), str(mine["seal"])) for entry in same
         ):
             return f"no job of this run wrote it with this {SECRET_VARIABLE}"
         return None
@@ -156,26 +156,26 @@ def find_mismatch(run: native.Store, name: str, data: bytes, key: bytes | None) 
 
 def _drop_replaced(entries: list[Entry]) -> list[Entry]:
     """Returns the entries of contents that may still be there, after the first one was written."""
-    kept, written = [], 0
+    remaining, written = [], 0
     for entry in entries:
-        kept.append(entry)
+        remaining.append(entry)
         written += bool(entry.get(_WRITTEN_KEY))
         if written > _MAX_OLDER_WRITTEN_ENTRIES:
             break
-    return kept
+    return remaining
 
 
 def _limit_unconfirmed(run: native.Store, name: str, entries: list[Entry]) -> list[Entry]:
     """Removes entries of contents that are not there, if very many writes have failed."""
-    unconfirmed = [one for one in entries if not one.get(_WRITTEN_KEY)]
+    unconfirmed = [entry for entry in entries if not entry.get(_WRITTEN_KEY)]
     if len(unconfirmed) <= _MAX_UNCONFIRMED_ENTRIES:
         return entries
     newest = unconfirmed[:_NEWEST_UNCONFIRMED_ENTRIES]
-    there = {one["sha256"] for one in _entries_of_present(run, name)}
+    present = {entry["sha256"] for entry in _entries_of_present(run, name)}
     return [
-        one
-        for one in entries
-        if one.get(_WRITTEN_KEY) or one in newest or one.get("sha256") in there
+        entry
+        for entry in entries
+        if entry.get(_WRITTEN_KEY) or entry in newest or entry.get("sha256") in present
     ]
 
 
@@ -183,9 +183,11 @@ def _entries_of_present(run: native.Store, name: str, besides: Entry | None = No
     """Returns entries without seals of the contents that a name and its previous file have now,
     except one.
     """
-    contents = (durable.read_if_present(run, one) for one in durable.content_names(name))
+    contents = (
+        durable.read_if_present(run, content_name) for content_name in durable.content_names(name)
+    )
     entries = [_marker_entry(data, None) for data in contents if data is not None]
-    return [one for one in entries if besides is None or one["sha256"] != besides["sha256"]]
+    return [entry for entry in entries if besides is None or entry["sha256"] != besides["sha256"]]
 
 
 def _marker_entry(data: bytes, key: bytes | None) -> Entry:
@@ -215,7 +217,7 @@ def _read_marker(run: native.Store) -> dict[str, list[Entry]]:
             version, entries_by_name = marker.get("version", MARKER_VERSION), marker["checkpoints"]
             newer = isinstance(version, int) and version > MARKER_VERSION
             known = {
-                name: [one for one in entries if isinstance(one, dict)]
+                name: [entry for entry in entries if isinstance(entry, dict)]
                 for name, entries in entries_by_name.items()
             }
     except small_files.DamagedFileError as error:

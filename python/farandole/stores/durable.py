@@ -109,11 +109,12 @@ def write_durably(
     keeps: bool = False,
     disk: DurableFiles = _LOCAL_FILES,
 ) -> None:
-    """Writes a file that is whole, or the one before, after a loss of power at any moment.
+    """Writes a file. After a loss of power at any moment, the file is complete, or it has its
+    previous content.
 
     Args:
         store: directory of the run.
-        name: of the file, directly in it.
+        name: name of the file, directly in it.
         data: the whole content.
         keeps: whether the file that has the name now is kept as `<name>.previous`.
         disk: does the work on local file systems.
@@ -133,10 +134,12 @@ def write_durably(
 def _write_locally(
     directory: Path, name: str, data: bytes, *, keeps: bool, disk: DurableFiles
 ) -> None:
-    missing = itertools.takewhile(lambda one: not is_present(one), (directory, *directory.parents))
-    for one in reversed(list(missing)):
-        disk.make_directory(one)
-        disk.sync_path(one.parent)
+    missing = itertools.takewhile(
+        lambda path: not is_present(path), (directory, *directory.parents)
+    )
+    for created in reversed(list(missing)):
+        disk.make_directory(created)
+        disk.sync_path(created.parent)
     # Names of unfinished files end so everywhere in a store.
     fresh, second = (
         directory / f"{name}#{os.getpid()}{next(_temporary_numbers):06}" for _ in range(2)
@@ -238,7 +241,7 @@ def content_names(name: str) -> tuple[str, str]:
     """Returns the names of the files with the last and the previous content of a checkpoint.
 
     Args:
-        name: of the checkpoint.
+        name: name of the checkpoint.
     """
     return name, name + PREVIOUS_SUFFIX
 
@@ -247,7 +250,7 @@ def sync_tree(directory: Path, disk: DurableFiles = _LOCAL_FILES) -> None:
     """Returns when a directory, and everything in it, is on the disk, whichever process wrote it.
 
     Args:
-        directory: that is there.
+        directory: an existing directory.
         disk: does the work.
     """
     for folder, _, names in os.walk(directory, topdown=False):
@@ -274,13 +277,15 @@ def read_intact(store: native.Store, name: str, fault: Fault | None = None) -> b
 
 def _check_intact(store: native.Store, name: str, data: bytes, fault: Fault | None) -> bytes | None:
     """Like `read_intact`, of a file that was read."""
-    why = find_damage(data)
-    if why is not None:
-        _log.warning("the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, why)
+    damage = find_damage(data)
+    if damage is not None:
+        _log.warning(
+            "the checkpoint is damaged and is not used: %s/%s: %s", store.url, name, damage
+        )
         return None
-    why = None if fault is None else fault(name, data)
-    if why is not None:
-        _log.warning("the checkpoint is not used: %s/%s: %s", store.url, name, why)
+    damage = None if fault is None else fault(name, data)
+    if damage is not None:
+        _log.warning("the checkpoint is not used: %s/%s: %s", store.url, name, damage)
         return None
     return data
 
@@ -343,7 +348,7 @@ def find_damage(data: bytes) -> str | None:
     """Returns the defect of a checkpoint; `None` if it is complete.
 
     Args:
-        data: of the file.
+        data: data of the file.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
@@ -351,9 +356,11 @@ def find_damage(data: bytes) -> str | None:
             unpacked = sum(one.file_size for one in members)
             if unpacked > len(data):
                 return f"its {len(data)} bytes unpack to {unpacked}, but checkpoints are stored"
-            for one in members:
-                if one.flag_bits & _ENCRYPTED_FLAG or one.compress_type != zipfile.ZIP_STORED:
-                    return f"{one.filename} in it is compressed or encrypted, and no checkpoint is"
+            for member in members:
+                if member.flag_bits & _ENCRYPTED_FLAG or member.compress_type != zipfile.ZIP_STORED:
+                    return (
+                        f"{member.filename} in it is compressed or encrypted, and no checkpoint is"
+                    )
             end = data.rindex(_DIRECTORY_END)
             recorded = int.from_bytes(data[end + 10 : end + 12], "little")
             if recorded not in (len(members), _LARGE_COUNT):

@@ -27,7 +27,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
     Args:
         storage: the store's options; they travel with a pickle of this, as they do with the
             store's.
-        **options: of fsspec.
+        **options: options of fsspec.
 
     Raises:
         ImportError: fsspec is not installed.
@@ -138,10 +138,10 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
         maxdepth: int | None = None,  # noqa: ARG002
     ) -> None:
         """Deletes files, or with `recursive` everything below directories."""
-        for one in [path] if isinstance(path, str) else path:
+        for each_path in [path] if isinstance(path, str) else path:
             if recursive:
-                native.Store(one).delete_all()
-            self.rm_file(one)
+                native.Store(each_path).delete_all()
+            self.rm_file(each_path)
 
     def cp_file(self, path1: str, path2: str, **_: Any) -> None:
         """Copies a file; within a directory, the store copies it itself."""
@@ -164,7 +164,7 @@ class StoreFileSystem(AbstractFileSystem):  # pyright: ignore[reportGeneralTypeI
 
     def modified(self, path: str) -> Any:
         """Returns the time at which a file was written, in UTC."""
-        from datetime import UTC, datetime  # noqa: PLC0415 - asked for rarely
+        from datetime import UTC, datetime  # noqa: PLC0415 - rarely needed
 
         seconds = self.info(path)["mtime"]
         return None if seconds is None else datetime.fromtimestamp(seconds, UTC)

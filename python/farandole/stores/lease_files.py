@@ -28,7 +28,7 @@ _RENEWER_INTERVAL = 60.0
 _DEFAULT_RENEWAL_PERIOD = 6 * 3600.0
 """Seconds between renewals of a lease file that other hosts trust for a week."""
 _RENEWALS_PER_DURATION = 10
-"""The number of times a mark is written again within its validity."""
+"""The number of times a lease file is renewed within its validity."""
 _HELD_LOCK = threading.Lock()
 _HELD_FILES: set[LeaseFile] = set()
 _log = logging.getLogger("farandole")
@@ -47,12 +47,12 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class LeaseFile:
-    """A mark of this process, from now until it is released.
+    """A lease file that this process holds, from now until it is released.
 
     Args:
         url: The directory.
         name: The file's, as the native store gave it.
-        lasts: Seconds that processes elsewhere believe it, as it was given to the native store;
+        lasts: Seconds that processes on other hosts trust the file, as passed to the native store;
             default: a week.
     """
 
@@ -95,7 +95,7 @@ class LeaseFile:
                 )
 
     def renew_and_check(self) -> bool:
-        """Renews the mark; whether it was there, and this process's.
+        """Renews the lease file; returns whether the file existed and this process holds it.
 
         Raises:
             OSError: the store does not answer.
@@ -106,14 +106,14 @@ class LeaseFile:
             return self._is_held_here() and NativeStore(self.url).renew_mark(self._file_name)
 
     def stop_renewing(self) -> None:
-        """Renews the mark no longer, and does not delete it either."""
+        """Stops renewing the lease file, without deleting it."""
         if not self._is_own_process():
             return
         with self._file_lock:
             self._stop_holding()
 
     def is_file(self, url: str, name: str) -> bool:
-        """Returns whether this is the mark of that name in that directory.
+        """Returns whether this is the lease file of a name in a directory.
 
         Args:
             url: The directory.
@@ -125,19 +125,21 @@ class LeaseFile:
         """Returns whether the lease file must be renewed now."""
         return time.monotonic() >= self._next_renewal
 
-    def delete_if_held(self, patience: float | None = None) -> None:
+    def delete_if_held(self, max_wait_seconds: float | None = None) -> None:
         """Deletes the lease file if this process still holds it.
 
         Args:
-            patience: Seconds to wait for a store that does not answer; default: the time of the
-                store's retries.
+            max_wait_seconds: Seconds to wait for a store that does not answer; default: the time of
+                the store's retries.
         """
         if not self._is_own_process():
             return
-        waits = self._file_lock.acquire(timeout=-1 if patience is None else patience)
+        waits = self._file_lock.acquire(
+            timeout=-1 if max_wait_seconds is None else max_wait_seconds
+        )
         try:
             if self._stop_holding():
-                NativeStore(self.url).delete(self._file_name, patience)
+                NativeStore(self.url).delete(self._file_name, max_wait_seconds)
         finally:
             if waits:
                 self._file_lock.release()
@@ -149,14 +151,12 @@ class LeaseFile:
         return self._pid == os.getpid()
 
     def _is_held_here(self) -> bool:
-        """Returns whether this process itself holds the mark, and not a parent of it."""
+        """Returns whether this process, not its parent, holds the lease file."""
         with _HELD_LOCK:
             return self in _HELD_FILES and self._pid == os.getpid()
 
     def _stop_holding(self) -> bool:
-        """Holds the mark no longer; whether this process, and no parent of it, held it until
-        now.
-        """
+        """Releases the lease file; returns whether this process, not its parent, held it."""
         with _HELD_LOCK:
             held = self in _HELD_FILES
             _HELD_FILES.discard(self)
@@ -164,18 +164,18 @@ class LeaseFile:
 
 
 class _LeaseRenewer:
-    """The thread that renews marks, one in a process that has marks."""
+    """The thread that renews the lease files of this process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._pid = 0
 
     def ensure_running(self) -> None:
-        """Starts it, unless it runs; the caller holds the lock."""
+        """Starts the thread, unless it runs; the caller holds the lock."""
         if self._thread is None or self._pid != os.getpid():
             self._pid = os.getpid()
             self._thread = threading.Thread(
-                target=self._run_renewals, name="farandole-marks", daemon=True
+                target=self._run_renewals, name="farandole-leases", daemon=True
             )
             self._thread.start()
 
@@ -189,14 +189,14 @@ _renewer = _LeaseRenewer()
 
 
 def holds_lease_file(url: str, name: str) -> bool:
-    """Returns whether this process holds a mark.
+    """Returns whether this process holds a lease file.
 
     Args:
         url: The directory.
         name: The file's.
     """
     with _HELD_LOCK:
-        return any(mark.is_file(url, name) for mark in _HELD_FILES)
+        return any(held.is_file(url, name) for held in _HELD_FILES)
 
 
 def renew_lease_files(*, due: bool = True) -> None:
@@ -207,23 +207,27 @@ def renew_lease_files(*, due: bool = True) -> None:
     """
     with _HELD_LOCK:
         held = [one for one in _HELD_FILES if not due or one.is_renewal_due()]
-    for mark in held:
+    for lease_file in held:
         try:
-            mark.renew_if_held()
+            lease_file.renew_if_held()
         except OSError as error:
-            _log.warning("the mark of this process in %s could not be renewed: %s", mark.url, error)
+            _log.warning(
+                "the lease file of this process in %s could not be renewed: %s",
+                lease_file.url,
+                error,
+            )
 
 
 def release_lease_files() -> None:
-    """Deletes all marks of this process, at its end.
+    """Deletes all lease files of this process, at its end.
 
-    An unreachable store must not delay the end. A mark that stays there counts until others see
-    that the process has ended, or until its time is over if they cannot see it.
+    An unreachable store must not delay the end. A lease file that stays there counts until other
+    processes see that this process has ended. If they cannot see it, the lease file expires.
     """
     end = time.monotonic() + _EXIT_RELEASE_SECONDS
-    for mark in list(_HELD_FILES):
+    for lease_file in list(_HELD_FILES):
         with contextlib.suppress(OSError):
-            mark.delete_if_held(max(end - time.monotonic(), _MIN_RELEASE_SECONDS))
+            lease_file.delete_if_held(max(end - time.monotonic(), _MIN_RELEASE_SECONDS))
 
 
 atexit.register(release_lease_files)

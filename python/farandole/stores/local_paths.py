@@ -24,8 +24,8 @@ def local_path_warning(url: str, hosts: list[str]) -> str | None:
     """Returns the warning about a store on a local path when processes run on several hosts.
 
     Args:
-        url: of the store.
-        hosts: where processes run.
+        url: URL of the store.
+        hosts: hosts of the processes.
     """
     path = native.Store(url).local_path
     if path is None or len(set(hosts)) < 2 or path.startswith(_SHARED_MOUNT_PREFIXES):  # noqa: PLR2004 - this host and another
@@ -47,7 +47,7 @@ def executor_hosts(context: Any) -> list[str]:
     if context is None:
         return []
     try:
-        status = context._jsc.sc().getExecutorMemoryStatus()  # noqa: SLF001 - the public door shows no hosts
+        status = context._jsc.sc().getExecutorMemoryStatus()  # noqa: SLF001 - the public API shows no hosts
         return [one.rpartition(":")[0] for one in status.keySet().mkString(",").split(",")]
     except Exception:  # noqa: BLE001 - a JVM that does not show it
         return []
@@ -58,7 +58,7 @@ def explain_unreadable_data(url: str) -> Iterator[None]:
     """Names this host and the URL when the data there cannot be read.
 
     Args:
-        url: of prepared data.
+        url: URL of prepared data.
 
     Raises:
         FileNotFoundError: nothing is there for this process.
@@ -73,10 +73,10 @@ def explain_unreadable_data(url: str) -> Iterator[None]:
             if local
             else ""
         )
-        told = (
+        message = (
             f"{socket.gethostname()} cannot read the training data that the driver sees at "
             f"{url}{advice}: {error}"
         )
         raise (FileNotFoundError if isinstance(error, FileNotFoundError) else OSError)(
-            told
+            message
         ) from error

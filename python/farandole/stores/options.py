@@ -48,7 +48,7 @@ class StorageOptions:
     sent to the processes that use them.
 
     Args:
-        places: URLs below which the options hold.
+        urls: URLs below which the options hold.
         options: as the user gave them; nested ones, as fsspec's `client_kwargs`, are flattened.
             `credentials` may be a function without parameters that returns credentials. It is
             called again before they expire, and after the service has refused them.
@@ -58,10 +58,10 @@ class StorageOptions:
         ValueError: a place has no bucket, so its options would hold for all buckets.
     """
 
-    def __init__(self, places: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
-        for place in places:
-            _check_place(place)
-        self._places = places
+    def __init__(self, urls: tuple[str, ...], options: Mapping[str, Any] | None) -> None:
+        for url in urls:
+            _check_options_url(url)
+        self._urls = urls
         given = dict(options or {})
         function = given.get(CREDENTIALS_OPTION)
         if callable(function):
@@ -80,8 +80,8 @@ class StorageOptions:
         Raises:
             ValueError: naming the option.
         """
-        for place in self._places:
-            unused = f"{place.rstrip('/')}/{_CHECK_NAME}"
+        for url in self._urls:
+            unused = f"{url.rstrip('/')}/{_CHECK_NAME}"
             with _CHECK_LOCK:
                 native.configure_options(unused, self._options)
                 try:
@@ -95,25 +95,25 @@ class StorageOptions:
         Args:
             url: to open.
         """
-        places = (place.rstrip("/") for place in self._places)
-        return any(url == place or url.startswith(f"{place}/") for place in places)
+        places = (root.rstrip("/") for root in self._urls)
+        return any(url == root or url.startswith(f"{root}/") for root in places)
 
     def apply(self) -> None:
         """Puts them in force in this process, for all URLs at and below the places."""
-        start_logging_for_urls(self._places)
+        start_logging_for_urls(self._urls)
         user = self._options.get(HADOOP_USER_OPTION)
         if user is not None:
             os.environ.setdefault("HADOOP_USER_NAME", user)
         if self._options:
-            for place in self._places:
-                native.configure_options(place, self._options)
+            for url in self._urls:
+                native.configure_options(url, self._options)
 
     @classmethod
     def for_url(cls, url: str) -> StorageOptions:
         """Returns the options with which this process opens a URL.
 
         Args:
-            url: of a file or directory.
+            url: URL of a file or directory.
         """
         options: dict[str, Any] = native.configured_options(url)
         name = options.get(CREDENTIALS_OPTION)
@@ -157,7 +157,7 @@ class StorageOptions:
 
     def __hash__(self) -> int:
         """Returns the hash of the places."""
-        return hash(self._places)
+        return hash(self._urls)
 
     def __repr__(self) -> str:
         """Shows no value."""
@@ -174,24 +174,24 @@ def apply_store_options(url: str) -> None:
     """Puts the options of a store of this process in force, if the URL is in the store.
 
     Args:
-        url: that a caller without options opens.
+        url: URL that a caller without options opens.
     """
     for options in list(_OPTIONS_OF_STORES.values()):
         if options.holds_for(url):
             options.apply()
 
 
-def _check_place(place: str) -> None:
+def _check_options_url(url: str) -> None:
     """Refuses a place that is not below one bucket, container or host.
 
     Raises:
         ValueError: naming the place.
     """
-    root = _ROOT_PATTERN.match(place)
+    root = _ROOT_PATTERN.match(url)
     if root is None or root[2] or root[1].lower() in _LOCAL_SCHEMES:
         return
     if root[1].lower() not in _DEFAULT_HOST_SCHEMES or not root[4]:
-        raise ValueError(f"a bucket or container is missing: {place!r}")
+        raise ValueError(f"a bucket or container is missing: {url!r}")
 
 
 def _register_function(name: str, function: Callable[[], Any]) -> None:

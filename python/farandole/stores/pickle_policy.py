@@ -51,9 +51,9 @@ def check_load_allowed(path: str, allowed: bool | None, instead: str = "") -> No
     """Refuses to unpickle a loaded file if the user has forbidden it.
 
     Args:
-        path: of the object to load.
+        path: path of the object to load.
         allowed: by the reader; `None` asks the variable.
-        instead: how to do without, in a clause.
+        instead: clause that names the alternative.
 
     Raises:
         PickleNotAllowedError: it is not allowed.

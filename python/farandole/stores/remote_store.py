@@ -34,7 +34,7 @@ class RemoteStore:
     checkpoint_filename: str
     logs_subdir: str
     storage_options: StorageOptions
-    seal_key: bytes | None = field(default=None, repr=False)
+    run_key: bytes | None = field(default=None, repr=False)
     lease_name: str | None = None
     """File in the run's directory by which the fit's driver holds the run, if it does."""
 
@@ -141,8 +141,8 @@ class RemoteStore:
             )
 
     def _write_recorded(self, run: native.Store, name: str, data: bytes, *, keeps: bool) -> None:
-        with checkpoint_signatures.record_checkpoint_write(run, name, data, self.seal_key):
+        with checkpoint_signatures.record_checkpoint_write(run, name, data, self.run_key):
             durable.write_durably(run, name, data, keeps=keeps)
 
     def _find_mismatch(self, run: native.Store, name: str, data: bytes) -> str | None:
-        return checkpoint_signatures.find_mismatch(run, name, data, self.seal_key)
+        return checkpoint_signatures.find_mismatch(run, name, data, self.run_key)

@@ -39,7 +39,8 @@ def driver_keys_variable_value(ticket: str, *, reachable: bool) -> str:
     """Returns the variable's value for workers of a job whose driver has the secret.
 
     Args:
-        ticket: Of the job. Jobs that a worker starts have others, and their drivers do not answer.
+        ticket: Ticket of the job. Jobs that a worker starts have others, and their drivers do not
+            answer.
         reachable: Whether a worker can ask the driver.
     """
     return f"{run_lease.job_fingerprint(ticket)}{'' if reachable else _UNREACHABLE_SUFFIX}"
@@ -65,11 +66,10 @@ def request_run_key(run_id: str) -> bytes:
     if os.environ.get(KEYS_AT_DRIVER_VARIABLE, "").endswith(_UNREACHABLE_SUFFIX):
         raise FarandoleEnvironmentError(
             f"the driver has {checkpoint_signatures.SECRET_VARIABLE}, and the workers of this "
-            f"job cannot ask it for the "
-            f"key of run {run_id!r}, "
-            "because no task of Spark reaches the driver. Commits without a seal are neither "
-            "written nor used: let "
-            "tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), or unset "
+            f"job cannot ask it for the key of run {run_id!r}, "
+            "because no task of Spark reaches the driver. Unsigned commits are neither written "
+            "nor used: let tasks reach the driver (FARANDOLE_DRIVER_HOST, FARANDOLE_PORT_RANGE), "
+            "or unset "
             f"{checkpoint_signatures.SECRET_VARIABLE} there"
         )
     deadline = time.monotonic() + _KEY_REQUEST_TIMEOUT
@@ -82,12 +82,12 @@ def request_run_key(run_id: str) -> bytes:
     raise FarandoleEnvironmentError(
         f"the driver has {checkpoint_signatures.SECRET_VARIABLE}, and did not give this worker "
         f"the key of run {run_id!r} "
-        f"within {_KEY_REQUEST_TIMEOUT:.0f} s. Commits without a seal are neither written nor used"
+        f"within {_KEY_REQUEST_TIMEOUT:.0f} s. Unsigned commits are neither written nor used"
     )
 
 
 def publish_run_key(registrar: Registrar, run: bytes) -> None:
-    """Publishes the key of a run for the worker that has asked.
+    """Publishes the key of a run for the worker that requested it.
 
     Args:
         registrar: The job's.

@@ -91,14 +91,16 @@ class RunLease:
             if leases is None:
                 continue
             if before is None:
-                lasts = [float(one.get("lasts") or _MAX_LEASE_DURATION) for one in leases.values()]
+                lasts = [
+                    float(lease.get("lasts") or _MAX_LEASE_DURATION) for lease in leases.values()
+                ]
                 until = (
                     time.monotonic()
                     + min(max(lasts, default=LEASE_DURATION), _MAX_LEASE_DURATION)
                     + _CLOCK_SKEW_ALLOWANCE
                 )
             renewed = before is not None and any(
-                before.get(name, one) != one for name, one in leases.items()
+                before.get(name, lease) != lease for name, lease in leases.items()
             )
             seen = any(map(_is_on_this_host, leases.values()))
             if (renewed and not seen) or time.monotonic() > (
@@ -149,8 +151,8 @@ class RunLease:
         Raises:
             RunInUseError: This process does not hold it, or no longer.
         """
-        mark = self._lease_file  # another thread may leave it
-        if mark is None or not mark.renew_and_check():
+        lease_file = self._lease_file  # another thread may leave it
+        if lease_file is None or not lease_file.renew_and_check():
             raise self._in_use_error(
                 "another process has taken it from this one, which was cut off or stopped for long"
             )
@@ -163,18 +165,18 @@ class RunLease:
 
     def release_lease(self) -> None:
         """Gives the lease back."""
-        mark, self._lease_file = self._lease_file, None
-        if mark is not None:
-            # the mark of a process that has ended does not count
+        lease_file, self._lease_file = self._lease_file, None
+        if lease_file is not None:
+            # the lease file of a process that has ended does not count
             with contextlib.suppress(OSError):
-                if mark.renew_and_check():
-                    mark.delete_if_held()
-            mark.stop_renewing()
+                if lease_file.renew_and_check():
+                    lease_file.delete_if_held()
+            lease_file.stop_renewing()
 
-    def _in_use_error(self, why: str) -> RunInUseError:
+    def _in_use_error(self, reason: str) -> RunInUseError:
         return RunInUseError(
-            f"run {self._run_id!r} is trained elsewhere: {why}: choose another run_id, or end the "
-            f"other one. It holds {self._run_path}"
+            f"run {self._run_id!r} is trained elsewhere: {reason}: choose another run_id, or end "
+            f"the other one. It holds {self._run_path}"
         )
 
 
@@ -192,7 +194,7 @@ def job_fingerprint(ticket: str) -> str | None:
     All workers of the job have the same one, also after its registrar was started again.
 
     Args:
-        ticket: Of the job.
+        ticket: Ticket of the job.
     """
     body = ticket.partition(".")[2]
     try:
@@ -227,10 +229,10 @@ def _is_on_this_host(lease: dict[str, Any]) -> bool:
     process can check whether it is alive.
     """
     try:
-        here = {
+        own_identity = {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             "namespace": str(Path("/proc/self/ns/pid").readlink()),
         }
     except OSError:
         return False
-    return all(lease.get(name) == value for name, value in here.items())
+    return all(lease.get(name) == value for name, value in own_identity.items())

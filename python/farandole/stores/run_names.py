@@ -25,7 +25,7 @@ def check_run_id(run_id: str, name: str = "run_id") -> None:
 
     Args:
         run_id: path below the directory of runs.
-        name: of the parameter, for messages.
+        name: name of the parameter, for messages.
 
     Raises:
         ValueError: naming the parameter and the value.

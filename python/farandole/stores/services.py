@@ -42,21 +42,19 @@ class ObjectStore(AbstractFilesystemStore):
         """
         super().check_writable()
         store, name = native.Store(self.prefix_path), f"_created_{uuid.uuid4().hex}"
-        told = (
-            f"{self.prefix_path} cannot be asked to create a file only where there is none "
-            "(If-None-Match), by which "
-            "processes keep each other's data: use a newer version of the service, or another "
-            "store"
+        message = (
+            f"{self.prefix_path} does not support conditional creation (If-None-Match), which "
+            "leases need: use a newer version of the service, or another store"
         )
         try:
             once, twice = store.create_if_absent(name, b""), store.create_if_absent(name, b"")
         except (OSError, ValueError) as error:
-            raise OSError(f"{told}: {error}") from error
+            raise OSError(f"{message}: {error}") from error
         finally:
             with contextlib.suppress(OSError):
                 store.delete(name)
         if not once or twice:
-            raise OSError(told)
+            raise OSError(message)
 
 
 class HDFSStore(AbstractFilesystemStore):
@@ -67,7 +65,7 @@ class HDFSStore(AbstractFilesystemStore):
     (`HADOOP_CONF_DIR`).
 
     Args:
-        prefix_path: where everything lives.
+        prefix_path: prefix of all paths of the store.
         host: name node or name service of paths that name none; default: the Hadoop
             configuration's.
         port: its port.

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Small files of JSON in a store: the only reader of markers, records, leases and descriptions.
 
-Such a file may be damaged, or written by a stranger. Therefore its bytes, its depth, and the number
+The file may be damaged, or written by a stranger. Therefore its bytes, its depth, and the number
 of its values and names are limited. A file beyond a limit, and a file with other content than
 expected, is a `DamagedFileError`, whose message begins with `damaged:` and the file.
 """
@@ -36,7 +36,7 @@ def read_json(store: native.Store, name: str, max_bytes: int = MAX_SMALL_FILE_BY
     Args:
         store: the directory.
         name: path of the file below it.
-        max_bytes: of the file.
+        max_bytes: maximum size of the file.
 
     Raises:
         DamagedFileError: the file is no JSON, or is beyond a limit.
@@ -59,7 +59,7 @@ def read_small_file(
     Args:
         store: the directory.
         name: path of the file below it.
-        max_bytes: of the file.
+        max_bytes: maximum size of the file.
 
     Raises:
         DamagedFileError: the file is larger.
@@ -98,12 +98,12 @@ def read_json_lines(store: native.Store, name: str) -> tuple[list[Any], list[str
     return found, faults
 
 
-def parse_json(data: bytes | str, place: str) -> Any:
+def parse_json(data: bytes | str, source_name: str) -> Any:
     """Returns the content of JSON text.
 
     Args:
         data: the text.
-        place: of the text, for the message.
+        source_name: name of the text, for the message.
 
     Raises:
         DamagedFileError: the text is no JSON, or is beyond a limit.
@@ -112,19 +112,19 @@ def parse_json(data: bytes | str, place: str) -> Any:
     # Counted before the text is read, because a list of empty lists takes 30 times its text.
     values = sum(map(text.count, (b",", b"[", b"{")))
     if values > MAX_JSON_VALUES:
-        raise DamagedFileError(f"damaged: {place}: it has more than {MAX_JSON_VALUES} values")
-    with name_damage(place):
+        raise DamagedFileError(f"damaged: {source_name}: it has more than {MAX_JSON_VALUES} values")
+    with name_damage(source_name):
         made = json.loads(text)
-    _check_limits(made, place)
+    _check_limits(made, source_name)
     return made
 
 
 @contextlib.contextmanager
-def name_damage(place: str) -> Iterator[None]:
+def name_damage(source_name: str) -> Iterator[None]:
     """Turns the errors of a reader about unexpected content into `DamagedFileError`.
 
     Args:
-        place: of the content, for the message.
+        source_name: name of the content, for the message.
 
     Raises:
         DamagedFileError: the content is not the expected one.
@@ -134,20 +134,24 @@ def name_damage(place: str) -> Iterator[None]:
     except DamagedFileError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        raise DamagedFileError(f"damaged: {place}: {type(error).__name__}: {error}") from error
+        raise DamagedFileError(
+            f"damaged: {source_name}: {type(error).__name__}: {error}"
+        ) from error
     except (RecursionError, MemoryError) as error:
-        raise DamagedFileError(f"damaged: {place}: {type(error).__name__}") from error
+        raise DamagedFileError(f"damaged: {source_name}: {type(error).__name__}") from error
 
 
-def _check_limits(value: Any, place: str) -> None:
+def _check_limits(value: Any, source_name: str) -> None:
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
         containers = [one for one in level if isinstance(one, dict | list)]
         if not containers:
             return
         level = []
-        for one in containers:
-            if isinstance(one, dict) and len(one) > MAX_NAMES_PER_OBJECT:
-                raise DamagedFileError(f"damaged: {place}: an object has {len(one)} names")
-            level.extend(one.values() if isinstance(one, dict) else one)
-    raise DamagedFileError(f"damaged: {place}: it is deeper than {MAX_JSON_DEPTH} levels")
+        for container in containers:
+            if isinstance(container, dict) and len(container) > MAX_NAMES_PER_OBJECT:
+                raise DamagedFileError(
+                    f"damaged: {source_name}: an object has {len(container)} names"
+                )
+            level.extend(container.values() if isinstance(container, dict) else container)
+    raise DamagedFileError(f"damaged: {source_name}: it is deeper than {MAX_JSON_DEPTH} levels")

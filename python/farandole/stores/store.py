@@ -319,8 +319,8 @@ class AbstractFilesystemStore(Store):
             raise ValueError(f"older_than must be at least 0: {older_than!r}")
         seconds = None if age is None else float(age)
         size = None if max_size is None else byte_count("max_size", max_size)
-        gone, left = native.Store(self.prefix_path).sweep_stale_data(seconds, size)
-        for path, reason in left:
+        gone, skipped = native.Store(self.prefix_path).sweep_stale_data(seconds, size)
+        for path, reason in skipped:
             _log.warning("gc leaves %s/%s: %s", self.prefix_path, path, reason)
         return [path for path, _, _ in gone]
 
@@ -414,7 +414,7 @@ class AbstractFilesystemStore(Store):
 
         Args:
             run_id: name of the run.
-            suffix: how the files' names end.
+            suffix: end of the files' names.
         """
         run = self.get_run_path(run_id)
         return [f"{run}/{name}" for name, _ in self._open(run).list() if name.endswith(suffix)]
@@ -502,7 +502,7 @@ class AbstractFilesystemStore(Store):
             checkpoint_filename=self.get_checkpoint_filename(),
             logs_subdir=self.get_logs_subdir(),
             storage_options=self._options,
-            seal_key=checkpoint_signatures.run_key(run_id),
+            run_key=checkpoint_signatures.run_key(run_id),
         )
 
     def _split_path(self, path: str) -> tuple[str, str]:

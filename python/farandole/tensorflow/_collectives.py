@@ -57,8 +57,8 @@ def allreduce(
     Args:
         tensor: A tensor, a variable or an `IndexedSlices`; equal shape and dtype on all ranks.
         average: Deprecated; use `op`.
-        device_dense: Where the op for dense tensors is placed.
-        device_sparse: Where the ops for slices are placed.
+        device_dense: Device of the op for dense tensors.
+        device_sparse: Device of the ops for slices.
         compression: Compresses the tensor for transport, for example `Compression.bf16`.
         op: `Average` (the default), `Sum`, `Adasum`, `Min`, `Max` or `Product`.
         prescale_factor: Multiplies every rank's tensor before the reduction.
@@ -225,7 +225,7 @@ def reducescatter(
 
     Args:
         tensor: At least one dimension; equal shape and dtype on all ranks.
-        device_dense: Where the op is placed.
+        device_dense: Device of the op.
         compression: Compresses the tensor for transport.
         op: `Average` or `Sum`.
         name: Names the operation across ranks.

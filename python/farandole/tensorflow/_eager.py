@@ -43,16 +43,16 @@ def is_eager(value: Any) -> bool:
     return type(value) is eager_tensor and _executing_eagerly()
 
 
-def run_fast_path(op: str, tensor: Any, told: tuple[Any, ...]) -> Any:
+def run_fast_path(op: str, tensor: Any, attributes: tuple[Any, ...]) -> Any:
     """Runs a native op on an eager tensor; returns `None` if TensorFlow refuses the fast path.
 
     Args:
         op: The op.
         tensor: Its input.
-        told: Attribute names and values, alternating.
+        attributes: Attribute names and values, alternating.
     """
     try:
-        return _execute(_current_context(), op, None, tensor, *told)
+        return _execute(_current_context(), op, None, tensor, *attributes)
     except _status_error as error:
         _raise_status(error, None)
     except _fallback_error:

@@ -142,7 +142,7 @@ def _run_with_gradient(
             returns the gradients of `tensors`.
         rows_differ: Whether results have other numbers of rows.
         more: Further inputs, which have no gradient.
-        more_dtypes: Of further results, which have none either.
+        more_dtypes: Data types of further results, which have no gradient either.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
 
@@ -176,23 +176,23 @@ def _import_gradients() -> Any:
 
 
 def _reduce_tensors(
-    reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], told: dict[str, Any]
+    reduce: Callable[..., Any], gradient: str, tensors: Sequence[Any], attributes: dict[str, Any]
 ) -> list[Any]:
     """Returns a reduction of several tensors; `gradient` names its gradient."""
-    tensor_name, process_set = told["tensor_name"], told["process_set"]
+    tensor_name, process_set = attributes["tensor_name"], attributes["process_set"]
 
     def reduce_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
         return reduce(
             list(arrays),
             name=tensor_name or None,
-            op=unrounded_op(told["reduce_op"]),
-            prescale_factor=double_from_bits(told["prescale"]),
-            postscale_factor=double_from_bits(told["postscale"]),
+            op=unrounded_op(attributes["reduce_op"]),
+            prescale_factor=double_from_bits(attributes["prescale"]),
+            postscale_factor=double_from_bits(attributes["postscale"]),
             process_set=_find_process_set(process_set),
         )
 
-    def reduction_gradient(here: Any, grads: list[Any]) -> list[Any]:
-        return getattr(_import_gradients(), gradient)(here, grads, told)
+    def reduction_gradient(ops: Any, grads: list[Any]) -> list[Any]:
+        return getattr(_import_gradients(), gradient)(ops, grads, attributes)
 
     return _run_with_gradient(
         reduce_arrays, tensors, reduction_gradient, rows_differ=gradient == "reducescatter"
@@ -209,14 +209,14 @@ def farandole_grouped_allreduce(
     postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors as one unit."""
-    told = {
+    attributes = {
         "tensor_name": tensor_name,
         "process_set": process_set,
         "reduce_op": reduce_op,
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce_tensors(hvd.grouped_allreduce, "allreduce", tensors, told)
+    return _reduce_tensors(hvd.grouped_allreduce, "allreduce", tensors, attributes)
 
 
 def farandole_grouped_reducescatter(
@@ -229,14 +229,14 @@ def farandole_grouped_reducescatter(
     postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors and keeps this rank's rows."""
-    told = {
+    attributes = {
         "tensor_name": tensor_name,
         "process_set": process_set,
         "reduce_op": reduce_op,
         "prescale": prescale,
         "postscale": postscale,
     }
-    return _reduce_tensors(hvd.grouped_reducescatter, "reducescatter", tensors, told)
+    return _reduce_tensors(hvd.grouped_reducescatter, "reducescatter", tensors, attributes)
 
 
 def farandole_grouped_broadcast(
@@ -258,11 +258,11 @@ def farandole_grouped_broadcast(
         ]
         return [hvd.synchronize(handle) for handle in handles]
 
-    told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
+    attributes = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
     return _run_with_gradient(
         broadcast_arrays,
         tensors,
-        lambda here, grads: _import_gradients().broadcast(here, grads, told),
+        lambda ops, grads: _import_gradients().broadcast(ops, grads, attributes),
     )
 
 
@@ -282,11 +282,11 @@ def farandole_grouped_allgather(
         gathered = hvd.grouped_allgather(list(arrays), name=tensor_name or None, process_set=chosen)
         return [*gathered, rows.T.copy()]
 
-    told = {"tensor_name": tensor_name, "process_set": process_set}
+    attributes = {"tensor_name": tensor_name, "process_set": process_set}
     *outputs, rows = _run_with_gradient(
         gather_arrays,
         tensors,
-        lambda here, grads, rows: _import_gradients().allgather(here, grads, told, rows),
+        lambda ops, grads, rows: _import_gradients().allgather(ops, grads, attributes, rows),
         rows_differ=True,
         more_dtypes=[tf.int64],
     )
@@ -312,12 +312,12 @@ def farandole_alltoall(
         output, received = hvd.alltoall(array, sent, name=tensor_name or None, process_set=chosen)
         return [output, np.asarray(received, np.int32)]
 
-    told = {"tensor_name": tensor_name, "process_set": process_set}
+    attributes = {"tensor_name": tensor_name, "process_set": process_set}
     output, received = _run_with_gradient(
         exchange_rows,
         [tensor],
-        lambda here, grads, received: [
-            _import_gradients().alltoall(here, grads[0], told, received)
+        lambda ops, grads, received: [
+            _import_gradients().alltoall(ops, grads[0], attributes, received)
         ],
         rows_differ=True,
         more=[splits],

@@ -39,18 +39,18 @@ DEFAULT_ATTRIBUTES = {
 """Default arguments of eager ops."""
 
 
-def _reduction_attributes(told: dict[str, Any]) -> dict[str, Any]:
+def _reduction_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the attributes of a reduction.
 
     Raises:
         ValueError: When it has no gradient.
     """
     if (
-        unrounded_op(told["reduce_op"]) not in (Average, Sum)
+        unrounded_op(attributes["reduce_op"]) not in (Average, Sum)
         and not gradient_convention.uses_horovod_gradients()
     ):
         raise ValueError("only Average and Sum have a gradient")
-    return {key: told[key] for key in REDUCTION_ATTRIBUTES}
+    return {key: attributes[key] for key in REDUCTION_ATTRIBUTES}
 
 
 def gradient_reduce_op() -> int:
@@ -58,47 +58,49 @@ def gradient_reduce_op() -> int:
     return Average if gradient_convention.uses_horovod_gradients() else Sum
 
 
-def allreduce(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
+def allreduce(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns the same reduction of the gradients."""
     return list(
-        here.farandole_grouped_allreduce(
-            tensors=grads, **_reduction_attributes(told), **gradient_arguments(told)
+        ops.farandole_grouped_allreduce(
+            tensors=grads, **_reduction_attributes(attributes), **gradient_arguments(attributes)
         )
     )
 
 
-def broadcast(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
-    """Sums of gradients where the values came from, nothing elsewhere."""
-    summed = here.farandole_grouped_allreduce(
-        tensors=grads, reduce_op=gradient_reduce_op(), **gradient_arguments(told)
+def broadcast(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
+    """Returns the sums of the gradients on the root, and zeros on the other ranks."""
+    summed = ops.farandole_grouped_allreduce(
+        tensors=grads, reduce_op=gradient_reduce_op(), **gradient_arguments(attributes)
     )
-    is_root = tf.equal(here.farandole_rank(), told["root_rank"])
+    is_root = tf.equal(ops.farandole_rank(), attributes["root_rank"])
     return [tf.where(is_root, whole, tf.zeros_like(whole)) for whole in summed]
 
 
-def allgather(here: Any, grads: list[Any], told: dict[str, Any], rows: Any) -> list[Any]:
+def allgather(ops: Any, grads: list[Any], attributes: dict[str, Any], rows: Any) -> list[Any]:
     """Sums the gradients of all ranks; each rank takes the rows that it has sent."""
-    arguments = gradient_arguments(told)
-    summed = here.farandole_grouped_allreduce(
+    arguments = gradient_arguments(attributes)
+    summed = ops.farandole_grouped_allreduce(
         tensors=grads, reduce_op=gradient_reduce_op(), **arguments
     )
-    rank = here.farandole_rank(process_set=arguments["process_set"])
+    rank = ops.farandole_rank(process_set=arguments["process_set"])
     starts, counts = tf.cumsum(rows, axis=1, exclusive=True)[:, rank], rows[:, rank]
     return [
         whole[starts[index] : starts[index] + counts[index]] for index, whole in enumerate(summed)
     ]
 
 
-def alltoall(here: Any, grad: Any, told: dict[str, Any], received: Any) -> Any:
+def alltoall(ops: Any, grad: Any, attributes: dict[str, Any], received: Any) -> Any:
     """Sends the gradients of rows back to the ranks of the rows."""
     splits = tf.cast(received, tf.int64)
-    return here.farandole_alltoall(tensor=grad, splits=splits, **gradient_arguments(told)).output
+    return ops.farandole_alltoall(
+        tensor=grad, splits=splits, **gradient_arguments(attributes)
+    ).output
 
 
-def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any]:
+def reducescatter(ops: Any, grads: list[Any], attributes: dict[str, Any]) -> list[Any]:
     """Returns every rank's part of the gradient, by the factors."""
-    reduction, arguments = _reduction_attributes(told), gradient_arguments(told)
-    parts = here.farandole_grouped_allgather(tensors=grads, **arguments).outputs
+    reduction, arguments = _reduction_attributes(attributes), gradient_arguments(attributes)
+    parts = ops.farandole_grouped_allgather(tensors=grads, **arguments).outputs
     factor = double_from_bits(reduction["prescale"]) * double_from_bits(reduction["postscale"])
     if factor != 1.0:
         parts = [part * tf.cast(factor, part.dtype) for part in parts]
@@ -108,7 +110,7 @@ def reducescatter(here: Any, grads: list[Any], told: dict[str, Any]) -> list[Any
     )
     if averages == larger:
         return list(parts)
-    size = here.farandole_size(process_set=arguments["process_set"])
+    size = ops.farandole_size(process_set=arguments["process_set"])
     apply = tf.divide if averages else tf.multiply
     return [apply(part, tf.cast(size, part.dtype)) for part in parts]
 
@@ -125,8 +127,8 @@ def _op_arguments(op: Any, *more: str) -> dict[str, Any]:
     name = tf.compat.as_text(attribute_value("tensor_name"))
     if not name and not tf.executing_eagerly():
         name = f"Farandole_{normalize_name(op.name)}"
-    told = {key: attribute_value(key) for key in ("process_set", *more)}
-    return {"tensor_name": name, **told}
+    attributes = {key: attribute_value(key) for key in ("process_set", *more)}
+    return {"tensor_name": name, **attributes}
 
 
 def _register_gradients() -> None:

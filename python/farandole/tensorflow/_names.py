@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NAME_COUNTS_ATTRIBUTE = "_farandole_names"
-"""Attribute of a graph: how often each name was asked for."""
+"""Attribute of a graph: the number of uses of each name."""
 _NON_ALPHANUMERIC_PATTERN = re.compile(r"[^a-zA-Z0-9]")
 
 
@@ -125,14 +125,14 @@ def double_bits(factor: float) -> int:
     return struct.unpack("<q", struct.pack("<d", float(factor)))[0]
 
 
-def gradient_arguments(told: dict[str, Any]) -> dict[str, Any]:
+def gradient_arguments(attributes: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the collective in another collective's gradient, made from that
     one's arguments.
     """
-    number = told["process_set"]
+    number = attributes["process_set"]
     if tf.executing_eagerly():
         return {"tensor_name": "", "process_set": number, "attended": True}
     return {
-        "tensor_name": unique_operation_name(f"{told['tensor_name'] or 'Farandole'}_grad"),
+        "tensor_name": unique_operation_name(f"{attributes['tensor_name'] or 'Farandole'}_grad"),
         "process_set": number,
     }

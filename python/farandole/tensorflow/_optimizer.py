@@ -132,7 +132,7 @@ class _AdasumOptimizer(_WrappingOptimizer):
         """Applies them here; on every n-th call the steps of all ranks are combined.
 
         Args:
-            grads_and_vars: Of this rank.
+            grads_and_vars: Gradients and variables of this rank.
             global_step: Counts calls.
             name: Names the op.
 
@@ -210,11 +210,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Wraps an optimizer so that its gradients are reduced over all ranks.
 
     Args:
-        optimizer: Of `tf.compat.v1.train`, or Keras's.
+        optimizer: Optimizer of `tf.compat.v1.train`, or Keras's.
         name: Names the wrapper; the wrapped class's name after `Distributed` by default.
         use_locking: For optimizers of `tf.compat.v1.train`.
-        device_dense: Where ops for dense gradients are placed.
-        device_sparse: Where ops for slices are placed.
+        device_dense: Device of the ops for dense gradients.
+        device_sparse: Device of the ops for slices.
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         backward_passes_per_step: Gradients of this many steps are summed, then reduced and applied

@@ -102,8 +102,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 
     Args:
         gradtape: A `tf.GradientTape` that has recorded or still records.
-        device_dense: Where ops for dense gradients are placed.
-        device_sparse: Where ops for slices are placed.
+        device_dense: Device of the ops for dense gradients.
+        device_sparse: Device of the ops for slices.
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first; else they are gathered.
         op: The reduction, `Average` by default.

@@ -53,7 +53,7 @@ def broadcast_object(
     """Returns the root's object on every rank.
 
     Args:
-        obj: What to send; ignored on other ranks.
+        obj: Value to send; ignored on other ranks.
         root_rank: The rank that sends.
         session: Not needed.
         name: Names the operation across ranks.
@@ -124,7 +124,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
 
     Args:
         root_rank: The rank whose values count.
-        device: Where the op is placed.
+        device: Device of the op.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:

@@ -100,7 +100,7 @@ class LocalGradientAggregationHelper:
         """Adds gradients to the sums.
 
         Args:
-            grads: Of this pass; `None` stays `None`.
+            grads: Gradients of this pass; `None` stays `None`.
             vars: Their variables, the same on every call.
 
         Returns:
@@ -129,7 +129,7 @@ class LocalGradientAggregationHelper:
             count = self.counter.assign_add(1)
         with tf.control_dependencies([count]):
             values = [self.sums[index].read_value() for index in present]
-        # Asked once: in a graph without automatic control dependencies a second look could come too
+        # Read once: in a graph without automatic control dependencies, a second read could run too
         # early.
         self._due_flag = due = tf.equal(count, self.backward_passes_per_step)
 

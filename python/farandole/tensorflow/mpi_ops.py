@@ -180,24 +180,34 @@ def grouped_reduce(
         "postscale": double_bits(factors[1]),
     }
     kind = "Reducescatter" if scatter else "Allreduce"
-    here = ops_for_context()
+    context_ops = ops_for_context()
     if len(tensors) == 1:
-        told = collective_arguments(kind, tensors, name, process_set, ignore_name_scope)
-        one = here.farandole_reducescatter if scatter else here.farandole_allreduce
-        return [one(tensor=tensors[0], **attributes, **told)]
-    told = collective_arguments(f"Grouped{kind}", tensors, name, process_set, ignore_name_scope)
-    several = here.farandole_grouped_reducescatter if scatter else here.farandole_grouped_allreduce
-    return _pass_through_identity(here, several(tensors=tensors, **attributes, **told))
+        arguments = collective_arguments(kind, tensors, name, process_set, ignore_name_scope)
+        reduce_single = (
+            context_ops.farandole_reducescatter if scatter else context_ops.farandole_allreduce
+        )
+        return [reduce_single(tensor=tensors[0], **attributes, **arguments)]
+    arguments = collective_arguments(
+        f"Grouped{kind}", tensors, name, process_set, ignore_name_scope
+    )
+    reduce_grouped = (
+        context_ops.farandole_grouped_reducescatter
+        if scatter
+        else context_ops.farandole_grouped_allreduce
+    )
+    return _pass_through_identity(
+        context_ops, reduce_grouped(tensors=tensors, **attributes, **arguments)
+    )
 
 
-def _pass_through_identity(here: Any, results: Any) -> list[Any]:
+def _pass_through_identity(used_ops: Any, results: Any) -> list[Any]:
     """Passes the results of an op of a graph through an identity op.
 
     Ops that wait for an asynchronous op go to TensorFlow's threads one by one. Ops that wait for a
     plain op continue on its thread. With many small gradients, the identity op saves half of the
     time of their reduction in a step.
     """
-    if tf.executing_eagerly() or here is not ops or _library.library is None:
+    if tf.executing_eagerly() or used_ops is not ops or _library.library is None:
         return list(results)
     return list(tf.identity_n(results))
 
@@ -213,12 +223,12 @@ def reduce_eagerly(
 ) -> Any:
     """Reduces one eager tensor, by the shortest way."""
     if ops is _fast_path_ops and prescale_factor == postscale_factor == 1.0:
-        told: tuple[Any, ...] = ("attended", True, "reduce_op", op)
+        fast_attributes: tuple[Any, ...] = ("attended", True, "reduce_op", op)
         if name is not None:
-            told += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
+            fast_attributes += ("tensor_name", f"Allreduce.{base_name(name, ignore_name_scope)}")
         if process_set is not global_process_set:
-            told += ("process_set", registered_process_set_number(process_set))
-        reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, told)
+            fast_attributes += ("process_set", registered_process_set_number(process_set))
+        reduced = _eager.run_fast_path("FarandoleAllreduce", tensor, fast_attributes)
         if reduced is not None:
             return reduced
     return ops.farandole_allreduce(
@@ -277,8 +287,8 @@ def allgather(
         The ranks' tensors in rank order. Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = collective_arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
-    return ops_for_context().farandole_allgather(tensor=tensor, **told).output
+    arguments = collective_arguments("Allgather", [tensor], name, process_set, ignore_name_scope)
+    return ops_for_context().farandole_allgather(tensor=tensor, **arguments).output
 
 
 def grouped_allgather(
@@ -291,8 +301,10 @@ def grouped_allgather(
     tensors = [as_tensor(tensor) for tensor in tensors]
     if not tensors:
         return []
-    told = collective_arguments("GroupedAllgather", tensors, name, process_set, ignore_name_scope)
-    return list(ops_for_context().farandole_grouped_allgather(tensors=tensors, **told).outputs)
+    arguments = collective_arguments(
+        "GroupedAllgather", tensors, name, process_set, ignore_name_scope
+    )
+    return list(ops_for_context().farandole_grouped_allgather(tensors=tensors, **arguments).outputs)
 
 
 def broadcast(
@@ -315,8 +327,8 @@ def broadcast(
         A new tensor. Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = collective_arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
-    return ops_for_context().farandole_broadcast(tensor=tensor, root_rank=root_rank, **told)
+    arguments = collective_arguments("Broadcast", [tensor], name, process_set, ignore_name_scope)
+    return ops_for_context().farandole_broadcast(tensor=tensor, root_rank=root_rank, **arguments)
 
 
 def broadcast_(
@@ -364,9 +376,9 @@ def broadcast_assignments(
     if not targets:
         return []
     tensors = [tf.convert_to_tensor(target) for target in targets]
-    told = collective_arguments("Broadcast", tensors, name, process_set)
+    arguments = collective_arguments("Broadcast", tensors, name, process_set)
     values = ops_for_context().farandole_grouped_broadcast(
-        tensors=tensors, root_rank=root_rank, **told
+        tensors=tensors, root_rank=root_rank, **arguments
     )
     return [_assign_variable(target, value) for target, value in zip(targets, values, strict=True)]
 
@@ -398,13 +410,13 @@ def alltoall(
         Differentiable.
     """
     tensor = as_tensor(tensor)
-    told = collective_arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
+    arguments = collective_arguments("Alltoall", [tensor], name, process_set, ignore_name_scope)
     sent = (
         tf.constant([], tf.int64)
         if splits is None
         else tf.cast(tf.convert_to_tensor(splits), tf.int64)
     )
-    output, received = ops_for_context().farandole_alltoall(tensor=tensor, splits=sent, **told)
+    output, received = ops_for_context().farandole_alltoall(tensor=tensor, splits=sent, **arguments)
     return output if splits is None else (output, received)
 
 
@@ -444,8 +456,8 @@ def join() -> Any:
     Returns:
         The rank that joined last, the same on all.
     """
-    told = {} if tf.executing_eagerly() else {"tensor_name": "join"}
-    return ops_for_context().farandole_join(**told)
+    arguments = {} if tf.executing_eagerly() else {"tensor_name": "join"}
+    return ops_for_context().farandole_join(**arguments)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:

@@ -32,8 +32,8 @@ class GradientReducer:
     """Reduces the gradients of a tape or an optimizer.
 
     Args:
-        device_dense: Where ops for dense gradients are placed.
-        device_sparse: Where ops for slices are placed.
+        device_dense: Device of the ops for dense gradients.
+        device_sparse: Device of the ops for slices.
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether slices become tensors first.
         op: The reduction.

@@ -31,7 +31,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             second one on.
 
     Raises:
-        ValueError: When `fused` is asked for.
+        ValueError: When `fused` is true.
     """
 
     def __init__(

@@ -321,7 +321,7 @@ def farandole_grouped_allreduce(
     postscale: int = ONE_BITS,
 ) -> list[Any]:
     """Combines several tensors as one unit."""
-    told = {
+    attributes = {
         "tensor_name": tensor_name,
         "process_set": process_set,
         "reduce_op": reduce_op,
@@ -335,7 +335,7 @@ def farandole_grouped_allreduce(
         head,
         tensors,
         _unchanged_shape,
-        lambda *grads: _gradients.allreduce(_this_module(), list(grads), told),
+        lambda *grads: _gradients.allreduce(_this_module(), list(grads), attributes),
     )
 
 
@@ -348,13 +348,13 @@ def farandole_grouped_broadcast(
     tensors: Sequence[Any], tensor_name: str = "", process_set: int = 0, root_rank: int = 0
 ) -> list[Any]:
     """Returns the root's tensors on every rank."""
-    told = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
+    attributes = {"tensor_name": tensor_name, "process_set": process_set, "root_rank": root_rank}
     head = _encode_call_config(BROADCAST, process_set, tensor_name, root=root_rank)
     return _add_collective(
         head,
         tensors,
         _unchanged_shape,
-        lambda *grads: _gradients.broadcast(_this_module(), list(grads), told),
+        lambda *grads: _gradients.broadcast(_this_module(), list(grads), attributes),
     )
 
 
@@ -378,7 +378,7 @@ def farandole_grouped_allgather(
             process_set,
             _gradients.gradient_reduce_op(),
         )
-        # Asked when it runs: in the next world of an elastic job this may be another rank.
+        # Evaluated when it runs: in the next world of an elastic job the rank may be another one.
         rank = farandole_rank(process_set)
         parts = []
         for total, count in zip(summed, rows, strict=True):
@@ -432,7 +432,7 @@ def farandole_grouped_reducescatter(
             raise ValueError(f"in a compiled function rows must divide by the {size} ranks: {rows}")
         return _with_row_count(shape, rows // size)
 
-    told = {
+    attributes = {
         "tensor_name": tensor_name,
         "process_set": process_set,
         "reduce_op": reduce_op,
@@ -441,7 +441,7 @@ def farandole_grouped_reducescatter(
     }
 
     def reducescatter_gradient(*grads: Any) -> list[Any]:
-        return _gradients.reducescatter(_this_module(), list(grads), told)
+        return _gradients.reducescatter(_this_module(), list(grads), attributes)
 
     head = _encode_call_config(
         REDUCESCATTER,

@@ -47,9 +47,9 @@ def _start_allgather(
     name: str | None,
     process_set: ProcessSet,
     result: Callable[[GatheredRows], Any],
-    attended: bool,
+    caller_waits: bool,
 ) -> int:
-    """Starts an allgather; `attended` if `synchronize` follows at once."""
+    """Starts an allgather; `caller_waits` if `synchronize` follows at once."""
     require_dimension("allgather", tensor)
     number = process_set_number(process_set)
     source = to_engine_tensor(tensor, MOVABLE_DTYPES)
@@ -64,7 +64,7 @@ def _start_allgather(
         engine.allgather,
         *described,
         number,
-        attended,
+        caller_waits,
         device_location(source),
     )
 
@@ -102,7 +102,7 @@ def gather_rows(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet = global_process_set
 ) -> GatheredRows:
     """Like `allgather`, without a gradient; returns also the number of rows every rank gave."""
-    return synchronize(_start_allgather(tensor, name, process_set, tuple, attended=True))
+    return synchronize(_start_allgather(tensor, name, process_set, tuple, caller_waits=True))
 
 
 def allgather_async(
@@ -124,7 +124,7 @@ def allgather_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_allgather(tensor, name, process_set, _gathered_tensor, attended=False)
+    return _start_allgather(tensor, name, process_set, _gathered_tensor, caller_waits=False)
 
 
 def grouped_allgather_async(

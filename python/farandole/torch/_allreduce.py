@@ -56,7 +56,7 @@ def allreduce_async(
     reduction = TensorReduction(
         choose_op(op, average), prescale_factor, postscale_factor, process_set
     )
-    return start_allreduce(tensor, name, reduction, in_place=False, attended=False)
+    return start_allreduce(tensor, name, reduction, in_place=False, caller_waits=False)
 
 
 def allreduce_async_(
@@ -74,7 +74,7 @@ def allreduce_async_(
     reduction = TensorReduction(
         choose_op(op, average), prescale_factor, postscale_factor, process_set
     )
-    return start_allreduce(tensor, name, reduction, in_place=True, attended=False)
+    return start_allreduce(tensor, name, reduction, in_place=True, caller_waits=False)
 
 
 def allreduce(
@@ -135,7 +135,7 @@ def allreduce_(
     reduction = TensorReduction(
         choose_op(op, average), prescale_factor, postscale_factor, process_set
     )
-    return synchronize(start_allreduce(tensor, name, reduction, in_place=True, attended=True))
+    return synchronize(start_allreduce(tensor, name, reduction, in_place=True, caller_waits=True))
 
 
 def grouped_allreduce_async(

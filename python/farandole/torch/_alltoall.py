@@ -68,7 +68,11 @@ def _row_counts(tensor: torch.Tensor, splits: Splits, process_set: ProcessSet) -
 
 
 def _start_alltoall(
-    tensor: torch.Tensor, splits: Splits, name: str | None, process_set: ProcessSet, attended: bool
+    tensor: torch.Tensor,
+    splits: Splits,
+    name: str | None,
+    process_set: ProcessSet,
+    caller_waits: bool,
 ) -> int:
     counts = _row_counts(tensor, splits, process_set)
     number = process_set_number(process_set)
@@ -87,7 +91,7 @@ def _start_alltoall(
         *described,
         counts,
         number,
-        attended,
+        caller_waits,
         device_location(source),
     )
 
@@ -103,7 +107,7 @@ def alltoall_async(
     Args:
         tensor: A dense tensor of at least one dimension; all dimensions but the first are equal on
             all ranks. Must not be changed until `synchronize`.
-        splits: How many rows go to each member, in the order of ranks; a tensor of them lives on
+        splits: Number of rows for each member, in the order of ranks; a tensor of them lives on
             the CPU. Must add up to all rows (Horovod drops rows that no member gets). Equal parts
             if not given, or empty.
         name: Names the operation across ranks; unnamed operations match in the order they are
@@ -117,7 +121,7 @@ def alltoall_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_alltoall(tensor, splits, name, process_set, attended=False)
+    return _start_alltoall(tensor, splits, name, process_set, caller_waits=False)
 
 
 class _AlltoallFunction(torch.autograd.Function):
@@ -130,7 +134,7 @@ class _AlltoallFunction(torch.autograd.Function):
         ctx.process_set = process_set
         ctx.backward_name = None if name is None else f"{name}.backward"
         received, rows = synchronize(
-            _start_alltoall(tensor, splits, name, process_set, attended=True)
+            _start_alltoall(tensor, splits, name, process_set, caller_waits=True)
         )
         ctx.rows = rows.tolist()
         ctx.mark_non_differentiable(rows)
@@ -148,7 +152,7 @@ def alltoall_with_splits(
     """Like `alltoall`, but always returns the pair."""
     if wants_grad(tensor):
         return _AlltoallFunction.apply(tensor, splits, name, process_set)
-    return synchronize(_start_alltoall(tensor, splits, name, process_set, attended=True))
+    return synchronize(_start_alltoall(tensor, splits, name, process_set, caller_waits=True))
 
 
 def alltoall(

@@ -35,9 +35,9 @@ def _start_broadcast(
     name: str | None,
     process_set: ProcessSet,
     in_place: bool,
-    attended: bool,
+    caller_waits: bool,
 ) -> int:
-    """Starts a broadcast, into a new tensor unless `in_place`; `attended` when `synchronize`
+    """Starts a broadcast, into a new tensor unless `in_place`; `caller_waits` when `synchronize`
     follows at once.
     """
     if in_place:
@@ -58,7 +58,7 @@ def _start_broadcast(
         target.data_ptr(),
         root_rank,
         number,
-        attended,
+        caller_waits,
         device_location(source),
     )
     if in_place:
@@ -90,7 +90,9 @@ def broadcast_async(
         ValueError: When an argument is wrong, or an operation with this name is in progress.
         FarandoleInternalError: When the world is broken already.
     """
-    return _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=False)
+    return _start_broadcast(
+        tensor, root_rank, name, process_set, in_place=False, caller_waits=False
+    )
 
 
 def broadcast_async_(
@@ -102,7 +104,7 @@ def broadcast_async_(
     """Starts a broadcast that overwrites `tensor`, which must be contiguous; else as
     `broadcast_async`.
     """
-    return _start_broadcast(tensor, root_rank, name, process_set, in_place=True, attended=False)
+    return _start_broadcast(tensor, root_rank, name, process_set, in_place=True, caller_waits=False)
 
 
 class _BroadcastFunction(torch.autograd.Function):
@@ -119,7 +121,9 @@ class _BroadcastFunction(torch.autograd.Function):
         )
         ctx.backward_name = None if name is None else f"{name}.backward"
         return synchronize(
-            _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=True)
+            _start_broadcast(
+                tensor, root_rank, name, process_set, in_place=False, caller_waits=True
+            )
         )
 
     @staticmethod
@@ -165,7 +169,7 @@ def broadcast(
     if wants_grad(tensor):
         return _BroadcastFunction.apply(tensor, root_rank, name, process_set)
     return synchronize(
-        _start_broadcast(tensor, root_rank, name, process_set, in_place=False, attended=True)
+        _start_broadcast(tensor, root_rank, name, process_set, in_place=False, caller_waits=True)
     )
 
 
@@ -179,5 +183,5 @@ def broadcast_(
     gradient.
     """
     return synchronize(
-        _start_broadcast(tensor, root_rank, name, process_set, in_place=True, attended=True)
+        _start_broadcast(tensor, root_rank, name, process_set, in_place=True, caller_waits=True)
     )

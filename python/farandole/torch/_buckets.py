@@ -40,11 +40,11 @@ class GradientSlot:
         "__weakref__",
         "bucket",
         "dtype",
-        "left",
         "name",
         "number",
         "operation",
         "parameter",
+        "passes_left",
         "shape",
         "sparse_dim",
     )
@@ -56,7 +56,7 @@ class GradientSlot:
         self.dtype = parameter.dtype if parameter.dtype in ENGINE_DTYPES else None
         self.number = ENGINE_DTYPES.get(parameter.dtype, -1)
         self.shape = tuple(parameter.shape)
-        self.left = 0
+        self.passes_left = 0
         """Number of backward passes that are missing from the gradient."""
         self.sparse_dim = 0
         """Sparse dimensions of the gradients, here or on other ranks; 0 if none was sparse."""
@@ -85,7 +85,7 @@ class GradientBucket:
 
     Args:
         slots: The parameters, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     views = False
@@ -118,7 +118,7 @@ class GradientBucket:
         """Resets the counts and forgets the started reduction."""
         self.waiting = 0
         for slot in self.slots:
-            slot.left = passes
+            slot.passes_left = passes
             if slot.parameter.requires_grad:
                 self.waiting += 1
         self.started, self._handle, self._finish = False, None, None
@@ -287,7 +287,7 @@ class ViewBucket(GradientBucket):
 
     Args:
         slots: The parameters, of one dtype on one device, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     views = True
@@ -434,8 +434,12 @@ def _allocate_bucket_memory(
     the host can use, which is returned as well.
     """
     if like.device.type != "cpu":
-        place = device_location(like) if is_usable_in_place(like) else None
-        given = None if place is None else engine.device_memory(*place, count * like.element_size())
+        location = device_location(like) if is_usable_in_place(like) else None
+        given = (
+            None
+            if location is None
+            else engine.device_memory(*location, count * like.element_size())
+        )
         if given is None:
             return torch.zeros(count, dtype=like.dtype, device=like.device), None
         return torch.as_tensor(given, device=like.device).view(like.dtype).zero_(), None

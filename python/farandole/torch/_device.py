@@ -71,9 +71,9 @@ def record_stream_use(keep: object, made: tuple[int, int] | list[DeviceLocation]
         keep: Tensors, or lists and tuples of tensors, of an operation that will be awaited.
         made: Locations at which the operation was submitted.
     """
-    for place in {made} if isinstance(made, tuple) else set(made):
-        if place is not None and current_stream_handle(place[0]) != place[1]:
-            _record_tensors(keep, place[0], torch.cuda.current_stream(place[0]))
+    for location in {made} if isinstance(made, tuple) else set(made):
+        if location is not None and current_stream_handle(location[0]) != location[1]:
+            _record_tensors(keep, location[0], torch.cuda.current_stream(location[0]))
 
 
 def _record_tensors(keep: object, ordinal: int, stream: torch.cuda.Stream) -> None:

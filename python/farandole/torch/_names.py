@@ -65,17 +65,17 @@ def name_parameters(
 
 
 def batch_parameters(
-    parameters: Sequence[torch.Tensor], limit: int, least: int | None = None
+    parameters: Sequence[torch.Tensor], limit: int, min_bytes: int | None = None
 ) -> list[list[torch.Tensor]]:
     """Returns batches of neighbours whose gradients arrive one after the other, the last ones
     first, up to `limit` bytes each.
 
-    The tensors of a batch have one dtype and one device. With `least` the batches of the second
+    The tensors of a batch have one dtype and one device. With `min_bytes` the batches of the second
     half shrink to this size: while the last batch is sent, nothing is left to compute.
     """
     batches: list[list[torch.Tensor]] = []
     room = 0
-    left = sum(parameter.nbytes for parameter in parameters)
+    remaining_bytes = sum(parameter.nbytes for parameter in parameters)
     for parameter in reversed(parameters):
         last = batches[-1][-1] if batches else parameter
         room -= parameter.nbytes
@@ -86,10 +86,10 @@ def batch_parameters(
         ):
             batches.append([])
             room = (
-                limit if least is None else min(limit, max(least, left // 2))
+                limit if min_bytes is None else min(limit, max(min_bytes, remaining_bytes // 2))
             ) - parameter.nbytes
         batches[-1].append(parameter)
-        left -= parameter.nbytes
+        remaining_bytes -= parameter.nbytes
     return batches
 
 

@@ -56,9 +56,9 @@ def start_allreduce(
     name: str | None,
     reduction: TensorReduction,
     in_place: bool,
-    attended: bool,
+    caller_waits: bool,
 ) -> int:
-    """Starts an allreduce, into a new tensor unless `in_place`; `attended` when `synchronize`
+    """Starts an allreduce, into a new tensor unless `in_place`; `caller_waits` when `synchronize`
     follows at once.
     """
     op, prescale, postscale, number = reduction.engine_arguments
@@ -80,7 +80,7 @@ def start_allreduce(
         prescale,
         postscale,
         number,
-        attended,
+        caller_waits,
         device_location(source),
     )
 
@@ -130,7 +130,7 @@ def reduce_tensor(
     if wants_grad(tensor):
         return _reduce_differentiably([tensor], name, reduction, grouped=False)[0]
     in_place = is_private and tensor.is_contiguous()
-    return synchronize(start_allreduce(tensor, name, reduction, in_place, attended=True))
+    return synchronize(start_allreduce(tensor, name, reduction, in_place, caller_waits=True))
 
 
 def reduce_tensors(
@@ -189,7 +189,7 @@ class _ReductionFunction(torch.autograd.Function):
         else:
             results = [
                 synchronize(
-                    start_allreduce(tensors[0], name, reduction, in_place=False, attended=True)
+                    start_allreduce(tensors[0], name, reduction, in_place=False, caller_waits=True)
                 )
             ]
         if reduction.op in (Min, Max, Product) and not gradient_convention.uses_horovod_gradients():

@@ -29,7 +29,7 @@ class GradientReducer:
     Args:
         names: Every parameter and its name.
         groups: The parameters that need gradients, in units.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
         passes: Backward passes per reduction.
         as_view: Whether gradients are views of the buckets' memory.
     """
@@ -78,7 +78,7 @@ class GradientReducer:
 
     def has_new_gradients(self) -> bool:
         """Returns whether a gradient was computed since the last reduction."""
-        return any(slot.left != self.passes for slot in self._slots.values())
+        return any(slot.passes_left != self.passes for slot in self._slots.values())
 
     def reset_counts(self) -> None:
         """Resets counts and started reductions. Call it only if none is in progress, or the
@@ -177,13 +177,13 @@ class GradientReducer:
             # A replayed graph calls no hooks: `finish_step` starts the reductions of its gradients.
             if reducer.paused or is_in_cuda_graph_capture(slot.parameter):
                 return
-            slot.left -= 1
-            if slot.left == 0:
+            slot.passes_left -= 1
+            if slot.passes_left == 0:
                 bucket.waiting -= 1
                 if bucket.waiting == 0:
                     reducer._start_complete_bucket(bucket)  # noqa: SLF001 - the hook is the reducer's own
-            elif slot.left < 0:
-                slot.left = 0
+            elif slot.passes_left < 0:
+                slot.passes_left = 0
                 raise AssertionError(
                     f"the gradient of {slot.name} was computed more than "
                     f"backward_passes_per_step={reducer.passes} "

@@ -45,14 +45,14 @@ def _prepare_rows(
     are left over.
     """
     require_dimension("reducescatter", tensor)
-    rows, left = divmod(tensor.shape[0], len(member_ranks(process_set)))
+    rows, extra_rows = divmod(tensor.shape[0], len(member_ranks(process_set)))
     source = to_engine_tensor(tensor)
-    mine = rows + ((process_set.rank() or 0) < left)
+    mine = rows + ((process_set.rank() or 0) < extra_rows)
     return source, _memory.empty_tensor((mine, *source.shape[1:]), source.dtype, source.device)
 
 
 def _start_reducescatter(
-    tensor: torch.Tensor, name: str | None, reduction: TensorReduction, attended: bool
+    tensor: torch.Tensor, name: str | None, reduction: TensorReduction, caller_waits: bool
 ) -> int:
     arguments = reduction.engine_arguments
     source, target = _prepare_rows(tensor, reduction.process_set)
@@ -64,7 +64,7 @@ def _start_reducescatter(
         *described,
         target.data_ptr(),
         *arguments,
-        attended,
+        caller_waits,
         device_location(source),
     )
     return table.submit_operation((source, target), lambda _: target.to(tensor.device), *submission)
@@ -124,7 +124,7 @@ def reducescatter_async(
         FarandoleInternalError: When the world is broken already.
     """
     reduction = TensorReduction(_check_op(op), prescale_factor, postscale_factor, process_set)
-    return _start_reducescatter(tensor, name, reduction, attended=False)
+    return _start_reducescatter(tensor, name, reduction, caller_waits=False)
 
 
 def grouped_reducescatter_async(
@@ -166,7 +166,7 @@ class _ReducescatterFunction(torch.autograd.Function):
         ctx.backward_name = None if name is None else f"{name}.backward"
         if grouped:
             return tuple(synchronize(_start_grouped_reducescatter(tensors, name, reduction)))
-        return (synchronize(_start_reducescatter(tensors[0], name, reduction, attended=True)),)
+        return (synchronize(_start_reducescatter(tensors[0], name, reduction, caller_waits=True)),)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -216,7 +216,7 @@ def reducescatter(
     if wants_grad(compressed):
         part = _ReducescatterFunction.apply(False, name, reduction, compressed)[0]
     else:
-        part = synchronize(_start_reducescatter(compressed, name, reduction, attended=True))
+        part = synchronize(_start_reducescatter(compressed, name, reduction, caller_waits=True))
     return compression.decompress(part, ctx)
 
 

@@ -93,13 +93,13 @@ def split_by_equality(
     """
     if not tensors or not roles.sends_pieces_in_parts or len(roles.senders) == 1:
         return list(tensors), []
-    told = torch.full((2, len(tensors)), _INT64_MIN, dtype=torch.int64)
+    digests = torch.full((2, len(tensors)), _INT64_MIN, dtype=torch.int64)
     if basics.rank() in roles.senders:
         with torch.no_grad():
-            told[0] = torch.stack([tensor_digest(tensor).cpu() for tensor in tensors])
-        told[1] = ~told[0]  # the maximum of these is the complement of the minimum
-    synchronize(allreduce_async_(told, op=Max, name=name))
-    are_equal = told[0] == ~told[1]
+            digests[0] = torch.stack([tensor_digest(tensor).cpu() for tensor in tensors])
+        digests[1] = ~digests[0]  # the maximum of these is the complement of the minimum
+    synchronize(allreduce_async_(digests, op=Max, name=name))
+    are_equal = digests[0] == ~digests[1]
     return list(compress(tensors, are_equal)), list(compress(tensors, ~are_equal))
 
 

@@ -212,8 +212,8 @@ class _StateTransfer:
                 else torch.empty(0, dtype=torch.uint8)
             )
             return alltoall_async(nothing, splits, name)
-        place = senders.index(self._rank)
-        start, end = part_offsets(piece.byte_count, len(senders))[place : place + 2]
+        own_index = senders.index(self._rank)
+        start, end = part_offsets(piece.byte_count, len(senders))[own_index : own_index + 2]
         for taker in takers:
             splits[taker] = end - start
         part = self._piece_bytes(piece)[start:end]
@@ -271,18 +271,19 @@ def allocate_optimizer_state(
     Returns:
         Options and states with that memory, and the tensors of each, in their order.
     """
-    kept: dict[int, torch.Tensor] = {}
-    sent: dict[int, torch.Tensor] = {}
+    option_tensors: dict[int, torch.Tensor] = {}
+    state_tensors: dict[int, torch.Tensor] = {}
     firsts = [group["params"][0] if group["params"] else None for group in param_groups]
     groups = [
-        rebuild_state(group, first, kept) for group, first in zip(options, firsts, strict=True)
+        rebuild_state(group, first, option_tensors)
+        for group, first in zip(options, firsts, strict=True)
     ]
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     built = [
-        None if state is None else rebuild_state(state, parameter, sent)
+        None if state is None else rebuild_state(state, parameter, state_tensors)
         for state, parameter in zip(states, parameters, strict=True)
     ]
-    return groups, built, _tensors_in_order(kept), _tensors_in_order(sent)
+    return groups, built, _tensors_in_order(option_tensors), _tensors_in_order(state_tensors)
 
 
 def _tensors_in_order(slots: dict[int, torch.Tensor]) -> list[torch.Tensor]:

@@ -89,7 +89,7 @@ class RestartableBucket(GradientBucket):
 
     Args:
         slots: The parameters, in the same order on all ranks.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
     """
 
     def __init__(self, slots: list[GradientSlot], options: ReductionOptions) -> None:
@@ -150,7 +150,7 @@ class FaultTolerantReducer(GradientReducer):
     Args:
         names: Every parameter and its name.
         groups: The parameters that need gradients, in units.
-        options: How gradients are reduced.
+        options: Options of the reduction of gradients.
         passes: Backward passes per reduction.
     """
 
@@ -222,7 +222,7 @@ class FaultTolerance:
         others: Callable[[], Sequence[torch.Tensor]] = tuple,
     ) -> None:
         self.steps = 0
-        """Steps that training has finished, on this rank or before it came."""
+        """Steps that training has finished, on this rank or before this rank joined."""
         self.is_change_due = False
         """Whether a rank knows that the world should change, before the next step's reduction."""
         self._change_flag = torch.zeros(1, dtype=torch.int32)
@@ -299,11 +299,11 @@ class FaultTolerance:
         while True:
             try:
                 self._change_flag[0] = self.wants_world_change()
-                told = allreduce_async_(self._change_flag, op=Max, name="tolerant.change")
+                change_handle = allreduce_async_(self._change_flag, op=Max, name="tolerant.change")
                 try:
                     reduce()
                 finally:
-                    synchronize(told)
+                    synchronize(change_handle)
             except FarandoleUsageError:
                 raise
             except FarandoleInternalError:
@@ -395,49 +395,51 @@ class FaultTolerance:
                 self._row_assignments[name] = RowAssignment.from_records(of_all)
             self._row_assignments[name].adopt_agreement(of_all, basics.rank())
 
-    def _catch_up_ranks(self, told: list[list[int]]) -> bool:
+    def _catch_up_ranks(self, statuses: list[list[int]]) -> bool:
         """Brings ranks that are behind up to date; returns whether this rank must finish a step
         after that.
         """
-        whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(told) if is_whole]
-        most = max((steps for steps, _ in whole), default=0)
-        if not whole and any(steps or not is_new for steps, _, is_new in told):
+        whole = [(steps, rank) for rank, (steps, is_whole, _) in enumerate(statuses) if is_whole]
+        latest_step = max((steps for steps, _ in whole), default=0)
+        if not whole and any(steps or not is_new for steps, _, is_new in statuses):
             raise RuntimeError(
                 "all ranks that had the parameters and the state of the optimizer are lost; "
                 "continue from a checkpoint"
             )
-        if len(whole) == len(told) and all(steps == most for steps, _ in whole):
+        if len(whole) == len(statuses) and all(steps == latest_step for steps, _ in whole):
             return False
         # When training begins, no rank has a state, and all ranks take the state of rank 0.
-        senders = [rank for steps, rank in whole if steps == most] or [0]
-        takers = [rank for rank in range(len(told)) if rank not in senders]
+        senders = [rank for steps, rank in whole if steps == latest_step] or [0]
+        takers = [rank for rank in range(len(statuses)) if rank not in senders]
         require_same_model(self._describe_model(), senders[0], takers)
-        return self._update_ranks_behind(told, most, senders)
+        return self._update_ranks_behind(statuses, latest_step, senders)
 
     def _describe_model(self) -> list[str]:
         """Describes the parameters, which must be the same on senders and takers."""
         return describe_parameters(self._optimizer.param_groups)
 
-    def _update_ranks_behind(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
+    def _update_ranks_behind(
+        self, statuses: list[list[int]], latest_step: int, senders: list[int]
+    ) -> bool:
         """Like `_catch_up_ranks`, when some rank is behind.
 
         Args:
-            told: The result of `_gather_statuses`.
-            most: Steps that the senders have finished.
+            statuses: The result of `_gather_statuses`.
+            latest_step: Steps that the senders have finished.
             senders: The ranks that have the state after these steps.
         """
-        takers = [rank for rank in range(len(told)) if rank not in senders]
+        takers = [rank for rank in range(len(statuses)) if rank not in senders]
         if basics.rank() in takers:
             self._has_whole_state = False
         self._transfer_state(TransferRoles(senders, takers))
-        self._mark_state_received(most)
+        self._mark_state_received(latest_step)
         return False
 
-    def _mark_state_received(self, most: int) -> None:
-        """Notes that this rank has received the state after `most` steps."""
-        if self.steps < most:
+    def _mark_state_received(self, latest_step: int) -> None:
+        """Notes that this rank has received the state after `latest_step` steps."""
+        if self.steps < latest_step:
             self._count_rows()  # rows read for the step that another rank has finished
-        self.steps, self._has_whole_state, self._is_new = most, True, False
+        self.steps, self._has_whole_state, self._is_new = latest_step, True, False
 
     def _transfer_state(self, roles: TransferRoles) -> None:
         """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
@@ -457,16 +459,19 @@ class FaultTolerance:
         parameters = [
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         ]
-        kept: list[torch.Tensor] = []
-        sent: list[torch.Tensor] = []
+        option_tensors: list[torch.Tensor] = []
+        state_tensors: list[torch.Tensor] = []
         options = describe_state(
-            [_group_options(group) for group in self._optimizer.param_groups], kept
+            [_group_options(group) for group in self._optimizer.param_groups], option_tensors
         )
         states = describe_state(
-            [self._optimizer.state.get(parameter) for parameter in parameters], sent
+            [self._optimizer.state.get(parameter) for parameter in parameters], state_tensors
         )
         others = list(self._others())
-        own = [TensorLayouts.from_tensors(tensors) for tensors in (parameters, others, sent, kept)]
+        own = [
+            TensorLayouts.from_tensors(tensors)
+            for tensors in (parameters, others, state_tensors, option_tensors)
+        ]
         description = None
         if basics.rank() == source:
             # States of objects that this rank has not shared yet are passed on.
@@ -481,10 +486,10 @@ class FaultTolerance:
         )
         roles = roles._replace(senders=self._agree_on_senders(roles, own, layouts, content))
         if takes:
-            options, states, kept, sent = allocate_optimizer_state(
+            options, states, option_tensors, state_tensors = allocate_optimizer_state(
                 options, states, self._optimizer.param_groups
             )
-        state, other = [*parameters, *sent], [*others, *kept]
+        state, other = [*parameters, *state_tensors], [*others, *option_tensors]
         shadows = [TensorLayouts(layout).meta_tensors() for layout in layouts]
         if not takes and basics.rank() not in roles.senders:
             state = shadows[0] + shadows[2]

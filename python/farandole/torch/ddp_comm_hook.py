@@ -156,7 +156,7 @@ class PowerSGDState(CompressorState):
         start_step: As for `CompressorState`.
         error_feedback: Whether the error of the product is added to the next gradient.
         warm_start: Whether a step begins with the last step's factor instead of a random one.
-        min_compression: How many times smaller the factors of a matrix must be together.
+        min_compression: Smallest ratio of the size of a matrix to the size of its factors.
     """
 
     def __init__(

@@ -167,14 +167,14 @@ def broadcast_value(value: Any, root_rank: int, name: str) -> Any:
         root_rank: The rank that sends.
         name: Names the operation across ranks.
     """
-    told = _pack_or_pickle(value) if basics.rank() == root_rank else None
-    told = plain.broadcast_plain(told, root_rank, name)
+    packed = _pack_or_pickle(value) if basics.rank() == root_rank else None
+    packed = plain.broadcast_plain(packed, root_rank, name)
     if basics.rank() == root_rank:
         return value
     return (
-        plain.unpack_plain(told, _from_plain_form)
-        if isinstance(told, bytes)
-        else cloudpickle.loads(told[0])
+        plain.unpack_plain(packed, _from_plain_form)
+        if isinstance(packed, bytes)
+        else cloudpickle.loads(packed[0])
     )
 
 
@@ -189,8 +189,8 @@ def pack_value(value: Any) -> bytes:
     """Returns the bytes that `broadcast_value` sends for a value. If they are pickled, equal
     values may differ.
     """
-    told = _pack_or_pickle(value)
-    return told if isinstance(told, bytes) else told[0]
+    packed = _pack_or_pickle(value)
+    return packed if isinstance(packed, bytes) else packed[0]
 
 
 def _plain_form(value: Any) -> Any:
@@ -201,13 +201,13 @@ def _plain_form(value: Any) -> Any:
     raise TypeError(f"no plain form of a {type(value).__name__}")
 
 
-def _from_plain_form(told: Any) -> Any:
-    if isinstance(told, str):
-        dtype = getattr(torch, told, None)
+def _from_plain_form(form: Any) -> Any:
+    if isinstance(form, str):
+        dtype = getattr(torch, form, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a peer names {told!r} as a data type of tensors, but it is not one")
+            raise ValueError(f"a peer names {form!r} as a data type of tensors, but it is not one")
         return dtype
-    index, shape, dtype, on_host = told
+    index, shape, dtype, on_host = form
     return _TensorPlaceholder(index, shape, _from_plain_form(dtype), on_host)
 
 

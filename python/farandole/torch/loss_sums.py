@@ -178,7 +178,7 @@ def ignored_label(loss: Any) -> int:
 
 
 def label_count(loss: Any, label: torch.Tensor) -> torch.Tensor:
-    """Returns what the mean of a loss divides by, for labels that are indices of classes.
+    """Returns the divisor of the mean of a loss, for labels that are indices of classes.
 
     Args:
         loss: a loss for which `divides_by_labels` is true.

@@ -309,8 +309,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Args:
         optimizer: Any optimizer except `LBFGS`, whose line search would differ between ranks.
-        named_parameters: Such as `model.named_parameters()`; names the gradients across ranks. Must
-            name every parameter of the optimizer, if given.
+        named_parameters: Parameters by name, such as `model.named_parameters()`; names the
+            gradients across ranks. Must name every parameter of the optimizer, if given.
         compression: Compresses the gradients for transport, for example `Compression.bf16`, or a
             compressor of `farandole.torch.compress` that only this optimizer uses.
         backward_passes_per_step: Backward passes whose gradients are summed up before one

@@ -42,7 +42,8 @@ basics.call_on_each_init(_reset_layer_numbers)
 def leave_out_padding(valid: int, count: int) -> Iterator[None]:
     """Lets the layers that this thread calls leave out the last rows of a batch.
 
-    Statistics are those of the first rows, and gradients of the last rows do not depend on them.
+    The statistics include only the first rows. The gradients of the last rows do not depend on the
+    statistics.
 
     Args:
         valid: Rows that count.
@@ -143,13 +144,13 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - Di
             self._update_running_statistics(count, mean, variance)
         return _NormalizeFunction.apply(input, self.weight, self.bias, statistics, self, rows)
 
-    def name_of(self, what: str) -> str:
+    def name_of(self, purpose: str) -> str:
         """Returns a unique name of this layer, so that layers may run at the same time in
         several threads.
         """
         if self._number < 0 or self._number_of_world != _world:
             self._number, self._number_of_world = next(_layers), _world
-        return f"sync_batch_norm.{self._number}.{what}"
+        return f"sync_batch_norm.{self._number}.{purpose}"
 
     @torch.no_grad()
     def _update_running_statistics(

@@ -42,7 +42,7 @@ def fmin(
         space: The space, of `hyperopt.hp`.
         algo: Draws points; default: `hyperopt.tpe.suggest`.
         max_evals: Final number of trials, including finished ones of `trials`.
-        backend: Where trials run; default: `LocalBackend()`.
+        backend: Backend that runs the trials; default: `LocalBackend()`.
         metric: The key of the loss in what rank 0 returns; default: `loss`.
         slots: Processes that may run at once; default: one trial at a time.
         trials: `hyperopt.Trials()` to continue; new trials are added.
@@ -81,14 +81,14 @@ def fmin(
     running: dict[Future[dict[str, Any]], dict[str, Any]] = {}
     with ThreadPoolExecutor(slots // size, thread_name_prefix="farandole-trial") as pool:
         try:
-            left = max_evals - points.count_successful_trials()
-            while left > 0 or running:
-                while left > 0 and len(running) < slots // size:
+            evals_left = max_evals - points.count_successful_trials()
+            while evals_left > 0 or running:
+                while evals_left > 0 and len(running) < slots // size:
                     trial = points.draw_trial() if time.monotonic() < until else None
                     if trial is None:
-                        left = 0
+                        evals_left = 0
                         break
-                    left -= 1
+                    evals_left -= 1
                     running[pool.submit(run_trial, points.trial_point(trial))] = trial
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     points.record_outcome(running.pop(future), future, tuple(catch))
@@ -165,8 +165,8 @@ class _HyperoptTrials:
 
 def _trial_result(found: Any, metric: str | None) -> dict[str, Any]:
     """Returns Hyperopt's record of a successful trial."""
-    told = dict(found) if isinstance(found, Mapping) else {metric or "loss": found}
-    return {"status": "ok", **told, "loss": float(told[metric or "loss"])}
+    values = dict(found) if isinstance(found, Mapping) else {metric or "loss": found}
+    return {"status": "ok", **values, "loss": float(values[metric or "loss"])}
 
 
 def _import_hyperopt() -> Any:

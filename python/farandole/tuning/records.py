@@ -27,13 +27,13 @@ def report(step: int, **metrics: float) -> bool:
     """
     from farandole.spark import task  # noqa: PLC0415 - only workers need it
 
-    told = {}
+    numbers = {}
     for name, value in metrics.items():
         try:
-            told[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError):
             raise TypeError(f"a metric is a number: {name}={value!r}") from None
-    return task.report({"kind": REPORT_KIND, "step": int(step), "metrics": told})
+    return task.report({"kind": REPORT_KIND, "step": int(step), "metrics": numbers})
 
 
 def parse_report(rank: int, record: dict[str, Any]) -> tuple[int, dict[str, float]] | None:

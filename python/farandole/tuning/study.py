@@ -46,9 +46,9 @@ def optimize(
             value, or a dict with it under `metric`.
         space: Draws the parameters of a trial, such as `lambda trial: {"lr":
             trial.suggest_float("lr", 1e-4, 1)}`.
-        backend: Where trials run; default: `LocalBackend()`.
+        backend: Backend that runs the trials; default: `LocalBackend()`.
         n_trials: Trials that the study has in the end, finished or pruned.
-        metric: Which of the reported metrics the pruner gets; needed where more than one is
+        metric: Name of the reported metric for the pruner; needed where more than one is
             reported.
         slots: Processes that may run at once; default: one trial at a time.
         timeout: Seconds after which no new trial begins.
@@ -67,8 +67,8 @@ def optimize(
     if slots < size:
         raise ValueError(f"a trial has {size} processes, so slots must be at least that: {slots}")
     done = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    left = n_trials - len(study.get_trials(deepcopy=False, states=done))
-    if left <= 0:
+    trials_left = n_trials - len(study.get_trials(deepcopy=False, states=done))
+    if trials_left <= 0:
         return
     room = SlotQueue(lambda: slots)
 
@@ -79,8 +79,8 @@ def optimize(
 
     study.optimize(
         run_trial,
-        n_trials=left,
-        n_jobs=min(left, slots // size),
+        n_trials=trials_left,
+        n_jobs=min(trials_left, slots // size),
         timeout=timeout,
         catch=tuple(catch),
         callbacks=list(callbacks),
@@ -94,7 +94,7 @@ class TrialBackend(Backend):
     `estimator.setBackend(TrialBackend(LocalBackend(2), trial, "val_loss")).fit(frame)`.
 
     Args:
-        backend: Where the jobs run.
+        backend: Backend that runs the jobs.
         trial: The trial.
         metric: The metric that the pruner gets; may be omitted if there is only one.
 

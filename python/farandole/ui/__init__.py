@@ -120,12 +120,12 @@ def show(*stores: Any, port: int = 0, run: str | None = None) -> Viewer:
     return _OPEN_VIEWERS[key].at(run)
 
 
-def announce(viewer: Viewer, what: str) -> None:
+def announce(viewer: Viewer, introduction: str) -> None:
     """Shows the address of the page: a link in a notebook, elsewhere a line on stderr.
 
     Args:
         viewer: The viewer.
-        what: The words before the address, such as `the run is at`.
+        introduction: The words before the address, such as `the run is at`.
     """
     if in_notebook():
         # It exists in notebooks.
@@ -133,7 +133,7 @@ def announce(viewer: Viewer, what: str) -> None:
 
         display(viewer)
         return
-    sys.stderr.write(f"farandole: {what} {viewer.link}\n")
+    sys.stderr.write(f"farandole: {introduction} {viewer.link}\n")
     sys.stderr.flush()
 
 
@@ -152,7 +152,7 @@ def proxied(port: int, path: str) -> str:
     """Returns the URL of a path of a server on loopback, as a notebook's browser opens it.
 
     Args:
-        port: Of the server.
+        port: Port of the server.
         path: It begins with `/`.
     """
     prefix = _proxy_prefix(port)

@@ -229,16 +229,16 @@ mod tests {
 
     #[test]
     fn the_launcher_of_this_process_is_named_with_its_variables() {
-        let told = |variables: &[(&'static str, &'static str)]| page(variables, &[]).text;
+        let page_text = |variables: &[(&'static str, &'static str)]| page(variables, &[]).text;
         let line = "was started by mpirun of Open MPI (OMPI_COMM_WORLD_RANK=3)\n";
-        assert!(told(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));
+        assert!(page_text(&[("OMPI_COMM_WORLD_RANK", "3")]).contains(line));
         // A batch script has SLURM_PROCID, but was not started by a step.
-        assert!(told(&[("SLURM_PROCID", "0")]).contains("has no rank"));
+        assert!(page_text(&[("SLURM_PROCID", "0")]).contains("has no rank"));
         let line = "was started by srun (SLURM_PROCID=1, SLURM_STEP_ID=0), by torchrun or alike \
                     (RANK=1, WORLD_SIZE=4)\n";
         let both =
             [("SLURM_PROCID", "1"), ("SLURM_STEP_ID", "0"), ("RANK", "1"), ("WORLD_SIZE", "4")];
-        assert!(told(&both).contains(line), "{}", told(&both));
+        assert!(page_text(&both).contains(line), "{}", page_text(&both));
     }
 
     #[test]

@@ -101,17 +101,23 @@ const fn elastic_flag(
     }
 }
 
-const fn ignored_flag(name: &'static str, takes: FlagValue, why: &'static str) -> RunFlag {
-    RunFlag { name, value: takes, effect: FlagEffect::Ignored(why), help: why, ..FLAG_DEFAULTS }
+const fn ignored_flag(name: &'static str, takes: FlagValue, reason: &'static str) -> RunFlag {
+    RunFlag {
+        name,
+        value: takes,
+        effect: FlagEffect::Ignored(reason),
+        help: reason,
+        ..FLAG_DEFAULTS
+    }
 }
 
 const fn ignored_keyed_flag(
     name: &'static str,
     takes: FlagValue,
     key: (&'static str, &'static str),
-    why: &'static str,
+    reason: &'static str,
 ) -> RunFlag {
-    RunFlag { key: Some(key), ..ignored_flag(name, takes, why) }
+    RunFlag { key: Some(key), ..ignored_flag(name, takes, reason) }
 }
 
 /// Section of the configuration file for elastic training, which Horovod does not have.

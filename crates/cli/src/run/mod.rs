@@ -172,10 +172,10 @@ fn run_elastic_job(
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
     let rules = ElasticJob::rules_from_config(place.num_proc, &options.config)?;
-    let discovery = options.host_discovery(&place, rules.most.saturating_add(rules.spares));
+    let discovery = options.host_discovery(&place, rules.max_workers.saturating_add(rules.spares));
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
-    let heard = |happening: ElasticJobUpdate<'_>| match happening {
+    let observer = |happening: ElasticJobUpdate<'_>| match happening {
         ElasticJobUpdate::Resumed { workers } => {
             say(&format!("continues a job that has {workers} processes"))
         }
@@ -204,17 +204,17 @@ fn run_elastic_job(
         work.outage = outage;
     }
     let job = ElasticJob { rules, program: work, journal };
-    Ok(job.run(discovery, sink, &|| surroundings.requested_stop(), &heard)?)
+    Ok(job.run(discovery, sink, &|| surroundings.requested_stop(), &observer)?)
 }
 
 /// Describes a new world for the user. If all its workers are new, state that was only in workers
 /// is lost.
 fn describe_world(world: &World, before: &HashSet<u32>) -> String {
-    let told = format!("world {} has {} ranks", world.generation, world.size());
+    let summary = format!("world {} has {} ranks", world.generation, world.size());
     if before.is_empty() || world.seats.iter().any(|seat| before.contains(&seat.task.0)) {
-        told
+        summary
     } else {
-        format!("{told}, all of them new: state that the script has not stored is lost")
+        format!("{summary}, all of them new: state that the script has not stored is lost")
     }
 }
 

@@ -308,8 +308,8 @@ fn ignored_variable_remarks() -> impl Iterator<Item = String> {
     IGNORED_VARIABLES.iter().filter_map(|(name, flag)| {
         environment_variable(name).filter(|value| !["0", "false"].contains(&value.as_str()))?;
         let flag = RUN_FLAGS.iter().find(|known| known.name == *flag)?;
-        let FlagEffect::Ignored(why) = flag.effect else { return None };
-        Some(format!("{name} means nothing here: {why}"))
+        let FlagEffect::Ignored(reason) = flag.effect else { return None };
+        Some(format!("{name} means nothing here: {reason}"))
     })
 }
 
@@ -339,8 +339,8 @@ fn apply_flag(
             set(given, key, if on == "1" { "0" } else { "1" }.to_owned())
         }
         FlagEffect::SetKnobTo(key, on) => set(given, key, on.to_owned()),
-        FlagEffect::Ignored(why) if value != "false" => {
-            remarks.push(format!("{called} means nothing here: {why}"))
+        FlagEffect::Ignored(reason) if value != "false" => {
+            remarks.push(format!("{called} means nothing here: {reason}"))
         }
         FlagEffect::Ignored(_) | FlagEffect::HandledByRun => {}
     }

@@ -132,7 +132,7 @@ fn a_job_is_elastic_by_either_of_two_flags_and_the_others_say_so_when_it_is_not(
     let options = read(&["-np", "3", "--config-file", file.path().to_str().unwrap()]).unwrap();
     let rules = ElasticJob::rules_from_config(3, &options.config).unwrap();
     assert!(options.is_elastic() && options.remarks.is_empty());
-    assert_eq!((rules.first, rules.least, rules.most, rules.spares), (3, 2, 3, 1));
+    assert_eq!((rules.first, rules.min_workers, rules.max_workers, rules.spares), (3, 2, 3, 1));
     assert_eq!(rules.cooldown, (Duration::from_secs(1), Duration::from_secs(9)));
     assert_eq!((rules.timeout, rules.reset_limit), (Duration::from_secs(600), None));
     assert_eq!(read(&["--min-np", "2"]).unwrap().job_placement().unwrap().num_proc, 2);

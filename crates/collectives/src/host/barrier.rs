@@ -68,10 +68,10 @@ impl CollectiveJob for BarrierJob {
         while let Some(round) = self.rounds.get_mut(self.round) {
             let mut over = true;
             for exchange in round {
-                let TokenExchange { to, from, outgoing: told, incoming: heard } = exchange;
-                any |= told.send_window(&mut *peers.links[*to].sender, |_, token| token.fill(0))?;
-                any |= heard.receive_window(&mut *peers.links[*from].receiver, |_, _| ())?;
-                over &= told.is_finished() && heard.is_finished();
+                let TokenExchange { to, from, outgoing: sent, incoming: received } = exchange;
+                any |= sent.send_window(&mut *peers.links[*to].sender, |_, token| token.fill(0))?;
+                any |= received.receive_window(&mut *peers.links[*from].receiver, |_, _| ())?;
+                over &= sent.is_finished() && received.is_finished();
             }
             if !over {
                 return Ok(PollProgress { any, done: false });

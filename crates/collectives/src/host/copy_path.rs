@@ -165,10 +165,10 @@ mod tests {
     #[test]
     fn every_byte_arrives_either_way() {
         let (_memory, from) = flat();
-        for way in
+        for path in
             [INITIAL_COPY_PATH, CopyPath::NonTemporal { left: 9, through: 2.0, fastest: 0.0 }]
         {
-            let mut copies = RingCopier { is_shared: true, path: way };
+            let mut copies = RingCopier { is_shared: true, path };
             let mut to = vec![0; BYTES - 1];
             copies.copy_from_list(&from, 1, &mut to);
             assert!(to.iter().zip([2, 3, 1].iter().cycle()).all(|(byte, right)| byte == right));
@@ -178,12 +178,12 @@ mod tests {
     #[test]
     fn short_copies_and_those_of_other_links_are_not_measured() {
         let (_memory, from) = flat();
-        let way = CopyPath::NonTemporal { left: 9, through: 2.0, fastest: 0.0 };
+        let path = CopyPath::NonTemporal { left: 9, through: 2.0, fastest: 0.0 };
         for (is_shared, bytes) in [(true, MIN_MEASURED_COPY_BYTES - 1), (false, BYTES)] {
-            let mut copies = RingCopier { is_shared, path: way };
+            let mut copies = RingCopier { is_shared, path };
             let mut to = vec![0; bytes];
             copies.copy_from_list(&from, 0, &mut to);
-            assert_eq!((to[0], copies.path), (1, way));
+            assert_eq!((to[0], copies.path), (1, path));
         }
     }
 }

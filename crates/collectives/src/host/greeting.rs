@@ -35,17 +35,20 @@ pub(super) struct GreetingJob {
 
 impl GreetingJob {
     pub(super) fn new(peers: &PeerLinks, crossover: &CrossoverTable) -> Self {
-        let facts = GreetingParameters {
+        let parameters = GreetingParameters {
             size: u32::try_from(peers.member_count()).unwrap_or(u32::MAX),
             hosts: fnv1a_digest(peers.hosts.host_sizes().into_iter().flat_map(usize::to_le_bytes)),
             algorithms: fnv1a_digest(crossover.to_string().into_bytes()),
         };
-        let card =
-            encode_greeting(facts, peers.rank.0, u64::try_from(peers.capacity).unwrap_or(u64::MAX));
+        let greeting = encode_greeting(
+            parameters,
+            peers.rank.0,
+            u64::try_from(peers.capacity).unwrap_or(u64::MAX),
+        );
         let links = peers.links.len();
         Self {
-            parameters: facts,
-            encoded: card,
+            parameters,
+            encoded: greeting,
             out: vec![MessageProgress::new(UNIT_BYTES); links],
             incoming: vec![(MessageProgress::new(UNIT_BYTES), [0; UNIT_BYTES]); links],
         }
@@ -69,8 +72,8 @@ fn fnv1a_digest(bytes: impl IntoIterator<Item = u8>) -> u32 {
         .fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 
-fn greeting_words(facts: GreetingParameters, rank: u32) -> [(&'static str, u32); 6] {
-    let GreetingParameters { size, hosts, algorithms } = facts;
+fn greeting_words(parameters: GreetingParameters, rank: u32) -> [(&'static str, u32); 6] {
+    let GreetingParameters { size, hosts, algorithms } = parameters;
     [
         ("magic", GREETING_MAGIC),
         ("protocol", PROTOCOL_VERSION),
@@ -81,23 +84,25 @@ fn greeting_words(facts: GreetingParameters, rank: u32) -> [(&'static str, u32);
     ]
 }
 
-fn encode_greeting(facts: GreetingParameters, rank: u32, capacity: u64) -> [u8; UNIT_BYTES] {
-    let mut card = [0; UNIT_BYTES];
-    for (at, (_, word)) in greeting_words(facts, rank).into_iter().enumerate() {
-        card[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
+fn encode_greeting(parameters: GreetingParameters, rank: u32, capacity: u64) -> [u8; UNIT_BYTES] {
+    let mut greeting = [0; UNIT_BYTES];
+    for (at, (_, word)) in greeting_words(parameters, rank).into_iter().enumerate() {
+        greeting[at * 4..at * 4 + 4].copy_from_slice(&word.to_le_bytes());
     }
-    card[24..32].copy_from_slice(&capacity.to_le_bytes());
-    card
+    greeting[24..32].copy_from_slice(&capacity.to_le_bytes());
+    greeting
 }
 
 /// Returns the capacity in a greeting if all its other fields have the expected values.
 fn decode_greeting(
-    card: &[u8; UNIT_BYTES],
-    facts: GreetingParameters,
+    greeting: &[u8; UNIT_BYTES],
+    parameters: GreetingParameters,
     rank: u32,
 ) -> Result<u64, String> {
-    let word = |at: usize| u32::from_le_bytes([card[at], card[at + 1], card[at + 2], card[at + 3]]);
-    for (k, (what, value)) in greeting_words(facts, rank).into_iter().enumerate() {
+    let word = |at: usize| {
+        u32::from_le_bytes([greeting[at], greeting[at + 1], greeting[at + 2], greeting[at + 3]])
+    };
+    for (k, (what, value)) in greeting_words(parameters, rank).into_iter().enumerate() {
         if word(k * 4) != value {
             return Err(match what {
                 "hosts" => "its communicator has members on other hosts than this one".to_owned(),
@@ -116,15 +121,15 @@ fn decode_greeting(
 
 impl CollectiveJob for GreetingJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
-        let facts = self.parameters;
+        let parameters = self.parameters;
         let (mut any, mut done) = (false, true);
         let links = peers.links.iter_mut().zip(&mut self.out).zip(&mut self.incoming);
         for ((link, out), (message, theirs)) in
             links.filter(|((link, _), _)| !link.sender.is_on_demand())
         {
-            let card = &self.encoded;
+            let greeting = &self.encoded;
             any |= out.send_window(&mut *link.sender, |at, to| {
-                to.copy_from_slice(&card[at..at + to.len()])
+                to.copy_from_slice(&greeting[at..at + to.len()])
             })?;
             let arrived = message.receive_window(&mut *link.receiver, |at, from| {
                 theirs[at..at + from.len()].copy_from_slice(from);
@@ -132,9 +137,10 @@ impl CollectiveJob for GreetingJob {
             // The greeting is checked as soon as it arrives, not after the own greeting is sent: a
             // peer with an unexpected rank may never read the own greeting.
             if arrived && message.is_finished() {
-                let capacity = decode_greeting(theirs, facts, link.peer.0).map_err(|reason| {
-                    farandole_transport::Error::Frame { rank: link.peer, reason }
-                })?;
+                let capacity =
+                    decode_greeting(theirs, parameters, link.peer.0).map_err(|reason| {
+                        farandole_transport::Error::Frame { rank: link.peer, reason }
+                    })?;
                 peers.capacity =
                     peers.capacity.min(usize::try_from(capacity).unwrap_or(usize::MAX));
             }
@@ -150,20 +156,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_is_read_back_and_a_wrong_one_names_the_difference() {
-        let facts = GreetingParameters { size: 4, hosts: 5, algorithms: 6 };
-        let own = encode_greeting(facts, 3, 1 << 33);
-        assert_eq!(decode_greeting(&own, facts, 3), Ok(1 << 33));
-        let refused = |facts, rank| decode_greeting(&own, facts, rank).unwrap_err();
+    fn a_greeting_is_decoded_and_a_wrong_one_names_the_difference() {
+        let parameters = GreetingParameters { size: 4, hosts: 5, algorithms: 6 };
+        let own = encode_greeting(parameters, 3, 1 << 33);
+        assert_eq!(decode_greeting(&own, parameters, 3), Ok(1 << 33));
+        let refused = |parameters, rank| decode_greeting(&own, parameters, rank).unwrap_err();
         let says = "its communicator says";
         assert_eq!(
-            refused(GreetingParameters { size: 5, ..facts }, 3),
+            refused(GreetingParameters { size: 5, ..parameters }, 3),
             format!("{says} members 4 where this one says 5")
         );
-        assert_eq!(refused(facts, 2), format!("{says} rank 3 where this one says 2"));
-        assert!(refused(GreetingParameters { hosts: 0, ..facts }, 3).contains("other hosts"));
+        assert_eq!(refused(parameters, 2), format!("{says} rank 3 where this one says 2"));
+        assert!(refused(GreetingParameters { hosts: 0, ..parameters }, 3).contains("other hosts"));
         assert!(
-            refused(GreetingParameters { algorithms: 0, ..facts }, 3).contains("other algorithms")
+            refused(GreetingParameters { algorithms: 0, ..parameters }, 3)
+                .contains("other algorithms")
         );
     }
 }

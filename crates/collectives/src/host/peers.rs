@@ -12,7 +12,7 @@ use farandole_world::Rank;
 
 use super::UNIT_BYTES;
 use super::copy_path::RingCopier;
-use super::halving::HalvingLane;
+use super::halving::HalvingLink;
 use super::hierarchy::HierarchyRoute;
 use super::hosts::MembersByHost;
 use super::in_place::PeerRegions;
@@ -53,8 +53,8 @@ pub(super) struct ScratchBlocks {
     pub(super) store: Vec<Vec<u8>>,
     /// Routes of hierarchies, which the first hierarchy finds.
     pub(super) routes: Option<Arc<[HierarchyRoute]>>,
-    /// Lanes of halvings, which the first halving finds.
-    pub(super) lanes: Option<Arc<[HalvingLane]>>,
+    /// Links of halvings. The first halving finds them, later ones reuse them.
+    pub(super) halving_links: Option<Arc<[HalvingLink]>>,
 }
 
 /// Result of a poll.

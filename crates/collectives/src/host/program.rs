@@ -266,7 +266,7 @@ impl AllreducePlan {
             hosts: hosts.host_count(),
             largest_host_size: hosts.largest_host_size(),
         };
-        let way = match crossover.choose_algorithm(shape, bytes, capacity) {
+        let algorithm = match crossover.choose_algorithm(shape, bytes, capacity) {
             _ if members < 2 => PlannedAlgorithm::SingleMember,
             AllreduceAlgorithm::Direct => PlannedAlgorithm::Direct,
             AllreduceAlgorithm::Doubling => PlannedAlgorithm::Doubling,
@@ -280,7 +280,7 @@ impl AllreducePlan {
                 halving::HalvingSchedule::new(bytes, &hosts, width, capacity)?,
             ),
         };
-        Some(Self { hosts, bytes, width, algorithm: way })
+        Some(Self { hosts, bytes, width, algorithm })
     }
 
     /// Returns the algorithm; `None` for a single member.

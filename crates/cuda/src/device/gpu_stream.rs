@@ -9,11 +9,11 @@
 use std::sync::Arc;
 
 use farandole_collectives::{DeviceEvent, Error as CollectiveError, Result, ResultMemory};
-use farandole_kernels::{Buffer, DeviceStream as Theirs, MemoryKind};
+use farandole_kernels::{Buffer, DeviceStream as FrameworkStream, MemoryKind};
 use parking_lot::Mutex;
 
 use super::open_gpu::OpenGpu;
-use crate::driver::{PrimaryContext, Stream};
+use crate::driver::{PrimaryContext, RawStream};
 use crate::nccl::CommunicatorStream;
 
 /// A stream of a GPU that one communicator works on.
@@ -22,7 +22,7 @@ pub struct GpuStream(Arc<OwnedStream>);
 /// The stream, for as long as memory may be given back on it.
 struct OwnedStream {
     open: Arc<OpenGpu>,
-    stream: Stream,
+    stream: RawStream,
 }
 
 // SAFETY: streams may be used from any thread; the driver orders calls on one itself.
@@ -72,7 +72,7 @@ impl CommunicatorStream for GpuStream {
         self.0.open.context.device_ordinal()
     }
 
-    fn raw_stream(&self) -> Stream {
+    fn raw_stream(&self) -> RawStream {
         self.0.stream
     }
 
@@ -122,7 +122,7 @@ impl ResultMemory for GpuResultMemory {
         &self,
         to: &Buffer,
         reached: Option<&Arc<dyn DeviceEvent>>,
-        stream: Theirs,
+        stream: FrameworkStream,
     ) -> Result<()> {
         let context = &self.owned_stream.open.context;
         let wrong = |reason: String| Err(CollectiveError::Shape { reason });
@@ -143,10 +143,10 @@ impl ResultMemory for GpuResultMemory {
         if let Some(event) = reached {
             event.make_stream_wait(stream)?;
         }
-        let then: Stream = std::ptr::with_exposed_provenance_mut(stream.raw_handle());
+        let then: RawStream = std::ptr::with_exposed_provenance_mut(stream.raw_handle());
         let (target, bytes) = (to.address().expose_provenance() as u64, self.bytes);
         // SAFETY: both ranges have so many bytes; the target's owner uses it on this stream, which
-        // lives by the promise of `Stream::from_raw`, and ours goes back behind the copy.
+        // lives by the promise of `RawStream::from_raw`, and ours goes back behind the copy.
         let copied = context.call_driver("cuMemcpyDtoDAsync", |table| unsafe {
             (table.within)(target, self.start, bytes, then)
         });

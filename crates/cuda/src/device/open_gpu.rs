@@ -8,25 +8,25 @@
 use std::sync::Arc;
 
 use farandole_collectives::{DeviceEvent, Error as CollectiveError};
-use farandole_kernels::{Buffer, DeviceStream as Theirs, HostMemory};
+use farandole_kernels::{Buffer, DeviceStream as FrameworkStream, HostMemory};
 use parking_lot::Mutex;
 
 use crate::Result;
-use crate::driver::{CudaDriver, Mark, PrimaryContext, Stream};
+use crate::driver::{CudaDriver, PrimaryContext, RawEvent, RawStream};
 use crate::staging::{PageLocking, StagingPool};
 
-/// Events kept for later.
+/// Limit of the unused events that are kept for reuse, because creating one costs a driver call.
 const MAX_POOLED_EVENTS: usize = 256;
 
 /// The parts of a GPU that is in use.
 pub(super) struct OpenGpu {
     pub(super) context: Arc<PrimaryContext>,
-    /// Copies to the host, and copies from it: both directions of the link work at a time.
-    pub(super) device_to_host: Stream,
-    pub(super) host_to_device: Stream,
-    pooled_events: Mutex<Vec<Mark>>,
+    /// One stream for each direction, because the link to the GPU copies in both at the same time.
+    pub(super) device_to_host: RawStream,
+    pub(super) host_to_device: RawStream,
+    pooled_events: Mutex<Vec<RawEvent>>,
     /// Buffers of copies that only streams wait for: kept until the copies are done.
-    held_buffers: Mutex<Vec<(Mark, Vec<Buffer>)>>,
+    held_buffers: Mutex<Vec<(RawEvent, Vec<Buffer>)>>,
     pub(super) pool: StagingPool<PageLocker>,
 }
 
@@ -41,68 +41,68 @@ impl OpenGpu {
         let context = Arc::new(driver.retain_primary_context(ordinal)?);
         let (inward, outward) = (context.create_stream()?, context.create_stream()?);
         let pool = StagingPool::new(PageLocker(Arc::clone(&context)));
-        let (marks, limbo) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
+        let (pooled_events, held_buffers) = (Mutex::new(Vec::new()), Mutex::new(Vec::new()));
         Ok(Self {
             context,
             device_to_host: inward,
             host_to_device: outward,
-            pooled_events: marks,
-            held_buffers: limbo,
+            pooled_events,
+            held_buffers,
             pool,
         })
     }
 
-    /// Lets go of what copies have done with.
+    /// Drops buffers whose copies are complete, and recycles their events.
     pub(super) fn release_finished_buffers(&self) {
-        let mut over = Vec::new();
-        self.held_buffers.lock().retain_mut(|(mark, keep)| {
-            // What failed touches nothing any more.
-            let done = self.context.is_event_complete(*mark).unwrap_or(true);
+        let mut finished = Vec::new();
+        self.held_buffers.lock().retain_mut(|(raw_event, keep)| {
+            // A failed copy counts as complete: the device no longer accesses its buffers.
+            let done = self.context.is_event_complete(*raw_event).unwrap_or(true);
             if done {
-                over.push((*mark, std::mem::take(keep)));
+                finished.push((*raw_event, std::mem::take(keep)));
             }
             !done
         });
-        for (mark, _) in over {
-            self.recycle_event(mark);
+        for (raw_event, _) in finished {
+            self.recycle_event(raw_event);
         }
     }
 
-    /// Keeps an event for later, or destroys it.
-    fn recycle_event(&self, mark: Mark) {
-        let mut marks = self.pooled_events.lock();
-        if marks.len() < MAX_POOLED_EVENTS {
-            marks.push(mark);
+    /// Pools an event for reuse, or destroys it if the pool is full.
+    fn recycle_event(&self, raw_event: RawEvent) {
+        let mut pooled_events = self.pooled_events.lock();
+        if pooled_events.len() < MAX_POOLED_EVENTS {
+            pooled_events.push(raw_event);
             return;
         }
-        drop(marks);
+        drop(pooled_events);
         // SAFETY: the event is ours and destroyed once.
         drop(
             self.context
-                .call_driver("cuEventDestroy", |table| unsafe { (table.event_destroy)(mark) }),
+                .call_driver("cuEventDestroy", |table| unsafe { (table.event_destroy)(raw_event) }),
         );
     }
 
-    /// Returns an event after the present work of a stream.
+    /// Records an event after the present work of a stream, and holds `keep` until it completes.
     pub(super) fn record_event(
         self: &Arc<Self>,
-        stream: Stream,
+        stream: RawStream,
         keep: Vec<Buffer>,
     ) -> Result<RecordedEvent> {
         let kept = self.pooled_events.lock().pop();
-        let mark = kept.map_or_else(|| self.context.create_event(), Ok)?;
-        // From here on the event goes back when it is dropped.
+        let raw_event = kept.map_or_else(|| self.context.create_event(), Ok)?;
+        // From here on, dropping `event` recycles the raw event, also if recording fails.
         let event = RecordedEvent {
             open: Arc::clone(self),
-            raw_event: mark,
+            raw_event,
             done: Mutex::new(false),
             waiting_stream: Mutex::new(None),
             buffers: keep,
         };
         // SAFETY: the event is ours, and the caller's stream lives across the call.
-        let recorded = self
-            .context
-            .call_driver("cuEventRecord", |table| unsafe { (table.event_record)(mark, stream) });
+        let recorded = self.context.call_driver("cuEventRecord", |table| unsafe {
+            (table.event_record)(raw_event, stream)
+        });
         if recorded.is_err() {
             *event.done.lock() = true;
         }
@@ -112,9 +112,9 @@ impl OpenGpu {
 
 impl Drop for OpenGpu {
     fn drop(&mut self) {
-        let mut marks = std::mem::take(self.pooled_events.get_mut());
-        let limbo = std::mem::take(self.held_buffers.get_mut());
-        marks.extend(limbo.iter().map(|(mark, _)| *mark));
+        let mut pooled_events = std::mem::take(self.pooled_events.get_mut());
+        let held_buffers = std::mem::take(self.held_buffers.get_mut());
+        pooled_events.extend(held_buffers.iter().map(|(raw_event, _)| *raw_event));
         let streams = [self.device_to_host, self.host_to_device];
         // Wait for the remaining work of the streams. A failure here cannot be handled.
         drop(self.context.call_driver("cuStreamDestroy", |table| {
@@ -123,13 +123,13 @@ impl Drop for OpenGpu {
                 for stream in streams {
                     (table.stream_synchronize)(stream);
                 }
-                for mark in marks {
-                    (table.event_destroy)(mark);
+                for raw_event in pooled_events {
+                    (table.event_destroy)(raw_event);
                 }
                 streams.into_iter().map(|stream| (table.stream_destroy)(stream)).max().unwrap_or(0)
             }
         }));
-        drop(limbo);
+        drop(held_buffers);
     }
 }
 
@@ -145,10 +145,10 @@ impl PageLocking for PageLocker {
     }
 }
 
-/// A point on a stream.
+/// An event that was recorded on a stream.
 pub(super) struct RecordedEvent {
     open: Arc<OpenGpu>,
-    raw_event: Mark,
+    raw_event: RawEvent,
     done: Mutex<bool>,
     /// The last stream that waits for the event. From then on the tensors are used in stream order.
     waiting_stream: Mutex<Option<usize>>,
@@ -180,18 +180,19 @@ impl DeviceEvent for RecordedEvent {
         self.open.context.device_ordinal()
     }
 
-    fn make_stream_wait(&self, stream: Theirs) -> Result<(), CollectiveError> {
+    fn make_stream_wait(&self, stream: FrameworkStream) -> Result<(), CollectiveError> {
         let mut held = self.waiting_stream.lock();
         // Tensors that were reduced together share an event.
         if *held == Some(stream.raw_handle()) {
             return Ok(());
         }
-        let (then, mark) =
+        let (then, raw_event) =
             (std::ptr::with_exposed_provenance_mut(stream.raw_handle()), self.raw_event);
         let context = &self.open.context;
-        // SAFETY: the event is recorded, and the stream lives by the promise of `Stream::from_raw`.
+        // SAFETY: the event is recorded, and the stream lives by the promise of
+        // `RawStream::from_raw`.
         context.call_driver("cuStreamWaitEvent", |table| unsafe {
-            (table.stream_wait)(then, mark, 0)
+            (table.stream_wait)(then, raw_event, 0)
         })?;
         *held = Some(stream.raw_handle());
         Ok(())
@@ -200,20 +201,20 @@ impl DeviceEvent for RecordedEvent {
 
 impl Drop for RecordedEvent {
     fn drop(&mut self) {
-        let mark = self.raw_event;
+        let raw_event = self.raw_event;
         if !*self.done.get_mut() && !self.buffers.is_empty() {
             if self.waiting_stream.get_mut().is_some() {
                 // Staging memory must not be used again before, and no thread waits for that.
-                self.open.held_buffers.lock().push((mark, std::mem::take(&mut self.buffers)));
+                self.open.held_buffers.lock().push((raw_event, std::mem::take(&mut self.buffers)));
                 return;
             }
             // The operation was abandoned, so no copy may use its tensors afterwards. A copy takes
             // milliseconds.
             // SAFETY: the event is ours.
             drop(self.open.context.call_driver("cuEventSynchronize", |table| unsafe {
-                (table.event_synchronize)(mark)
+                (table.event_synchronize)(raw_event)
             }));
         }
-        self.open.recycle_event(mark);
+        self.open.recycle_event(raw_event);
     }
 }

@@ -1,414 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Copies, events and streams over a driver whose device is host memory: work is queued, and done
-//! after a number of queries.
+//! Copies, events and streams over a driver whose device is host memory.
 
-use std::cell::RefCell;
-use std::collections::VecDeque;
-use std::ffi::{c_char, c_uint, c_void};
+mod fake_driver;
 
 use farandole_collectives::{Device as _, Error as CollectiveError, ResultMemory};
-use farandole_kernels::{Buffer, DeviceStream as Theirs, HostMemory, MemoryKind};
+use farandole_kernels::{Buffer, DeviceStream as FrameworkStream, HostMemory, MemoryKind};
 use farandole_testkit::{contents, filled};
 
+pub(crate) use self::fake_driver::{break_one, driver, log};
+use self::fake_driver::{carry_out, fake, table};
 use super::*;
-use crate::driver::{DriverTable, IpcMemoryHandle, Mark, MemoryPool, PoolSettings, Stream};
+use crate::driver::{DriverTable, PoolSettings};
 use crate::nccl::CommunicatorStream as _;
 
-const NOT_READY: i32 = 600;
-const OUT_OF_MEMORY: i32 = 2;
-
-/// The calls and the behaviour of a thread's driver.
-#[derive(Default)]
-struct Fake {
-    log: Vec<String>,
-    /// Copies not carried out: from, to, bytes.
-    queue: VecDeque<(usize, usize, usize)>,
-    /// Copies ever queued and carried out.
-    queued: usize,
-    done: usize,
-    /// The number of copies that were queued before each event, by the number of the event.
-    events: Vec<usize>,
-    streams: usize,
-    /// Contexts that are current.
-    depth: usize,
-    /// The effect of the thread's calls on captures of others.
-    mode: i32,
-    /// The stream that a graph is captured on.
-    captured: Option<usize>,
-    /// Questions that still find nothing done.
-    polls: usize,
-    /// Memory of the device that was taken; it stays to the end of the test, whose copies are late.
-    taken: Vec<HostMemory>,
-    /// Number of times that memory was given back.
-    given: usize,
-    /// Bytes that the pool keeps.
-    kept: u64,
-    /// A function that fails.
-    broken: Option<&'static str>,
-}
-
-thread_local! {
-    static FAKE: RefCell<Fake> = RefCell::default();
-}
-
-fn fake<T>(change: impl FnOnce(&mut Fake) -> T) -> T {
-    FAKE.with_borrow_mut(change)
-}
-
-fn did(call: &'static str) -> i32 {
-    fake(|fake| {
-        fake.log.push(call.to_owned());
-        if fake.broken == Some(call) { OUT_OF_MEMORY } else { 0 }
-    })
-}
-
-/// Like `did`, for what needs a context.
-fn within(call: &'static str) -> i32 {
-    assert!(fake(|fake| fake.depth) > 0, "{call} without a context");
-    assert_eq!(fake(|fake| fake.mode), 2, "{call} ends captures of others");
-    did(call)
-}
-
-pub(crate) fn log() -> Vec<String> {
-    fake(|fake| std::mem::take(&mut fake.log))
-}
-
-/// From here on a function fails.
-pub(crate) fn break_one(function: &'static str) {
-    fake(|fake| fake.broken = Some(function));
-}
-
-/// Carries copies out up to a number.
-fn carry_out(fake: &mut Fake, upto: usize) {
-    while fake.done < upto {
-        let Some((from, to, bytes)) = fake.queue.pop_front() else { break };
-        let from = std::ptr::with_exposed_provenance::<u8>(from);
-        // SAFETY: tests keep both memories until the copy was waited for.
-        unsafe { std::ptr::copy(from, std::ptr::with_exposed_provenance_mut::<u8>(to), bytes) }
-        fake.done += 1;
-    }
-}
-
-fn enqueue(from: usize, to: usize, bytes: usize) {
-    fake(|fake| {
-        fake.queue.push_back((from, to, bytes));
-        fake.queued += 1;
-    });
-}
-
-unsafe extern "C" fn init(_: c_uint) -> i32 {
-    did("init")
-}
-unsafe extern "C" fn number(place: *mut i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = 2 };
-    0
-}
-unsafe extern "C" fn device(place: *mut i32, ordinal: i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = ordinal };
-    if ordinal < 2 { 0 } else { 101 }
-}
-unsafe extern "C" fn attribute(place: *mut i32, which: i32, _: i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = i32::from(which == 75) * 9 + i32::from(which == 115) };
-    0
-}
-unsafe extern "C" fn name(place: *mut c_char, _: i32, _: i32) -> i32 {
-    // SAFETY: the caller's place has room for more.
-    unsafe { std::ptr::copy(c"Fake".as_ptr(), place, 5) };
-    0
-}
-unsafe extern "C" fn uuid(place: *mut [u8; 16], device: i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = [u8::try_from(device).unwrap_or_default(); 16] };
-    0
-}
-unsafe extern "C" fn memory(place: *mut usize, _: i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = 80 << 30 };
-    0
-}
-unsafe extern "C" fn retain(place: *mut *mut c_void, _: i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = std::ptr::without_provenance_mut(0xc0) };
-    did("retain")
-}
-unsafe extern "C" fn release(_: i32) -> i32 {
-    did("release")
-}
-unsafe extern "C" fn push(_: *mut c_void) -> i32 {
-    fake(|fake| fake.depth += 1);
-    0
-}
-unsafe extern "C" fn pop(_: *mut *mut c_void) -> i32 {
-    fake(|fake| fake.depth -= 1);
-    0
-}
-unsafe extern "C" fn priorities(least: *mut i32, greatest: *mut i32) -> i32 {
-    // SAFETY: the caller's places.
-    unsafe { (*least, *greatest) = (0, -5) };
-    0
-}
-unsafe extern "C" fn stream_create(place: *mut Stream, flags: c_uint, priority: i32) -> i32 {
-    assert_eq!((flags, priority), (1, -5), "beside the default stream, before all others");
-    let number = fake(|fake| {
-        fake.streams += 1;
-        fake.streams
-    });
-    // SAFETY: the caller's place.
-    unsafe { *place = std::ptr::without_provenance_mut(number) };
-    within("stream_create")
-}
-unsafe extern "C" fn stream_destroy(_: Stream) -> i32 {
-    within("stream_destroy")
-}
-unsafe extern "C" fn stream_wait(then: Stream, mark: Mark, _: c_uint) -> i32 {
-    fake(|fake| fake.log.push(format!("stream {} waits for event {}", then.addr(), mark.addr())));
-    0
-}
-unsafe extern "C" fn stream_synchronize(_: Stream) -> i32 {
-    fake(|fake| carry_out(fake, usize::MAX));
-    within("stream_synchronize")
-}
-unsafe extern "C" fn capturing(stream: Stream, state: *mut i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *state = i32::from(fake(|fake| fake.captured) == Some(stream.addr())) };
-    0
-}
-unsafe extern "C" fn capture_mode(mode: *mut i32) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *mode = fake(|fake| std::mem::replace(&mut fake.mode, *mode)) };
-    0
-}
-unsafe extern "C" fn event_create(place: *mut Mark, flags: c_uint) -> i32 {
-    assert_eq!(flags, 2, "events take no time");
-    let number = fake(|fake| {
-        fake.events.push(0);
-        fake.events.len()
-    });
-    // SAFETY: the caller's place.
-    unsafe { *place = std::ptr::without_provenance_mut(number) };
-    within("event_create")
-}
-unsafe extern "C" fn event_destroy(_: Mark) -> i32 {
-    within("event_destroy")
-}
-unsafe extern "C" fn event_record(mark: Mark, stream: Stream) -> i32 {
-    fake(|fake| {
-        fake.events[mark.addr() - 1] = fake.queued;
-        fake.log.push(format!("event {} on stream {}", mark.addr(), stream.addr()));
-    });
-    0
-}
-unsafe extern "C" fn event_query(mark: Mark) -> i32 {
-    fake(|fake| {
-        if fake.broken == Some("event_query") {
-            return OUT_OF_MEMORY;
-        }
-        if fake.polls > 0 {
-            fake.polls -= 1;
-            return NOT_READY;
-        }
-        let upto = fake.events[mark.addr() - 1];
-        carry_out(fake, upto);
-        0
-    })
-}
-unsafe extern "C" fn event_synchronize(mark: Mark) -> i32 {
-    fake(|fake| {
-        let upto = fake.events[mark.addr() - 1];
-        carry_out(fake, upto);
-    });
-    within("event_synchronize")
-}
-unsafe extern "C" fn host_register(_: *mut c_void, _: usize, _: c_uint) -> i32 {
-    within("lock")
-}
-unsafe extern "C" fn host_unregister(_: *mut c_void) -> i32 {
-    within("unlock")
-}
-unsafe extern "C" fn to_device(to: u64, from: *const c_void, bytes: usize, _: Stream) -> i32 {
-    enqueue(from.expose_provenance(), usize::try_from(to).unwrap_or_default(), bytes);
-    within("to_device")
-}
-unsafe extern "C" fn to_host(to: *mut c_void, from: u64, bytes: usize, _: Stream) -> i32 {
-    enqueue(usize::try_from(from).unwrap_or_default(), to.expose_provenance(), bytes);
-    within("to_host")
-}
-unsafe extern "C" fn move_within(to: u64, from: u64, bytes: usize, stream: Stream) -> i32 {
-    let address = |number: u64| usize::try_from(number).unwrap_or_default();
-    fake(|fake| fake.log.push(format!("move {bytes} bytes on stream {}", stream.addr())));
-    let status = within("within");
-    if status == 0 {
-        enqueue(address(from), address(to), bytes);
-    }
-    status
-}
-unsafe extern "C" fn allocate(place: *mut u64, bytes: usize, stream: Stream) -> i32 {
-    let memory = HostMemory::new(bytes);
-    // SAFETY: the caller's place.
-    unsafe { *place = memory.address().expose_provenance() as u64 };
-    fake(|fake| {
-        fake.log.push(format!("take {bytes} bytes on stream {}", stream.addr()));
-        fake.taken.push(memory);
-    });
-    within("allocate")
-}
-unsafe extern "C" fn free(address: u64, stream: Stream) -> i32 {
-    fake(|fake| {
-        let known = fake.taken.iter().any(|memory| memory.address().addr() as u64 == address);
-        assert!(known, "it was taken");
-        fake.given += 1;
-        fake.log.push(format!("give back on stream {}", stream.addr()));
-    });
-    within("free")
-}
-unsafe extern "C" fn pool_create(place: *mut MemoryPool, settings: *const PoolSettings) -> i32 {
-    // SAFETY: the caller's places.
-    unsafe {
-        *place = std::ptr::without_provenance_mut(0x99);
-        fake(|fake| fake.log.push(format!("{:?}", *settings)));
-    }
-    within("pool_create")
-}
-unsafe extern "C" fn pool_set(pool: MemoryPool, attribute: i32, value: *mut c_void) -> i32 {
-    assert_eq!((pool.addr(), attribute), (0x99, 4));
-    // SAFETY: the attribute's type.
-    fake(|fake| fake.kept = unsafe { *value.cast::<u64>() });
-    within("pool_set")
-}
-unsafe extern "C" fn pool_destroy(_: MemoryPool) -> i32 {
-    within("pool_destroy")
-}
-unsafe extern "C" fn allocate_from(
-    place: *mut u64,
-    bytes: usize,
-    pool: MemoryPool,
-    stream: Stream,
-) -> i32 {
-    assert_eq!(pool.addr(), 0x99);
-    fake(|fake| fake.log.push("from the pool".to_owned()));
-    // SAFETY: the caller's place.
-    unsafe { allocate(place, bytes, stream) }
-}
-unsafe extern "C" fn window(place: *mut u64, bytes: usize) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = 0x5000 };
-    fake(|fake| fake.log.push(format!("window of {bytes} bytes")));
-    within("window")
-}
-unsafe extern "C" fn window_free(start: u64) -> i32 {
-    assert_eq!(start, 0x5000);
-    within("window_free")
-}
-unsafe extern "C" fn window_offer(place: *mut IpcMemoryHandle, start: u64) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = IpcMemoryHandle([u8::try_from(start >> 8).unwrap_or_default(); 64]) };
-    within("window_offer")
-}
-unsafe extern "C" fn window_open(place: *mut u64, offer: IpcMemoryHandle, flags: c_uint) -> i32 {
-    assert_eq!(flags, 1, "the driver knows no other way");
-    // SAFETY: the caller's place.
-    unsafe { *place = u64::from(offer.0[63]) << 12 };
-    within("window_open")
-}
-unsafe extern "C" fn window_close(_: u64) -> i32 {
-    within("window_close")
-}
-unsafe extern "C" fn module_load(_: *mut *mut c_void, _: *const c_void) -> i32 {
-    within("module_load")
-}
-unsafe extern "C" fn module_unload(_: *mut c_void) -> i32 {
-    within("module_unload")
-}
-unsafe extern "C" fn function(_: *mut *mut c_void, _: *mut c_void, _: *const c_char) -> i32 {
-    within("function")
-}
-unsafe extern "C" fn launch(
-    _: *mut c_void,
-    _: c_uint,
-    _: c_uint,
-    _: c_uint,
-    _: c_uint,
-    _: c_uint,
-    _: c_uint,
-    _: c_uint,
-    _: Stream,
-    _: *mut *mut c_void,
-    _: *mut *mut c_void,
-) -> i32 {
-    within("launch")
-}
-unsafe extern "C" fn error_name(_: i32, place: *mut *const c_char) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = c"CUDA_ERROR_OUT_OF_MEMORY".as_ptr() };
-    0
-}
-unsafe extern "C" fn error_string(_: i32, place: *mut *const c_char) -> i32 {
-    // SAFETY: the caller's place.
-    unsafe { *place = c"out of memory".as_ptr() };
-    0
-}
-
-pub(crate) fn driver() -> CudaDriver {
-    CudaDriver::from_table(table()).unwrap()
-}
-
-fn table() -> DriverTable {
-    DriverTable {
-        init,
-        version: number,
-        count: number,
-        device,
-        attribute,
-        name,
-        uuid,
-        memory,
-        retain,
-        release,
-        push,
-        pop,
-        priorities,
-        stream_create,
-        stream_destroy,
-        stream_wait,
-        stream_synchronize,
-        capturing,
-        capture_mode,
-        event_create,
-        event_destroy,
-        event_record,
-        event_query,
-        event_synchronize,
-        host_register,
-        host_unregister,
-        to_device,
-        to_host,
-        within: move_within,
-        module_load,
-        module_unload,
-        function,
-        launch,
-        error_name,
-        error_string,
-        allocate: Some(allocate),
-        free: Some(free),
-        pool_create: Some(pool_create),
-        pool_set: Some(pool_set),
-        pool_destroy: Some(pool_destroy),
-        allocate_from: Some(allocate_from),
-        window: Some(window),
-        window_free: Some(window_free),
-        window_offer: Some(window_offer),
-        window_open: Some(window_open),
-        window_close: Some(window_close),
-    }
-}
-
-/// Host memory that plays the device's.
+/// Returns a buffer that claims to be on a device: its memory plays the device's.
 fn on_device(memory: &HostMemory, ordinal: u32) -> Buffer {
     let address = memory.address();
     address.expose_provenance();
@@ -500,14 +107,15 @@ fn events_are_used_again() {
 #[test]
 fn a_communicators_stream_and_the_frameworks_wait_for_each_other_not_the_host() {
     let gpu = GpuDevice::new(driver(), 0);
-    let lane = gpu.create_stream().unwrap();
+    let stream = gpu.create_stream().unwrap();
     log();
     // SAFETY: the fake knows no streams.
-    let (own, theirs) =
-        unsafe { (Theirs::from_raw(lane.raw_stream().addr()), Theirs::from_raw(9)) };
+    let (own, theirs) = unsafe {
+        (FrameworkStream::from_raw(stream.raw_stream().addr()), FrameworkStream::from_raw(9))
+    };
     // SAFETY: as above.
     unsafe { gpu.record_event_after(9) }.unwrap().make_stream_wait(own).unwrap();
-    lane.record_event().unwrap().make_stream_wait(theirs).unwrap();
+    stream.record_event().unwrap().make_stream_wait(theirs).unwrap();
     let expected = [
         "event_create",
         "event 1 on stream 9",
@@ -521,12 +129,12 @@ fn a_communicators_stream_and_the_frameworks_wait_for_each_other_not_the_host() 
 #[test]
 fn a_stream_is_told_once_to_wait_for_what_many_tensors_share() {
     let gpu = GpuDevice::new(driver(), 0);
-    let lane = gpu.create_stream().unwrap();
-    let event = lane.record_event().unwrap();
+    let stream = gpu.create_stream().unwrap();
+    let event = stream.record_event().unwrap();
     log();
     for stream in [9, 9, 8, 8] {
         // SAFETY: the fake knows no streams.
-        event.make_stream_wait(unsafe { Theirs::from_raw(stream) }).unwrap();
+        event.make_stream_wait(unsafe { FrameworkStream::from_raw(stream) }).unwrap();
     }
     assert_eq!(log(), ["stream 9 waits for event 1", "stream 8 waits for event 1"]);
 }
@@ -543,7 +151,7 @@ fn a_copy_that_a_stream_waits_for_keeps_its_memory_and_blocks_no_thread() {
     ];
     let event = gpu.copy_all_async(&pairs).unwrap();
     // SAFETY: the fake knows no streams.
-    event.make_stream_wait(unsafe { Theirs::from_raw(9) }).unwrap();
+    event.make_stream_wait(unsafe { FrameworkStream::from_raw(9) }).unwrap();
     let address = staging.address();
     drop((pairs, event, staging));
     assert!(!log().contains(&"event_synchronize".to_owned()), "the host goes on");
@@ -610,9 +218,9 @@ fn room_of(bytes: &[u8]) -> (GpuDevice, Arc<dyn ResultMemory>) {
     (gpu, room)
 }
 
-fn framework() -> Theirs {
+fn framework() -> FrameworkStream {
     // SAFETY: the fake knows any stream.
-    unsafe { Theirs::from_raw(9) }
+    unsafe { FrameworkStream::from_raw(9) }
 }
 
 #[test]
@@ -636,7 +244,7 @@ fn a_result_of_unknown_size_is_fetched_behind_its_event_and_its_memory_given_bac
 #[test]
 fn an_unfetched_result_is_freed_after_the_work_that_writes_it() {
     let (_gpu, room) = room_of(&[1, 2, 3]);
-    // Two streams are the GPU's own. The lane is gone, and its stream not yet.
+    // Two streams are the GPU's own. The `GpuStream` is dropped, but its CUDA stream still exists.
     drop(room);
     assert_eq!(log(), ["give back on stream 3", "free", "stream_destroy"]);
 }
@@ -672,12 +280,12 @@ fn a_full_gpu_is_named_with_the_function_that_failed() {
 #[test]
 fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_for() {
     let gpu = GpuDevice::new(driver(), 1);
-    let lane = gpu.create_stream().unwrap();
+    let stream = gpu.create_stream().unwrap();
     log();
-    drop((lane.allocate_result(3).unwrap(), lane.allocate_result(4).unwrap()));
+    drop((stream.allocate_result(3).unwrap(), stream.allocate_result(4).unwrap()));
     let steps = log();
     assert!(
-        steps[0].starts_with("PoolSettings { kind: 1, handles: 0, place: 1, device: 1,"),
+        steps[0].starts_with("PoolSettings { kind: 1, handles: 0, location_kind: 1, device: 1,"),
         "{steps:?}"
     );
     let expected =
@@ -689,7 +297,7 @@ fn memory_for_results_comes_from_a_pool_that_keeps_some_when_streams_are_waited_
         "there is one pool"
     );
     assert_eq!((fake(|fake| fake.kept), size_of::<PoolSettings>()), (256 << 20, 88));
-    drop((lane, gpu));
+    drop((stream, gpu));
     assert_eq!(log()[5..], ["pool_destroy", "release"]);
 }
 

@@ -105,14 +105,14 @@ fn kernel_reduction(operation: &CollectiveOperation) -> Option<PieceReduction> {
 
 impl<S: IpcDevice> IpcCommunicator<S> {
     /// Begins to form a communicator of the mailbox's members. Every member calls this function
-    /// with its own device. `patience` limits the formation and each step of an operation.
-    pub(crate) fn begin_forming(site: S, mailbox: IpcMailbox, patience: Duration) -> Self {
+    /// with its own device. `timeout` limits the formation and each step of an operation.
+    pub(crate) fn begin_forming(device: S, mailbox: IpcMailbox, timeout: Duration) -> Self {
         Self {
-            device: site,
+            device,
             mailbox,
             state: IpcCommunicatorState::PreparingWindow,
             waiting_since: Instant::now(),
-            timeout: patience,
+            timeout,
             queued: VecDeque::new(),
             current: None,
             pieces_filled: 0,
@@ -184,8 +184,8 @@ impl<S: IpcDevice> IpcCommunicator<S> {
             }
             (IpcCommunicatorState::PreparingWindow, _) => match self.device.poll_window_handle() {
                 None => return self.check_deadline("forming it").map(|()| false),
-                Some(Ok(offer)) => {
-                    self.mailbox.publish_window_handle(&offer);
+                Some(Ok(handle)) => {
+                    self.mailbox.publish_window_handle(&handle);
                     self.window_offered = true;
                     self.state = IpcCommunicatorState::WindowOffered;
                 }
@@ -209,10 +209,10 @@ impl<S: IpcDevice> IpcCommunicator<S> {
     }
 
     fn open_windows(&mut self) {
-        let offers: Vec<_> = (0..self.mailbox.member_count())
+        let handles: Vec<_> = (0..self.mailbox.member_count())
             .map(|member| self.mailbox.member_window_handle(member))
             .collect();
-        match self.device.open_windows(&offers, self.mailbox.own_member()) {
+        match self.device.open_windows(&handles, self.mailbox.own_member()) {
             Ok(()) => {
                 self.mailbox.mark_windows_opened();
                 self.state = IpcCommunicatorState::WindowsOpened;
@@ -320,7 +320,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
             return Ok(false);
         }
         let Some((token, operation, events)) = self.queued.pop_front() else { return Ok(false) };
-        let (Some(how), CollectiveOperation::Allreduce { segments, .. }) =
+        let (Some(reduction), CollectiveOperation::Allreduce { segments, .. }) =
             (kernel_reduction(&operation), operation)
         else {
             return Ok(false);
@@ -334,7 +334,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
         }
         self.current = Some(IpcOperation {
             token,
-            reduction: how,
+            reduction,
             segments,
             pieces,
             first_piece: self.pieces_filled,

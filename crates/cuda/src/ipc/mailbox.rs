@@ -144,8 +144,8 @@ impl IpcMailbox {
     }
 
     /// Shows this member's window to the others.
-    pub(crate) fn publish_window_handle(&self, offer: &IpcMemoryHandle) {
-        for (word, bytes) in self.own_slot().handle.iter().zip(offer.0.as_chunks::<8>().0) {
+    pub(crate) fn publish_window_handle(&self, handle: &IpcMemoryHandle) {
+        for (word, bytes) in self.own_slot().handle.iter().zip(handle.0.as_chunks::<8>().0) {
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
         self.set_phase(MemberPhase::Offered);
@@ -153,13 +153,13 @@ impl IpcMailbox {
 
     /// Returns a member's window, once it has offered it.
     pub(crate) fn member_window_handle(&self, member: usize) -> IpcMemoryHandle {
-        let mut offer = IpcMemoryHandle([0; 64]);
+        let mut handle = IpcMemoryHandle([0; 64]);
         for (word, bytes) in
-            self.member_slot(member).handle.iter().zip(offer.0.as_chunks_mut::<8>().0)
+            self.member_slot(member).handle.iter().zip(handle.0.as_chunks_mut::<8>().0)
         {
             *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
         }
-        offer
+        handle
     }
 
     /// This member has opened all windows.
@@ -264,12 +264,12 @@ mod tests {
     #[test]
     fn one_member_reads_what_the_other_writes() {
         let (first, second) = pair();
-        let mut offer = IpcMemoryHandle([7; 64]);
-        offer.0[63] = 9;
-        first.publish_window_handle(&offer);
+        let mut handle = IpcMemoryHandle([7; 64]);
+        handle.0[63] = 9;
+        first.publish_window_handle(&handle);
         assert_eq!(
             (second.member_phase(0), second.member_window_handle(0)),
-            (MemberPhase::Offered, offer)
+            (MemberPhase::Offered, handle)
         );
         second.publish_pieces_filled(3);
         second.publish_pieces_read(2);

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 use farandole_collectives::{
     DeviceEvent, Error as CollectiveError, Result, ResultMemory, TensorSegment,
 };
-use farandole_kernels::{Buffer, DataType, DeviceStream as Theirs};
+use farandole_kernels::{Buffer, DataType, DeviceStream as FrameworkStream};
 
 use super::pieces::PieceSpan;
 use super::window::{IpcWindow, PeerWindow};
@@ -58,7 +58,7 @@ pub(crate) trait IpcDevice: Send {
     fn poll_window_handle(&mut self) -> Option<Result<IpcMemoryHandle, String>>;
 
     /// Opens the windows of all members except `member`, which is this one.
-    fn open_windows(&mut self, offers: &[IpcMemoryHandle], member: usize) -> Result<(), String>;
+    fn open_windows(&mut self, handles: &[IpcMemoryHandle], member: usize) -> Result<(), String>;
 
     /// Makes later work on the stream wait for these events.
     fn wait_for_events(&self, events: &[Arc<dyn DeviceEvent>]) -> Result<()>;
@@ -78,13 +78,13 @@ pub(crate) trait IpcDevice: Send {
         dtype: DataType,
     ) -> Result<()>;
 
-    /// Reduces that slot of all windows into that piece of the outputs.
+    /// Reduces slot `slot` of every window into `piece` of the outputs.
     fn reduce_slot(
         &self,
         slot: u64,
         piece: &[PieceSpan],
         segments: &[TensorSegment],
-        how: PieceReduction,
+        reduction: PieceReduction,
     ) -> Result<()>;
 
     /// Closes opened memory: no work in progress reads it.
@@ -94,7 +94,7 @@ pub(crate) trait IpcDevice: Send {
     fn leak_resources(&mut self);
 }
 
-/// Tools whose creation takes time.
+/// Resources that a thread prepares, because compiling the kernels can take seconds.
 struct IpcResources {
     window: IpcWindow,
     handle: IpcMemoryHandle,
@@ -107,7 +107,7 @@ enum IpcSetupStage {
     Ended,
 }
 
-/// A GPU's.
+/// An [`IpcDevice`] on a GPU of this process.
 pub(crate) struct GpuIpcDevice {
     stream: GpuStream,
     /// Bytes of a piece.
@@ -126,30 +126,30 @@ impl GpuIpcDevice {
     /// # Errors
     /// `Device`.
     pub(crate) fn new(
-        lane: GpuStream,
+        stream: GpuStream,
         piece: u8,
-        places: LibrarySearchPath,
+        search_path: LibrarySearchPath,
         cache: KernelCache,
     ) -> Result<Self> {
-        let context = lane.primary_context();
+        let context = stream.primary_context();
         let piece = usize::from(piece) << 20;
         let make = move || -> Result<IpcResources, Error> {
             let kernels = KernelModule::compile_and_load(
                 Arc::clone(&context),
-                &NvrtcCompiler::load_from(&places)?,
+                &NvrtcCompiler::load_from(&search_path)?,
                 &cache,
             )?;
             let slots = usize::try_from(SLOTS_PER_WINDOW).unwrap_or(1) + 1;
-            let (window, offer) = IpcWindow::new(context, slots * piece)?;
-            Ok(IpcResources { window, handle: offer, kernels })
+            let (window, handle) = IpcWindow::new(context, slots * piece)?;
+            Ok(IpcResources { window, handle, kernels })
         };
         let thread = std::thread::Builder::new().name("farandole-ipc".to_owned()).spawn(make);
         let thread = thread.map_err(|error| CollectiveError::Device {
-            ordinal: lane.device_ordinal(),
+            ordinal: stream.device_ordinal(),
             reason: format!("no thread to prepare CUDA IPC: {error}"),
         })?;
         Ok(Self {
-            stream: lane,
+            stream,
             piece_bytes: piece,
             stage: IpcSetupStage::Preparing(thread),
             peer_windows: Vec::new(),
@@ -159,7 +159,7 @@ impl GpuIpcDevice {
 
     fn ipc_resources(&self) -> Result<&IpcResources> {
         match &self.stage {
-            IpcSetupStage::Prepared(tools) => Ok(tools),
+            IpcSetupStage::Prepared(resources) => Ok(resources),
             IpcSetupStage::Preparing(_) | IpcSetupStage::Ended => {
                 Err(CollectiveError::Lost { reason: "there is no window for CUDA IPC".to_owned() })
             }
@@ -176,7 +176,7 @@ fn device_address(buffer: &Buffer) -> u64 {
     buffer.address().expose_provenance() as u64
 }
 
-/// Returns the type whose elements are moved as they are in the place of others of their size.
+/// Returns the integer type with the same element size: copies move bits and ignore the type.
 fn same_size_integer(dtype: DataType) -> DataType {
     match dtype.element_size() {
         1 => DataType::U8,
@@ -186,7 +186,7 @@ fn same_size_integer(dtype: DataType) -> DataType {
     }
 }
 
-/// Parts of tensors as kernels take them: address and elements.
+/// Returns address and number of elements of each span, which is the form that kernels take.
 fn kernel_tensor_arguments(
     piece: &[PieceSpan],
     dtype: DataType,
@@ -211,32 +211,32 @@ impl IpcDevice for GpuIpcDevice {
                 None
             }
             IpcSetupStage::Preparing(thread) => Some(match thread.join() {
-                Ok(Ok(tools)) => {
-                    let offer = tools.handle;
-                    self.stage = IpcSetupStage::Prepared(tools);
-                    Ok(offer)
+                Ok(Ok(resources)) => {
+                    let handle = resources.handle;
+                    self.stage = IpcSetupStage::Prepared(resources);
+                    Ok(handle)
                 }
                 Ok(Err(error)) => Err(error.to_string()),
                 Err(_) => Err("the thread that prepared it panicked".to_owned()),
             }),
-            IpcSetupStage::Prepared(tools) => {
-                let offer = tools.handle;
-                self.stage = IpcSetupStage::Prepared(tools);
-                Some(Ok(offer))
+            IpcSetupStage::Prepared(resources) => {
+                let handle = resources.handle;
+                self.stage = IpcSetupStage::Prepared(resources);
+                Some(Ok(handle))
             }
             IpcSetupStage::Ended => Some(Err("it is over".to_owned())),
         }
     }
 
-    fn open_windows(&mut self, offers: &[IpcMemoryHandle], member: usize) -> Result<(), String> {
+    fn open_windows(&mut self, handles: &[IpcMemoryHandle], member: usize) -> Result<(), String> {
         let own = self.ipc_resources().map_err(|error| error.to_string())?.window.base_address();
         let mut starts = Vec::new();
-        for (other, offer) in offers.iter().enumerate() {
+        for (other, handle) in handles.iter().enumerate() {
             if other == member {
                 starts.push(own);
                 continue;
             }
-            let view = PeerWindow::open_handle(self.stream.primary_context(), *offer)
+            let view = PeerWindow::open_handle(self.stream.primary_context(), *handle)
                 .map_err(|error| error.to_string())?;
             starts.push(view.base_address());
             self.peer_windows.push(view);
@@ -246,8 +246,8 @@ impl IpcDevice for GpuIpcDevice {
     }
 
     fn wait_for_events(&self, events: &[Arc<dyn DeviceEvent>]) -> Result<()> {
-        // SAFETY: the lane's stream lives as long as the lane.
-        let own = unsafe { Theirs::from_raw(self.stream_handle()) };
+        // SAFETY: `self.stream` owns the CUDA stream and outlives this call.
+        let own = unsafe { FrameworkStream::from_raw(self.stream_handle()) };
         events.iter().try_for_each(|event| event.make_stream_wait(own))
     }
 
@@ -266,8 +266,8 @@ impl IpcDevice for GpuIpcDevice {
         segments: &[TensorSegment],
         dtype: DataType,
     ) -> Result<()> {
-        let tools = self.ipc_resources()?;
-        let base = tools.window.base_address() + slot * self.piece_bytes as u64;
+        let resources = self.ipc_resources()?;
+        let base = resources.window.base_address() + slot * self.piece_bytes as u64;
         let from = |span: &PieceSpan| {
             device_address(&segments[span.segment].input) + span.segment_offset as u64
         };
@@ -279,7 +279,7 @@ impl IpcDevice for GpuIpcDevice {
         // SAFETY: the segments' owners keep them until the operation is over. The members' counters
         // show that the slot is free, and it has room for the piece.
         Ok(unsafe {
-            tools.kernels.transfer_tensors(
+            resources.kernels.transfer_tensors(
                 true,
                 &parts,
                 (plain, plain),
@@ -295,10 +295,10 @@ impl IpcDevice for GpuIpcDevice {
         slot: u64,
         piece: &[PieceSpan],
         segments: &[TensorSegment],
-        how: PieceReduction,
+        reduction: PieceReduction,
     ) -> Result<()> {
-        let tools = self.ipc_resources()?;
-        let PieceReduction { dtype, op, prescale, postscale } = how;
+        let resources = self.ipc_resources()?;
+        let PieceReduction { dtype, op, prescale, postscale } = reduction;
         let addresses: Vec<u64> = self
             .window_addresses
             .iter()
@@ -310,18 +310,20 @@ impl IpcDevice for GpuIpcDevice {
         let to = |span: &PieceSpan| {
             device_address(&segments[span.segment].output) + span.segment_offset as u64
         };
-        let scratch = tools.window.base_address() + SLOTS_PER_WINDOW * self.piece_bytes as u64;
+        let scratch = resources.window.base_address() + SLOTS_PER_WINDOW * self.piece_bytes as u64;
         let out = if let [span] = piece { to(span) } else { scratch };
         // SAFETY: all members have filled the slot and leave it alone until this one says that it
         // has read it; the segments' owners keep them until the operation is over; the scratch
         // memory is used in the order of the stream alone.
-        unsafe { tools.kernels.reduce_buffers(dtype, &inputs, out, count, self.stream_handle()) }?;
+        unsafe {
+            resources.kernels.reduce_buffers(dtype, &inputs, out, count, self.stream_handle())
+        }?;
         if out == scratch {
             let (plain, parts) =
                 (same_size_integer(dtype), kernel_tensor_arguments(piece, dtype, to));
             // SAFETY: as above.
             unsafe {
-                tools.kernels.transfer_tensors(
+                resources.kernels.transfer_tensors(
                     false,
                     &parts,
                     (plain, plain),
@@ -340,10 +342,10 @@ impl IpcDevice for GpuIpcDevice {
 
     fn leak_resources(&mut self) {
         std::mem::forget(std::mem::take(&mut self.peer_windows));
-        if let IpcSetupStage::Prepared(tools) =
+        if let IpcSetupStage::Prepared(resources) =
             std::mem::replace(&mut self.stage, IpcSetupStage::Ended)
         {
-            std::mem::forget(tools);
+            std::mem::forget(resources);
         }
     }
 }

@@ -34,19 +34,25 @@ pub(crate) use communicator::IpcCommunicator;
 pub(crate) use mailbox::IpcMailbox;
 pub(crate) use member_device::{GpuIpcDevice, piece_size_mib};
 
-/// Bytes of a written [`RegionHandle`].
-pub(crate) const REGION_CARD_BYTES: usize = 32;
+/// Bytes of an encoded [`RegionHandle`].
+pub(crate) const REGION_HANDLE_BYTES: usize = 32;
 
-/// Returns a region's card, for others.
-pub(crate) fn encode_region_card(card: &RegionHandle) -> Vec<u8> {
-    let [first, second] = card.nonce;
-    let numbers = [card.bytes, first, second];
+/// Encodes a region's handle, which is sent to other processes.
+pub(crate) fn encode_region_handle(handle: &RegionHandle) -> Vec<u8> {
+    let [first, second] = handle.nonce;
+    let numbers = [handle.bytes, first, second];
     let bytes = numbers.iter().flat_map(|number| number.to_le_bytes());
-    card.pid.to_le_bytes().into_iter().chain(card.descriptor.to_le_bytes()).chain(bytes).collect()
+    handle
+        .pid
+        .to_le_bytes()
+        .into_iter()
+        .chain(handle.descriptor.to_le_bytes())
+        .chain(bytes)
+        .collect()
 }
 
-/// Returns the inverse of [`encode_region_card`]; more bytes may follow.
-pub(crate) fn decode_region_card(bytes: &[u8]) -> Option<RegionHandle> {
+/// Returns the inverse of [`encode_region_handle`]; more bytes may follow.
+pub(crate) fn decode_region_handle(bytes: &[u8]) -> Option<RegionHandle> {
     let (pid, rest) = bytes.split_first_chunk::<4>()?;
     let (descriptor, rest) = rest.split_first_chunk::<4>()?;
     let (numbers, _) = rest.split_first_chunk::<24>()?;

@@ -21,7 +21,7 @@ use super::communicator::IpcCommunicator;
 use super::mailbox::IpcMailbox;
 use super::member_device::{IpcDevice, PieceReduction, SLOTS_PER_WINDOW};
 use super::pieces::PieceSpan;
-use super::{REGION_CARD_BYTES, decode_region_card, encode_region_card, neighbourhood_id};
+use super::{REGION_HANDLE_BYTES, decode_region_handle, encode_region_handle, neighbourhood_id};
 use crate::IpcMemoryHandle;
 
 const PIECE: usize = 32;
@@ -133,17 +133,18 @@ impl IpcDevice for HostSite {
             Some("offer") => return Some(Err("no memory".to_owned())),
             _ => {}
         }
-        let mut offer = IpcMemoryHandle([0; 64]);
-        offer.0[..8].copy_from_slice(&self.window.address().expose_provenance().to_ne_bytes());
-        Some(Ok(offer))
+        let mut handle = IpcMemoryHandle([0; 64]);
+        handle.0[..8].copy_from_slice(&self.window.address().expose_provenance().to_ne_bytes());
+        Some(Ok(handle))
     }
 
-    fn open_windows(&mut self, offers: &[IpcMemoryHandle], _: usize) -> Result<(), String> {
+    fn open_windows(&mut self, handles: &[IpcMemoryHandle], _: usize) -> Result<(), String> {
         if self.broken == Some("open") {
             return Err("another container".to_owned());
         }
-        let start = |offer: &IpcMemoryHandle| usize::from_ne_bytes(*offer.0.first_chunk().unwrap());
-        self.starts = offers.iter().map(start).collect();
+        let start =
+            |handle: &IpcMemoryHandle| usize::from_ne_bytes(*handle.0.first_chunk().unwrap());
+        self.starts = handles.iter().map(start).collect();
         Ok(())
     }
 
@@ -185,9 +186,9 @@ impl IpcDevice for HostSite {
         slot: u64,
         piece: &[PieceSpan],
         segments: &[TensorSegment],
-        how: PieceReduction,
+        reduction: PieceReduction,
     ) -> Result<()> {
-        assert_eq!((how.dtype, how.op), (DataType::F32, ReduceOp::Sum));
+        assert_eq!((reduction.dtype, reduction.op), (DataType::F32, ReduceOp::Sum));
         for span in piece.iter().copied() {
             let to = exposed(&segments[span.segment].output) + span.segment_offset;
             let starts = self.starts.clone();
@@ -228,17 +229,17 @@ impl Member {
     }
 }
 
-fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) -> Vec<Member> {
+fn members(broken: &[Option<&'static str>], prompt: bool, timeout: Duration) -> Vec<Member> {
     let size = broken.len();
     let region = SharedRegion::create(IpcMailbox::bytes_for_members(size)).unwrap();
-    let card = *region.region_handle();
+    let handle = *region.region_handle();
     let mut own = Some(region);
     let member = |(place, broken): (usize, &Option<&'static str>)| {
-        let region = own.take().unwrap_or_else(|| SharedRegion::open_peer_region(&card).unwrap());
+        let region = own.take().unwrap_or_else(|| SharedRegion::open_peer_region(&handle).unwrap());
         let (stream, fate) = (Late::default(), Arc::new(Fate::default()));
         let between = Arc::new(AtomicBool::new(false));
         let window = HostMemory::new(usize::try_from(SLOTS_PER_WINDOW).unwrap() * PIECE);
-        let site = HostSite {
+        let device = HostSite {
             stream: stream.clone(),
             prompt,
             between: Arc::clone(&between),
@@ -249,7 +250,7 @@ fn members(broken: &[Option<&'static str>], prompt: bool, patience: Duration) ->
         };
         let mailbox = IpcMailbox::from_region(region, (place, size)).unwrap();
         Member {
-            all: IpcCommunicator::begin_forming(site, mailbox, patience),
+            all: IpcCommunicator::begin_forming(device, mailbox, timeout),
             stream,
             between,
             fate,
@@ -586,13 +587,13 @@ fn operations_without_a_kernel_are_not_carried() {
 }
 
 #[test]
-fn a_card_of_a_region_is_read_as_it_was_written() {
-    let card = RegionHandle { pid: 1, descriptor: 2, bytes: 3, nonce: [u64::MAX, 5] };
-    let written = encode_region_card(&card);
+fn a_region_handle_is_decoded_as_it_was_encoded() {
+    let handle = RegionHandle { pid: 1, descriptor: 2, bytes: 3, nonce: [u64::MAX, 5] };
+    let written = encode_region_handle(&handle);
     assert_eq!(
-        (written.len(), decode_region_card(&[&written[..], &[9]].concat())),
-        (REGION_CARD_BYTES, Some(card))
+        (written.len(), decode_region_handle(&[&written[..], &[9]].concat())),
+        (REGION_HANDLE_BYTES, Some(handle))
     );
-    assert_eq!(decode_region_card(&written[..REGION_CARD_BYTES - 1]), None);
+    assert_eq!(decode_region_handle(&written[..REGION_HANDLE_BYTES - 1]), None);
     assert_eq!(neighbourhood_id(), neighbourhood_id());
 }

@@ -34,13 +34,13 @@ impl IpcWindow {
             None => NOT_SUPPORTED,
         })?;
         let window = Self { context, start };
-        let mut offer = IpcMemoryHandle([0; 64]);
+        let mut handle = IpcMemoryHandle([0; 64]);
         window.context.call_driver("cuIpcGetMemHandle", |table| match table.window_offer {
             // SAFETY: the place lives across the call, and the memory is ours.
-            Some(tell) => unsafe { tell(&raw mut offer, start) },
+            Some(export_handle) => unsafe { export_handle(&raw mut handle, start) },
             None => NOT_SUPPORTED,
         })?;
-        Ok((window, offer))
+        Ok((window, handle))
     }
 
     pub(crate) fn base_address(&self) -> u64 {
@@ -71,12 +71,12 @@ impl PeerWindow {
     /// `CudaDriver` when it is this process's own, or this one may not see it.
     pub(crate) fn open_handle(
         context: Arc<PrimaryContext>,
-        offer: IpcMemoryHandle,
+        handle: IpcMemoryHandle,
     ) -> Result<Self> {
         let mut start = 0;
         context.call_driver("cuIpcOpenMemHandle", |table| match table.window_open {
             // SAFETY: the place lives across the call.
-            Some(open) => unsafe { open(&raw mut start, offer, LAZY_PEER_ACCESS) },
+            Some(open) => unsafe { open(&raw mut start, handle, LAZY_PEER_ACCESS) },
             None => NOT_SUPPORTED,
         })?;
         Ok(Self { context, start })
@@ -113,9 +113,9 @@ mod tests {
     #[test]
     fn a_window_is_offered_opened_closed_and_given_back() {
         let context = context();
-        let (window, offer) = IpcWindow::new(Arc::clone(&context), 100).unwrap();
-        assert_eq!((window.base_address(), offer), (0x5000, IpcMemoryHandle([0x50; 64])));
-        let view = PeerWindow::open_handle(context, offer).unwrap();
+        let (window, handle) = IpcWindow::new(Arc::clone(&context), 100).unwrap();
+        assert_eq!((window.base_address(), handle), (0x5000, IpcMemoryHandle([0x50; 64])));
+        let view = PeerWindow::open_handle(context, handle).unwrap();
         assert_eq!(view.base_address(), 0x50_000);
         drop(view);
         drop(window);

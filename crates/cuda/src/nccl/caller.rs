@@ -19,7 +19,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{CollectiveOperation, DeviceEvent, OperationToken, Result};
-use farandole_kernels::DeviceStream as Theirs;
+use farandole_kernels::DeviceStream as FrameworkStream;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::calls::NcclCallGroup;
@@ -84,13 +84,13 @@ impl NcclCaller {
     /// The system's when it has no thread left.
     pub(super) fn new<L: CommunicatorStream>(
         nccl: NcclLibrary,
-        lane: Arc<L>,
+        stream: Arc<L>,
         id: UniqueId,
-        place: (usize, usize),
+        position: (usize, usize),
     ) -> std::io::Result<Self> {
-        let papers = Mutex::new(PendingCalls { in_call: true, ..PendingCalls::default() });
-        let desk = Arc::new(NcclCallQueue {
-            pending: papers,
+        let pending = Mutex::new(PendingCalls { in_call: true, ..PendingCalls::default() });
+        let calls = Arc::new(NcclCallQueue {
+            pending,
             changed: Condvar::new(),
             has_new_calls: AtomicBool::new(false),
             comm: AtomicPtr::new(null_mut()),
@@ -98,9 +98,9 @@ impl NcclCaller {
         });
         let registry = RegisteredBlocks::default();
         let work =
-            NcclCallerThread { calls: Arc::clone(&desk), nccl, stream: lane, id, place, registry };
+            NcclCallerThread { calls: Arc::clone(&calls), nccl, stream, id, position, registry };
         let thread = std::thread::Builder::new().name("farandole-nccl".to_owned());
-        Ok(Self { calls: desk, thread: Some(thread.spawn(move || work.run())?) })
+        Ok(Self { calls, thread: Some(thread.spawn(move || work.run())?) })
     }
 
     /// Registers NCCL's memory that operations use.
@@ -117,9 +117,9 @@ impl NcclCaller {
 
     /// Returns the messages since the last call.
     pub(super) fn take_update(&self) -> CallerUpdate {
-        let mut papers = self.calls.pending.lock();
-        let formed = papers.update.formed;
-        std::mem::replace(&mut papers.update, CallerUpdate { formed, ..CallerUpdate::default() })
+        let mut pending = self.calls.pending.lock();
+        let formed = pending.update.formed;
+        std::mem::replace(&mut pending.update, CallerUpdate { formed, ..CallerUpdate::default() })
     }
 
     /// Returns the communicator, once it is formed.
@@ -132,13 +132,15 @@ impl NcclCaller {
     /// communicator ends it.
     pub(super) fn stop_thread(&mut self, limit: Duration) -> Option<Comm> {
         let deadline = Instant::now() + limit;
-        let mut papers = self.calls.pending.lock();
-        papers.stopping = true;
-        papers.queue.clear();
+        let mut pending = self.calls.pending.lock();
+        pending.stopping = true;
+        pending.queue.clear();
         self.calls.changed.notify_all();
-        while papers.in_call && !self.calls.changed.wait_until(&mut papers, deadline).timed_out() {}
-        let (inside, comm) = (papers.in_call, self.calls.take_communicator());
-        drop(papers);
+        while pending.in_call && !self.calls.changed.wait_until(&mut pending, deadline).timed_out()
+        {
+        }
+        let (inside, comm) = (pending.in_call, self.calls.take_communicator());
+        drop(pending);
         // Outside of NCCL it has nothing left to wait for.
         if let Some(thread) = self.thread.take().filter(|_| !inside) {
             drop(thread.join());
@@ -150,16 +152,16 @@ impl NcclCaller {
 impl NcclCallQueue {
     /// Waits until there is a call to make, or until the owner stops the thread, at the latest when
     /// it is dropped. Spins for `looks` before it sleeps.
-    fn wait_for_calls(&self, papers: &mut MutexGuard<'_, PendingCalls>, looks: Duration) {
+    fn wait_for_calls(&self, pending: &mut MutexGuard<'_, PendingCalls>, looks: Duration) {
         self.has_new_calls.store(false, Ordering::Release);
-        MutexGuard::unlocked(papers, || {
+        MutexGuard::unlocked(pending, || {
             let began = Instant::now();
             while !self.has_new_calls.load(Ordering::Acquire) && began.elapsed() < looks {
                 std::hint::spin_loop();
             }
         });
-        if papers.queue.is_empty() && !papers.stopping {
-            self.changed.wait(papers);
+        if pending.queue.is_empty() && !pending.stopping {
+            self.changed.wait(pending);
         }
     }
 
@@ -175,7 +177,7 @@ struct NcclCallerThread<L: CommunicatorStream> {
     nccl: NcclLibrary,
     stream: Arc<L>,
     id: UniqueId,
-    place: (usize, usize),
+    position: (usize, usize),
     registry: RegisteredBlocks,
 }
 
@@ -184,32 +186,32 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let looks = if cores < MIN_CORES_TO_SPIN { Duration::ZERO } else { SPIN_BEFORE_SLEEP };
         let formed = self.init_communicator();
-        let mut papers = self.calls.pending.lock();
-        papers.update.formed = formed.is_ok();
-        papers.update.failure = formed.err();
-        papers.in_call = false;
+        let mut pending = self.calls.pending.lock();
+        pending.update.formed = formed.is_ok();
+        pending.update.failure = formed.err();
+        pending.in_call = false;
         self.calls.changed.notify_all();
-        while !papers.stopping && papers.update.failure.is_none() {
-            let Some(queued) = papers.queue.pop_front() else {
-                self.calls.wait_for_calls(&mut papers, looks);
+        while !pending.stopping && pending.update.failure.is_none() {
+            let Some(queued) = pending.queue.pop_front() else {
+                self.calls.wait_for_calls(&mut pending, looks);
                 continue;
             };
-            papers.in_call = true;
-            drop(papers);
+            pending.in_call = true;
+            drop(pending);
             let made = self.enqueue_on_stream(queued);
-            papers = self.calls.pending.lock();
-            papers.in_call = false;
+            pending = self.calls.pending.lock();
+            pending.in_call = false;
             match made {
-                Ok(made) => papers.update.enqueued.push(made),
-                Err(reason) => papers.update.failure = Some(reason),
+                Ok(made) => pending.update.enqueued.push(made),
+                Err(reason) => pending.update.failure = Some(reason),
             }
             self.calls.changed.notify_all();
         }
         // Its owner gave it up before NCCL had it.
-        if papers.stopping
+        if pending.stopping
             && let Some(comm) = self.calls.take_communicator()
         {
-            drop(papers);
+            drop(pending);
             let abort = self.nccl.function_table().abort;
             // There is nothing to do about a failure.
             drop(self.stream.with_current_device(&mut || {
@@ -224,7 +226,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
             return Err("it was given up".to_owned());
         }
         let number = |value| i32::try_from(value).unwrap_or(i32::MAX);
-        let (me, members) = (number(self.place.0), number(self.place.1));
+        let (me, members) = (number(self.position.0), number(self.position.1));
         let (mut settings, mut status) = (NcclConfig::with_blocking_calls(), NCCL_SUCCESS);
         self.with_current_device(&mut || {
             let init = self.nccl.function_table().init;
@@ -241,14 +243,14 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
         (token, operation, events): QueuedOperation,
     ) -> Result<SubmittedOperation, String> {
         let stream = self.stream.raw_stream();
-        // SAFETY: the lane's stream lives as long as the lane.
-        let own = unsafe { Theirs::from_raw(stream.expose_provenance()) };
+        // SAFETY: `self.stream` owns the CUDA stream and outlives this call.
+        let own = unsafe { FrameworkStream::from_raw(stream.expose_provenance()) };
         events
             .iter()
             .try_for_each(|event| event.make_stream_wait(own))
             .map_err(|error| error.to_string())?;
         let mut late = Ok(false);
-        let (member, size) = self.place;
+        let (member, size) = self.position;
         let comm = self.calls.comm.load(Ordering::Acquire);
         self.register_buffers(comm, &operation)?;
         let calls = NcclCallGroup { nccl: &self.nccl, comm, stream, size, member };
@@ -273,8 +275,8 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
         if !self.calls.registers_memory.load(Ordering::Acquire) {
             return Ok(());
         }
-        let (desk, registry, mut done) = (&self.calls, &mut self.registry, Ok(true));
-        let goes_on = || !desk.pending.lock().stopping;
+        let (calls, registry, mut done) = (&self.calls, &mut self.registry, Ok(true));
+        let goes_on = || !calls.pending.lock().stopping;
         let within = self.stream.with_current_device(&mut || {
             done = registry.register_operation(&self.nccl, comm, operation, goes_on)
         });

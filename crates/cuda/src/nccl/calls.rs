@@ -9,7 +9,7 @@ use std::ffi::c_void;
 use farandole_collectives::{CollectiveOperation, TensorSegment};
 use farandole_kernels::{Buffer, DataType, ReduceOp};
 
-use super::{Comm, NcclLibrary, Stream};
+use super::{Comm, NcclLibrary, RawStream};
 use crate::Result;
 
 const NCCL_BYTE: i32 = 1;
@@ -116,7 +116,7 @@ pub(super) fn float8_reduction_support(
 pub(super) struct NcclCallGroup<'a> {
     pub(super) nccl: &'a NcclLibrary,
     pub(super) comm: Comm,
-    pub(super) stream: Stream,
+    pub(super) stream: RawStream,
     pub(super) size: usize,
     pub(super) member: usize,
 }

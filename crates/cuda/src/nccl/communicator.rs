@@ -75,32 +75,32 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
     /// `Lost`.
     pub fn begin_forming(
         nccl: NcclLibrary,
-        lane: L,
+        stream: L,
         id: UniqueId,
-        place: (usize, usize),
-        patience: Duration,
+        position: (usize, usize),
+        timeout: Duration,
     ) -> Result<Self> {
-        Self::begin_forming_with_clock(nccl, lane, id, place, patience, Instant::now)
+        Self::begin_forming_with_clock(nccl, stream, id, position, timeout, Instant::now)
     }
 
     pub(super) fn begin_forming_with_clock(
         nccl: NcclLibrary,
-        lane: L,
+        stream: L,
         id: UniqueId,
         (member, size): (usize, usize),
-        patience: Duration,
+        timeout: Duration,
         clock: fn() -> Instant,
     ) -> Result<Self> {
-        let lane = Arc::new(lane);
-        let caller = NcclCaller::new(nccl.clone(), Arc::clone(&lane), id, (member, size));
+        let stream = Arc::new(stream);
+        let caller = NcclCaller::new(nccl.clone(), Arc::clone(&stream), id, (member, size));
         let caller = caller.map_err(|error| {
             let reason =
-                format!("device {}: there is no thread for NCCL: {error}", lane.device_ordinal());
+                format!("device {}: there is no thread for NCCL: {error}", stream.device_ordinal());
             CollectiveError::Lost { reason }
         })?;
         Ok(Self {
             nccl,
-            stream: lane,
+            stream,
             caller,
             size,
             member,
@@ -108,7 +108,7 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
             float8: false,
             state: NcclCommunicatorState::Forming,
             waiting_since: clock(),
-            timeout: patience,
+            timeout,
             queued: VecDeque::new(),
             handed_over: 0,
             running: VecDeque::new(),
@@ -217,9 +217,9 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
 
     /// Takes the finished work of the caller; returns true if there is any.
     fn collect_update(&mut self) -> Result<bool> {
-        let news = self.caller.take_update();
-        let formed = news.formed && self.state == NcclCommunicatorState::Forming;
-        let moved = formed || !news.enqueued.is_empty();
+        let update = self.caller.take_update();
+        let formed = update.formed && self.state == NcclCommunicatorState::Forming;
+        let moved = formed || !update.enqueued.is_empty();
         if formed {
             self.state = NcclCommunicatorState::Ready;
         }
@@ -228,12 +228,12 @@ impl<L: CommunicatorStream> NcclCommunicator<L> {
         if formed || (moved && self.running.is_empty()) {
             self.waiting_since = (self.clock)();
         }
-        for (token, event, operation) in news.enqueued {
+        for (token, event, operation) in update.enqueued {
             self.handed_over -= 1;
             self.launched.push((token, Arc::clone(&event)));
             self.running.push_back((token, event, operation));
         }
-        match news.failure {
+        match update.failure {
             Some(reason) => Err(self.fail_with(&reason)),
             None => Ok(moved),
         }

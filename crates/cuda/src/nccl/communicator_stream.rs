@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use farandole_collectives::{DeviceEvent, Result, ResultMemory};
 
-use super::Stream;
+use super::RawStream;
 
 /// The device's side of a communicator.
 pub trait CommunicatorStream: Send + Sync + 'static {
@@ -15,7 +15,7 @@ pub trait CommunicatorStream: Send + Sync + 'static {
     fn device_ordinal(&self) -> u32;
 
     /// Returns the stream that gets the work.
-    fn raw_stream(&self) -> Stream;
+    fn raw_stream(&self) -> RawStream;
 
     /// Returns an event after the work that was put there.
     ///

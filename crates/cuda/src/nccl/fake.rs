@@ -14,11 +14,11 @@ use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use farandole_collectives::{DeviceEvent, Result, ResultMemory};
-use farandole_kernels::{Buffer, DeviceStream as Theirs, MemoryKind};
+use farandole_kernels::{Buffer, DeviceStream as FrameworkStream, MemoryKind};
 use parking_lot::Mutex;
 
 use super::{
-    Comm, CommunicatorStream, NCCL_SUCCESS, NcclConfig, NcclLibrary, NcclTable, Stream, UniqueId,
+    Comm, CommunicatorStream, NCCL_SUCCESS, NcclConfig, NcclLibrary, NcclTable, RawStream, UniqueId,
 };
 
 /// The calls and the behaviour of a test's NCCL.
@@ -165,13 +165,13 @@ unsafe extern "C" fn fake_abort(_: Comm) -> i32 {
 }
 
 unsafe extern "C" fn async_error(_: Comm, status: *mut i32) -> i32 {
-    let told = with_fake(|fake| match fake.status.len() {
+    let reported = with_fake(|fake| match fake.status.len() {
         0 => NCCL_SUCCESS,
         1 => fake.status[0],
         _ => fake.status.pop_front().unwrap_or_default(),
     });
     // SAFETY: the caller's place.
-    unsafe { *status = told };
+    unsafe { *status = reported };
     NCCL_SUCCESS
 }
 
@@ -194,7 +194,7 @@ unsafe extern "C" fn fake_allreduce(
     kind: i32,
     op: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!(
         "allreduce {}>{} {count} of {kind} by {op}",
@@ -210,7 +210,7 @@ unsafe extern "C" fn fake_broadcast(
     _: i32,
     root: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!(
         "broadcast {}>{} {count} from {root}",
@@ -227,7 +227,7 @@ unsafe extern "C" fn fake_reduce(
     op: i32,
     root: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!(
         "reduce {}>{} {count} of {kind} by {op} to {root}",
@@ -242,7 +242,7 @@ unsafe extern "C" fn fake_allgather(
     count: usize,
     _: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!("allgather {}>{} {count}", format_address(from), format_address(to)))
 }
@@ -254,7 +254,7 @@ unsafe extern "C" fn fake_reduce_scatter(
     kind: i32,
     op: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!(
         "reducescatter {}>{} {count} of {kind} by {op}",
@@ -269,7 +269,7 @@ unsafe extern "C" fn fake_send(
     _: i32,
     peer: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!("send {} {count} to {peer}", format_address(from)))
 }
@@ -280,7 +280,7 @@ unsafe extern "C" fn fake_receive(
     _: i32,
     peer: i32,
     _: Comm,
-    _: Stream,
+    _: RawStream,
 ) -> i32 {
     note_call(format!("receive {} {count} from {peer}", format_address(to)))
 }
@@ -381,7 +381,7 @@ impl DeviceEvent for FakeEvent {
         3
     }
 
-    fn make_stream_wait(&self, stream: Theirs) -> Result<()> {
+    fn make_stream_wait(&self, stream: FrameworkStream) -> Result<()> {
         note_call(format!("stream {:#x} waits", stream.raw_handle()));
         Ok(())
     }
@@ -401,7 +401,7 @@ impl ResultMemory for FakeResultMemory {
         &self,
         _: &Buffer,
         _: Option<&Arc<dyn DeviceEvent>>,
-        _: Theirs,
+        _: FrameworkStream,
     ) -> Result<()> {
         Ok(())
     }
@@ -423,7 +423,7 @@ impl CommunicatorStream for FakeCommunicatorStream {
         3
     }
 
-    fn raw_stream(&self) -> Stream {
+    fn raw_stream(&self) -> RawStream {
         std::ptr::without_provenance_mut(0x33)
     }
 

@@ -29,7 +29,7 @@ pub use memory::NcclMemory;
 
 /// A communicator of NCCL.
 pub(crate) type Comm = *mut c_void;
-type Stream = *mut c_void;
+type RawStream = *mut c_void;
 
 pub(crate) const NCCL_SUCCESS: i32 = 0;
 pub(crate) const NCCL_IN_PROGRESS: i32 = 7;
@@ -55,11 +55,11 @@ pub struct NcclConfig {
     version: u32,
     blocking: i32,
     cga_cluster_size: i32,
-    least_blocks: i32,
-    most_blocks: i32,
+    min_ctas: i32,
+    max_ctas: i32,
     network: *const c_char,
     split_share: i32,
-    rest: i32,
+    undefined_tail: i32,
 }
 
 impl NcclConfig {
@@ -72,11 +72,11 @@ impl NcclConfig {
             version: MIN_NCCL_VERSION.unsigned_abs(),
             blocking: 1,
             cga_cluster_size: CONFIG_UNDEFINED,
-            least_blocks: CONFIG_UNDEFINED,
-            most_blocks: CONFIG_UNDEFINED,
+            min_ctas: CONFIG_UNDEFINED,
+            max_ctas: CONFIG_UNDEFINED,
             network: std::ptr::null(),
             split_share: CONFIG_UNDEFINED,
-            rest: CONFIG_UNDEFINED,
+            undefined_tail: CONFIG_UNDEFINED,
         }
     }
 }
@@ -92,13 +92,13 @@ function_table! {
             async_error = "ncclCommGetAsyncError"(Comm, *mut i32);
             group_start = "ncclGroupStart"();
             group_end = "ncclGroupEnd"();
-            allreduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
-            broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
-            reduce = "ncclReduce"(*const c_void, *mut c_void, usize, i32, i32, i32, Comm, Stream);
-            allgather = "ncclAllGather"(*const c_void, *mut c_void, usize, i32, Comm, Stream);
-            reducescatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, i32, i32, Comm, Stream);
-            send = "ncclSend"(*const c_void, usize, i32, i32, Comm, Stream);
-            receive = "ncclRecv"(*mut c_void, usize, i32, i32, Comm, Stream);
+            allreduce = "ncclAllReduce"(*const c_void, *mut c_void, usize, i32, i32, Comm, RawStream);
+            broadcast = "ncclBroadcast"(*const c_void, *mut c_void, usize, i32, i32, Comm, RawStream);
+            reduce = "ncclReduce"(*const c_void, *mut c_void, usize, i32, i32, i32, Comm, RawStream);
+            allgather = "ncclAllGather"(*const c_void, *mut c_void, usize, i32, Comm, RawStream);
+            reducescatter = "ncclReduceScatter"(*const c_void, *mut c_void, usize, i32, i32, Comm, RawStream);
+            send = "ncclSend"(*const c_void, usize, i32, i32, Comm, RawStream);
+            receive = "ncclRecv"(*mut c_void, usize, i32, i32, Comm, RawStream);
             create_premul_sum = "ncclRedOpCreatePreMulSum"(*mut i32, *mut c_void, i32, i32, Comm);
             destroy_premul_sum = "ncclRedOpDestroy"(i32, Comm);
         }
@@ -110,13 +110,13 @@ function_table! {
 }
 
 /// The texts of errors return no status, so they are not in the table.
-type Words = unsafe extern "C" fn(i32) -> *const c_char;
+type ErrorTextFunction = unsafe extern "C" fn(i32) -> *const c_char;
 
 /// The library.
 #[derive(Clone)]
 pub struct NcclLibrary {
     table: Arc<NcclTable>,
-    error_text: Option<Words>,
+    error_text: Option<ErrorTextFunction>,
     version: i32,
     path: String,
 }
@@ -126,22 +126,27 @@ impl NcclLibrary {
     ///
     /// # Errors
     /// `NotFound`, `Symbols`, `Version`, `Nccl`.
-    pub fn load_from(places: &LibrarySearchPath) -> Result<Self> {
-        let library = places.load_library(CudaLibrary::Nccl)?;
+    pub fn load_from(search_path: &LibrarySearchPath) -> Result<Self> {
+        let library = search_path.load_library(CudaLibrary::Nccl)?;
         let path = library
             .file_of_function(CudaLibrary::Nccl.probe_symbol())
             .unwrap_or_else(|| library.opened_name().to_owned());
         // SAFETY: the type in NCCL's header.
-        let words = unsafe { library.find_function::<Words>(c"ncclGetErrorString") };
-        Self::from_table(NcclTable::from_library(&library)?, words, path)
+        let error_text =
+            unsafe { library.find_function::<ErrorTextFunction>(c"ncclGetErrorString") };
+        Self::from_table(NcclTable::from_library(&library)?, error_text, path)
     }
 
     /// Takes these functions for a library.
     ///
     /// # Errors
     /// `Version`, `Nccl`.
-    pub(crate) fn from_table(table: NcclTable, words: Option<Words>, path: String) -> Result<Self> {
-        let mut nccl = Self { table: Arc::new(table), error_text: words, version: 0, path };
+    pub(crate) fn from_table(
+        table: NcclTable,
+        error_text: Option<ErrorTextFunction>,
+        path: String,
+    ) -> Result<Self> {
+        let mut nccl = Self { table: Arc::new(table), error_text, version: 0, path };
         let mut version = 0;
         // SAFETY: the place lives across the call.
         nccl.check_status("ncclGetVersion", unsafe { (nccl.table.version)(&raw mut version) })?;
@@ -205,8 +210,9 @@ impl NcclLibrary {
     fn describe_status(&self, status: i32) -> String {
         // SAFETY: any status may be asked about; the text is the library's own, for ever, and ends
         // with a zero.
-        let text =
-            self.error_text.map(|words| unsafe { CStr::from_ptr(words(status)) }.to_string_lossy());
+        let text = self
+            .error_text
+            .map(|error_text| unsafe { CStr::from_ptr(error_text(status)) }.to_string_lossy());
         text.map_or_else(|| format!("status {status}"), |text| format!("{text} (status {status})"))
     }
 }

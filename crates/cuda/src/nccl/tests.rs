@@ -36,17 +36,17 @@ type Formed = Result<(NcclCommunicator<FakeCommunicatorStream>, FakeCommunicator
 
 /// Begins to form one of this library.
 pub(super) fn form(library: &NcclLibrary, member: usize, size: usize) -> Formed {
-    let lane = FakeCommunicatorStream::default();
-    let (id, place) = (fake::thread_unique_id(), (member, size));
+    let stream = FakeCommunicatorStream::default();
+    let (id, position) = (fake::thread_unique_id(), (member, size));
     NcclCommunicator::begin_forming_with_clock(
         library.clone(),
-        lane.clone(),
+        stream.clone(),
         id,
-        place,
+        position,
         PATIENCE,
         fake::fake_clock,
     )
-    .map(|communicator| (communicator, lane))
+    .map(|communicator| (communicator, stream))
 }
 
 /// Looks after it until its calls are made, or one has failed.
@@ -88,10 +88,10 @@ fn entered(call: &str) {
 /// One that is ready, of two members, this one the second.
 fn ready() -> (NcclCommunicator<FakeCommunicatorStream>, FakeCommunicatorStream) {
     say(&[NCCL_SUCCESS]);
-    let (mut communicator, lane) = form(&fake_nccl().unwrap(), 1, 2).unwrap();
+    let (mut communicator, stream) = form(&fake_nccl().unwrap(), 1, 2).unwrap();
     made(&mut communicator, &mut Vec::new()).unwrap();
     take_calls();
-    (communicator, lane)
+    (communicator, stream)
 }
 
 fn buffer(address: usize, bytes: usize) -> Buffer {
@@ -122,7 +122,7 @@ fn plain() -> CollectiveOperation {
 #[test]
 fn it_forms_without_blocking_and_accepts_operations_meanwhile() {
     with_fake(|fake| fake.alone = true);
-    let (mut communicator, lane) = form(&fake_nccl().unwrap(), 1, 2).unwrap();
+    let (mut communicator, stream) = form(&fake_nccl().unwrap(), 1, 2).unwrap();
     entered("init 1/2 id 9 blocking 1");
     communicator.submit_operation(OperationToken(1), plain()).unwrap();
     let mut done = Vec::new();
@@ -133,14 +133,14 @@ fn it_forms_without_blocking_and_accepts_operations_meanwhile() {
     made(&mut communicator, &mut done).unwrap();
     assert_eq!(take_calls(), ["{", "allreduce 0x100>0x100 10 of 7 by 0", "}"]);
     assert_eq!((done.len(), communicator.pending_count()), (0, 1));
-    lane.finish_events(1);
+    stream.finish_events(1);
     assert!(communicator.make_progress(&mut done).unwrap());
     assert_eq!((done, communicator.pending_count()), (vec![OperationToken(1)], 0));
 }
 
 #[test]
 fn all_calls_come_from_one_thread_for_which_no_other_thread_waits() {
-    let (mut communicator, lane) = ready();
+    let (mut communicator, stream) = ready();
     for token in 1..=3 {
         call(&mut communicator, token, plain());
     }
@@ -158,7 +158,7 @@ fn all_calls_come_from_one_thread_for_which_no_other_thread_waits() {
     let mut done = Vec::new();
     communicator.make_progress(&mut done).unwrap();
     entered("}");
-    lane.finish_events(3);
+    stream.finish_events(3);
     assert!(communicator.make_progress(&mut done).unwrap());
     assert_eq!(
         (done, communicator.pending_count()),
@@ -171,7 +171,7 @@ fn all_calls_come_from_one_thread_for_which_no_other_thread_waits() {
 #[test]
 fn launched_work_is_reported_with_its_event_and_completes_later() {
     with_fake(|fake| fake.alone = true);
-    let (mut communicator, lane) = form(&fake_nccl().unwrap(), 0, 1).unwrap();
+    let (mut communicator, stream) = form(&fake_nccl().unwrap(), 0, 1).unwrap();
     let before: Arc<dyn DeviceEvent> = Arc::new(FakeEvent(Arc::default()));
     communicator.submit_after_events(OperationToken(4), plain(), vec![before]).unwrap();
     let (mut done, mut launched) = (Vec::new(), Vec::new());
@@ -190,7 +190,7 @@ fn launched_work_is_reported_with_its_event_and_completes_later() {
     let [(OperationToken(4), event)] = &launched[..] else { panic!("one was launched") };
     assert!(done.is_empty() && !event.is_ready().unwrap());
     assert_eq!(communicator.pending_count(), 1);
-    lane.finish_events(1);
+    stream.finish_events(1);
     communicator.drain_launched(PATIENCE);
     assert!(event.is_ready().unwrap() && communicator.pending_count() == 0);
     communicator.take_launched(&mut launched);
@@ -199,7 +199,7 @@ fn launched_work_is_reported_with_its_event_and_completes_later() {
 
 #[test]
 fn an_orderly_end_waits_for_launched_work_with_a_deadline() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
     communicator.drain_launched(Duration::from_millis(1));
     assert_eq!(communicator.pending_count(), 1);
@@ -239,7 +239,7 @@ fn missing_members_are_waited_for_until_the_deadline() {
 
 #[test]
 fn a_call_that_waits_for_a_dead_peer_is_aborted_at_the_deadline() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     with_fake(|fake| fake.alone = true);
     communicator.submit_operation(OperationToken(1), plain()).unwrap();
     communicator.make_progress(&mut Vec::new()).unwrap();
@@ -252,7 +252,7 @@ fn a_call_that_waits_for_a_dead_peer_is_aborted_at_the_deadline() {
 
 #[test]
 fn a_running_call_returns_before_its_communicator_is_aborted() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     with_fake(|fake| fake.alone = true);
     communicator.submit_operation(OperationToken(1), plain()).unwrap();
     communicator.submit_operation(OperationToken(2), plain()).unwrap();
@@ -272,7 +272,7 @@ fn a_running_call_returns_before_its_communicator_is_aborted() {
 
 #[test]
 fn a_dead_peer_ends_the_kernels_that_wait_for_it() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
     take_calls();
     say(&[6]);
@@ -291,14 +291,14 @@ fn a_dead_peer_ends_the_kernels_that_wait_for_it() {
 
 #[test]
 fn an_operation_that_hangs_is_aborted_at_the_deadline() {
-    let (mut communicator, lane) = ready();
+    let (mut communicator, stream) = ready();
     communicator.submit_operation(OperationToken(1), plain()).unwrap();
     communicator.submit_operation(OperationToken(2), plain()).unwrap();
     let mut done = Vec::new();
     made(&mut communicator, &mut done).unwrap();
     // Whoever makes progress is not late.
     ahead(PATIENCE);
-    lane.finish_events(1);
+    stream.finish_events(1);
     communicator.make_progress(&mut done).unwrap();
     assert_eq!(done, [OperationToken(1)]);
     // Whoever is given more to do all the time is.
@@ -313,7 +313,7 @@ fn an_operation_that_hangs_is_aborted_at_the_deadline() {
 
 #[test]
 fn calls_that_return_late_are_waited_for_before_the_next() {
-    let (mut communicator, lane) = ready();
+    let (mut communicator, stream) = ready();
     with_fake(|fake| fake.group = NCCL_IN_PROGRESS);
     say(&[NCCL_IN_PROGRESS, NCCL_IN_PROGRESS, NCCL_SUCCESS]);
     communicator.submit_operation(OperationToken(1), plain()).unwrap();
@@ -321,7 +321,7 @@ fn calls_that_return_late_are_waited_for_before_the_next() {
     let mut done = Vec::new();
     made(&mut communicator, &mut done).unwrap();
     assert_eq!((take_calls().len(), communicator.pending_count()), (6, 2));
-    lane.finish_events(1);
+    stream.finish_events(1);
     communicator.make_progress(&mut done).unwrap();
     assert_eq!(done, [OperationToken(1)]);
     say(&[NCCL_IN_PROGRESS]);
@@ -336,7 +336,7 @@ fn calls_that_return_late_are_waited_for_before_the_next() {
 
 #[test]
 fn a_device_gets_only_as_much_work_as_it_accepts_without_waiting() {
-    let (mut communicator, lane) = ready();
+    let (mut communicator, stream) = ready();
     for token in 0..300 {
         communicator.submit_operation(OperationToken(token), plain()).unwrap();
     }
@@ -348,14 +348,14 @@ fn a_device_gets_only_as_much_work_as_it_accepts_without_waiting() {
     }
     communicator.make_progress(&mut done).unwrap();
     assert_eq!(take_calls().len(), 256 * 3, "the others wait");
-    lane.finish_events(256);
+    stream.finish_events(256);
     made(&mut communicator, &mut done).unwrap();
     assert_eq!((done.len(), take_calls().len(), communicator.pending_count()), (256, 44 * 3, 44));
 }
 
 #[test]
 fn an_abandoned_operation_is_aborted_at_once() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
     take_calls();
     communicator.abandon_operations();
@@ -366,10 +366,10 @@ fn an_abandoned_operation_is_aborted_at_once() {
 #[test]
 fn tensors_are_free_after_kernels_have_ended_and_not_after_an_abort() {
     with_fake(|fake| fake.late = 3);
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     communicator.abandon_operations();
     assert_eq!(ending(), Some(3), "nothing was launched, so nobody looks");
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
     take_calls();
     communicator.abandon_operations();
@@ -379,7 +379,7 @@ fn tensors_are_free_after_kernels_have_ended_and_not_after_an_abort() {
 #[test]
 fn kernels_that_do_not_end_are_not_waited_for_for_ever() {
     with_fake(|fake| fake.late = u32::MAX);
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, plain());
     let began = Instant::now();
     communicator.abandon_operations();
@@ -388,7 +388,7 @@ fn kernels_that_do_not_end_are_not_waited_for_for_ever() {
 
 #[test]
 fn tensors_of_one_operation_are_one_group() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     let segments = vec![segment(0x100, 8, 0x200, 8), segment(0x300, 16, 0x400, 16)];
     let (dtype, op) = (DataType::C64, ReduceOp::Average);
     let all = CollectiveOperation::Allreduce { dtype, op, prescale: 1.0, postscale: 1.0, segments };
@@ -400,7 +400,7 @@ fn tensors_of_one_operation_are_one_group() {
 
 #[test]
 fn factors_become_part_of_a_sum() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     call(&mut communicator, 1, sum(DataType::F64, ReduceOp::Average, (0.5, 3.0)));
     let expected =
         ["factor 0.75 of 8", "{", "allreduce 0x100>0x100 5 of 8 by 42", "}", "no factor 42"];
@@ -409,7 +409,7 @@ fn factors_become_part_of_a_sum() {
 
 #[test]
 fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     let gather = |bytes: &[usize]| CollectiveOperation::Allgather {
         segments: vec![segment(0x100, bytes[1], 0x200, bytes.iter().sum())],
         bytes: vec![bytes.to_vec()],
@@ -449,7 +449,7 @@ fn uneven_gathers_scatters_and_exchanges_go_by_parts() {
 
 #[test]
 fn gathers_of_nothing_call_for_nothing() {
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     let segments = vec![segment(0x100, 0, 0x200, 0)];
     call(
         &mut communicator,
@@ -465,7 +465,7 @@ fn gathers_and_exchanges_are_for_members_with_room_for_their_results() {
     let nothing = segment(0x100, 0, 0x200, 0);
     let exchange =
         CollectiveOperation::Alltoall { segment: nothing, sends: Vec::new(), receives: Vec::new() };
-    let (communicator, _lane) = ready();
+    let (communicator, _stream) = ready();
     assert!(!communicator.can_execute(&gather) && !communicator.can_execute(&exchange));
     let mut communicator = communicator.with_result_memory_enabled();
     assert!(communicator.can_execute(&gather) && communicator.can_execute(&exchange));
@@ -495,7 +495,7 @@ fn operations_that_nccl_does_differently_are_refused() {
     ] {
         assert!(!all(dtype, op, factor), "{op:?} of {dtype} by {factor}");
     }
-    let (mut communicator, _lane) = ready();
+    let (mut communicator, _stream) = ready();
     assert!(
         communicator.submit_operation(OperationToken(1), CollectiveOperation::Barrier).is_err()
     );
@@ -506,7 +506,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
     let of = |dtype, op| sum(dtype, op, (1.0, 1.0));
     let ops = [ReduceOp::Sum, ReduceOp::Average, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product];
     for dtype in [DataType::F8E4M3, DataType::F8E5M2] {
-        let (mut communicator, _lane) = ready();
+        let (mut communicator, _stream) = ready();
         assert!(!ops.into_iter().any(|op| communicator.can_execute(&of(dtype, op))));
         assert!(
             communicator.submit_operation(OperationToken(1), of(dtype, ReduceOp::Sum)).is_err()
@@ -519,7 +519,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
         );
         assert!(!communicator.can_execute(&of(dtype, ReduceOp::Adasum)));
     }
-    let (communicator, _lane) = ready();
+    let (communicator, _stream) = ready();
     let mut communicator = communicator.with_float8_enabled();
     call(&mut communicator, 1, of(DataType::F8E4M3, ReduceOp::Average));
     call(&mut communicator, 2, of(DataType::F8E5M2, ReduceOp::Max));
@@ -533,7 +533,7 @@ fn floats_of_eight_bits_are_reduced_where_all_members_can() {
 #[test]
 fn averages_of_eight_bits_are_for_as_many_members_as_have_an_exact_inverse() {
     let averages = |dtype, size| {
-        let (communicator, _lane) = form(&fake_nccl().unwrap(), 1, size).unwrap();
+        let (communicator, _stream) = form(&fake_nccl().unwrap(), 1, size).unwrap();
         communicator.with_float8_enabled().can_execute(&sum(dtype, ReduceOp::Average, (1.0, 1.0)))
     };
     assert!(averages(DataType::F8E4M3, 64) && averages(DataType::F8E5M2, 1 << 14));

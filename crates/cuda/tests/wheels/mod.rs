@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use farandole_cuda::{CudaLibrary, LibrarySearchPath, SharedLibrary};
 
 /// The folders of the environment that tests of Python use.
-pub(crate) fn places() -> LibrarySearchPath {
+pub(crate) fn search_path() -> LibrarySearchPath {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv/lib");
     let pythons = std::fs::read_dir(root).into_iter().flatten().flatten();
     let packages: Vec<PathBuf> =
@@ -18,7 +18,7 @@ pub(crate) fn places() -> LibrarySearchPath {
 
 /// The library, or the reason why a test has nothing to test.
 pub(crate) fn there(kind: CudaLibrary) -> Option<SharedLibrary> {
-    places()
+    search_path()
         .load_library(kind)
         .inspect_err(|error| {
             eprintln!("skipped: {error}; install torch, or nvidia-cuda-nvrtc, into .venv")

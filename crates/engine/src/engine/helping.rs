@@ -67,14 +67,14 @@ impl Engine {
                 self.admit_group(requests, Vec::new())?
             }
         };
-        let moment = self.help_backoff.next_help_budget();
-        let results = if moment.is_zero() {
+        let budget = self.help_backoff.next_help_budget();
+        let results = if budget.is_zero() {
             self.inner.announce_submission();
             self.help_backoff.record_outcome(false);
             Vec::new()
         } else {
             self.inner.announce_before_wait();
-            let results = self.wait_for_results_until(&handles, Instant::now() + moment);
+            let results = self.wait_for_results_until(&handles, Instant::now() + budget);
             self.help_backoff.record_outcome(results.len() == handles.len());
             results
         };
@@ -114,11 +114,11 @@ impl Engine {
         // callback too many.
         let paired = results.into_iter().zip(callbacks.by_ref());
         let mut calls: Vec<_> = paired.map(|(result, callback)| (callback, result)).collect();
-        let mut desk = self.inner.desk.lock();
+        let mut submissions = self.inner.submissions.lock();
         for (handle, callback) in left.iter().zip(callbacks) {
-            desk.attach_callback(*handle, callback, &mut calls);
+            submissions.attach_callback(*handle, callback, &mut calls);
         }
-        drop(desk);
+        drop(submissions);
         self.inner.callbacks.enqueue_calls(&mut calls);
         // If the engine has ended meanwhile, the callback thread has ended too: run the remaining
         // calls here.
@@ -132,14 +132,14 @@ mod tests {
 
     #[test]
     fn useless_help_becomes_rare_and_is_complete_again_once_it_pays() {
-        let zeal = HelpBackoff::default();
+        let backoff = HelpBackoff::default();
         let given = || {
-            let moment = zeal.next_help_budget();
-            zeal.record_outcome(false);
-            !moment.is_zero()
+            let budget = backoff.next_help_budget();
+            backoff.record_outcome(false);
+            !budget.is_zero()
         };
         assert_eq!((0..32).filter(|_| given()).count(), 4, "the first three, and the sixteenth");
-        zeal.record_outcome(true);
-        assert_eq!(zeal.next_help_budget(), HELP_BUDGET);
+        backoff.record_outcome(true);
+        assert_eq!(backoff.next_help_budget(), HELP_BUDGET);
     }
 }

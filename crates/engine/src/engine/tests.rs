@@ -34,7 +34,7 @@ fn options(id: u32) -> EngineOptions {
             spin: Duration::ZERO,
             stall_check: None,
             stall_shutdown: None,
-            meeting_timeout: None,
+            barrier_deadlock_timeout: None,
             nvtx: false,
             timeline_limit: 0,
             tune: None,
@@ -167,7 +167,10 @@ fn barrier() -> CollectiveRequest {
 
 fn ended(engine: &Engine, result: Result<RequestCompletion>) {
     let error = result.unwrap_err();
-    assert!(error.to_string().contains("the engine panicked, and said where on stderr"), "{error}");
+    assert!(
+        error.to_string().contains("the engine panicked (see stderr for the location)"),
+        "{error}"
+    );
     assert_eq!(error.fault(), FaultOrigin::Bug);
     assert!(engine.submit(barrier()).is_err(), "it is over");
 }
@@ -183,7 +186,7 @@ fn operations_that_a_panic_interrupted_end_too() {
         .submit_with_callback(called, Box::new(move |result| sender.send(result).unwrap()))
         .unwrap();
     let mut lost = std::collections::VecDeque::new();
-    engine.inner.desk.lock().drain_queue(&mut lost);
+    engine.inner.submissions.lock().drain_queue(&mut lost);
     assert_eq!(lost.len(), 2);
     drop(lost);
     engine.inner.stop_engine(&mut driver, StopCause::Panicked);

@@ -41,9 +41,10 @@ impl EngineShared {
             let moved = self.drive_step(driver, now);
             let over = match until {
                 DriveGoal::Done(handle, deadline) => {
-                    let news = std::mem::replace(&mut posted, driver.results_posted)
+                    let has_new_results = std::mem::replace(&mut posted, driver.results_posted)
                         != driver.results_posted;
-                    now >= deadline || (news && !self.desk.lock().is_pending(handle))
+                    now >= deadline
+                        || (has_new_results && !self.submissions.lock().is_pending(handle))
                 }
                 DriveGoal::Idle | DriveGoal::AnyEvent => {
                     self.signals.is_lock_wanted()
@@ -172,7 +173,7 @@ impl EngineShared {
         if !self.signals.take_queued_flag() {
             return Ok(false);
         }
-        self.desk.lock().drain_queue(&mut driver.intake);
+        self.submissions.lock().drain_queue(&mut driver.intake);
         let moved = !driver.intake.is_empty();
         while let Some(CheckedSubmission { set, entry, signature }) = driver.intake.pop_front() {
             // A set is never removed while submissions to it are queued.
@@ -206,7 +207,7 @@ impl EngineShared {
             }
             let key = set.key;
             if let Some(cause) = set.departure_cause() {
-                self.desk.lock().close_set(key, cause);
+                self.submissions.lock().close_set(key, cause);
             }
             self.post_finished(driver, key);
         }
@@ -238,12 +239,12 @@ impl EngineShared {
     }
 
     fn post_results(&self, set: usize, finished: &mut Vec<FinishedRequest>, calls: &mut Vec<Call>) {
-        let mut desk = self.desk.lock();
-        desk.post_results(set, finished, calls);
+        let mut submissions = self.submissions.lock();
+        submissions.post_results(set, finished, calls);
         if self.signals.has_waiters() {
             self.changed.notify_all();
         }
-        drop(desk);
+        drop(submissions);
         self.callbacks.enqueue_calls(calls);
     }
 
@@ -257,7 +258,7 @@ impl EngineShared {
         let orderly = matches!(cause, StopCause::ShutDown);
         tracing::debug!(rank = self.world.rank.0, %cause, "the engine stops");
         let cause = Arc::new(cause);
-        self.desk.lock().refuse_all_requests(
+        self.submissions.lock().refuse_all_requests(
             Arc::clone(&cause),
             &mut driver.intake,
             &mut driver.calls,
@@ -276,12 +277,12 @@ impl EngineShared {
             self.post_results(set.key, finished, calls);
         }
         driver.results_posted += 1;
-        let mut desk = self.desk.lock();
+        let mut submissions = self.submissions.lock();
         if !orderly {
-            desk.fail_unfinished(&cause, &mut driver.calls);
+            submissions.fail_unfinished(&cause, &mut driver.calls);
         }
         self.changed.notify_all();
-        drop(desk);
+        drop(submissions);
         self.callbacks.enqueue_calls(&mut driver.calls);
     }
 }

@@ -13,10 +13,10 @@
 //! - *Submission against sleep.* A submitter sets `queued` (a waiter `wanted`) and then reads
 //!   `parked`. The driver sets `parked`, prepares its parker, reads `queued` and `wanted`, and
 //!   polls every link once more before it sleeps. Peers do the same with the parker's own flag.
-//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the `desk` lock, tries
-//!   the progress lock once more, and sleeps on the condition, which releases the `desk` lock. The
-//!   driver unlocks, reads `waiters`, and notifies under the `desk` lock. Results are posted under
-//!   the `desk` lock as well.
+//! - *Waiting against unlocking.* A waiter counts itself in `waiters` under the `submissions` lock,
+//!   tries the progress lock once more, and sleeps on the condition, which releases the
+//!   `submissions` lock. The driver unlocks, reads `waiters`, and notifies under the `submissions`
+//!   lock. Results are posted under the `submissions` lock as well.
 //!
 //! Loom tries every order of each pair (`make loom`).
 
@@ -30,7 +30,7 @@ pub(super) struct DriverSignals {
     wanted: AtomicUsize,
     /// Number of threads that want the progress lock for a short time: all other threads yield.
     summoned: AtomicUsize,
-    /// Number of threads that sleep on the condition of the `desk` lock.
+    /// Number of threads that sleep on the condition of the `submissions` lock.
     waiters: AtomicUsize,
     /// Whether the driver sleeps or is about to sleep.
     parked: AtomicBool,
@@ -110,8 +110,8 @@ impl DriverSignals {
         self.parked.load(Ordering::SeqCst)
     }
 
-    /// Signals that a waiter is about to sleep on the condition. Call it under the `desk` lock, and
-    /// try the progress lock once more after it.
+    /// Signals that a waiter is about to sleep on the condition. Call it under the `submissions`
+    /// lock, and try the progress lock once more after it.
     pub(super) fn register_waiter(&self) {
         self.waiters.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -121,7 +121,7 @@ impl DriverSignals {
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Returns whether a thread must be notified of results. Call it under the `desk` lock.
+    /// Returns whether a thread must be notified of results. Call it under the `submissions` lock.
     pub(super) fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::SeqCst) > 0
     }
@@ -170,7 +170,7 @@ mod tests {
         signals: DriverSignals,
         /// Number of submissions that were driven.
         progress: Mutex<usize>,
-        desk: Mutex<SubmissionTable>,
+        submissions: Mutex<SubmissionTable>,
         changed: Condvar,
         /// The parker's flag: a wake-up stays set until the driver has consumed it.
         woken: Mutex<bool>,
@@ -183,16 +183,17 @@ mod tests {
         fn put_submission(&self) -> RequestHandle {
             let input = HostMemory::new(4);
             let (entry, signature) = allreduce_request(&Arc::from("t"), &input, Instant::now());
-            let mut desk = self.desk.lock().unwrap();
-            desk.check_open(MODEL_SET_KEY).unwrap();
-            desk.admit_submission(CheckedSubmission { set: MODEL_SET_KEY, entry, signature }, None)
+            let mut submissions = self.submissions.lock().unwrap();
+            submissions.check_open(MODEL_SET_KEY).unwrap();
+            submissions
+                .admit_submission(CheckedSubmission { set: MODEL_SET_KEY, entry, signature }, None)
         }
 
         /// Drives: drains the queue and posts the results.
         fn drive_step(&self, driven: &mut usize) {
             if self.signals.take_queued_flag() {
                 let (mut intake, mut calls) = (VecDeque::new(), Vec::new());
-                self.desk.lock().unwrap().drain_queue(&mut intake);
+                self.submissions.lock().unwrap().drain_queue(&mut intake);
                 *driven += intake.len();
                 let done = |CheckedSubmission { entry, .. }: CheckedSubmission| FinishedRequest {
                     handle: entry.handle,
@@ -200,8 +201,8 @@ mod tests {
                     result: Ok(RequestCompletion::default()),
                 };
                 let mut finished = intake.into_iter().map(done).collect();
-                let mut desk = self.desk.lock().unwrap();
-                desk.post_results(MODEL_SET_KEY, &mut finished, &mut calls);
+                let mut submissions = self.submissions.lock().unwrap();
+                submissions.post_results(MODEL_SET_KEY, &mut finished, &mut calls);
                 if self.signals.has_waiters() {
                     self.changed.notify_all();
                 }
@@ -212,9 +213,9 @@ mod tests {
             self.signals.store_busy_flag(false);
             drop(driven);
             if self.signals.should_notify_waiters() {
-                let desk = self.desk.lock().unwrap();
+                let submissions = self.submissions.lock().unwrap();
                 self.changed.notify_all();
-                drop(desk);
+                drop(submissions);
             }
             if self.signals.needs_driver() {
                 *self.called.lock().unwrap() = true;
@@ -253,26 +254,26 @@ mod tests {
                     break;
                 }
                 self.wake_driver();
-                let desk = self.desk.lock().unwrap();
-                if !desk.is_pending(handle) {
+                let submissions = self.submissions.lock().unwrap();
+                if !submissions.is_pending(handle) {
                     break;
                 }
                 self.signals.register_waiter();
                 let free = self.progress.try_lock();
                 if let Ok(mut driven) = free {
                     self.signals.unregister_waiter();
-                    drop(desk);
+                    drop(submissions);
                     self.drive_step(&mut driven);
                     self.release_driver(driven);
                     break;
                 }
                 drop(free);
                 // Without a time limit here: loom reports a thread that is never notified.
-                drop(self.changed.wait(desk).unwrap());
+                drop(self.changed.wait(submissions).unwrap());
                 self.signals.unregister_waiter();
             }
             self.signals.decrement_lock_waiters();
-            self.desk.lock().unwrap().take_result(handle).unwrap().is_some()
+            self.submissions.lock().unwrap().take_result(handle).unwrap().is_some()
         }
     }
 

@@ -66,37 +66,37 @@ mod tests {
     #[test]
     fn useless_spinning_becomes_short_and_recovers_when_it_pays() {
         let most = Duration::from_millis(1);
-        let mut patience = SpinBudget::new(most);
-        (0..20).for_each(|_| patience.record_timeout());
-        assert_eq!(patience.spin_limit(), MIN_SPIN_TIME);
-        (0..10).for_each(|_| patience.record_success(MIN_SPIN_TIME));
-        assert_eq!(patience.spin_limit(), most);
+        let mut timeout = SpinBudget::new(most);
+        (0..20).for_each(|_| timeout.record_timeout());
+        assert_eq!(timeout.spin_limit(), MIN_SPIN_TIME);
+        (0..10).for_each(|_| timeout.record_success(MIN_SPIN_TIME));
+        assert_eq!(timeout.spin_limit(), most);
     }
 
     #[test]
     fn a_sleeper_tries_the_full_time_now_and_then() {
         let most = Duration::from_millis(1);
-        let mut patience = SpinBudget::new(most);
+        let mut timeout = SpinBudget::new(most);
         let full = (0..2 * FULL_SPIN_EVERY).filter(|_| {
-            patience.record_timeout();
-            patience.spin_limit() == most
+            timeout.record_timeout();
+            timeout.spin_limit() == most
         });
         assert_eq!(full.count(), 2);
     }
 
     #[test]
     fn a_full_time_that_was_enough_says_how_long_to_spin() {
-        let mut patience = SpinBudget::new(Duration::from_millis(1));
-        (0..20).for_each(|_| patience.record_timeout());
+        let mut timeout = SpinBudget::new(Duration::from_millis(1));
+        (0..20).for_each(|_| timeout.record_timeout());
         // Twice the 4 us before would time out again, and every wait would sleep.
-        patience.record_success(Duration::from_micros(35));
-        assert_eq!(patience.spin_limit(), Duration::from_micros(70));
+        timeout.record_success(Duration::from_micros(35));
+        assert_eq!(timeout.spin_limit(), Duration::from_micros(70));
     }
 
     #[test]
     fn a_thread_that_may_not_spin_never_spins() {
-        let mut patience = SpinBudget::new(Duration::ZERO);
-        patience.record_timeout();
-        assert_eq!(patience.spin_limit(), Duration::ZERO);
+        let mut timeout = SpinBudget::new(Duration::ZERO);
+        timeout.record_timeout();
+        assert_eq!(timeout.spin_limit(), Duration::ZERO);
     }
 }

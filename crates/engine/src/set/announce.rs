@@ -48,21 +48,21 @@ impl ProcessSet {
         &mut self,
         source: u32,
         name: &Arc<str>,
-        wish: Announcement,
+        announcement: Announcement,
         members: &[u32],
         since: Instant,
     ) -> Step {
         if self.options.tracer.is_enabled() {
-            self.trace_arrival(name, &wish, members);
+            self.trace_arrival(name, &announcement, members);
         }
         let children = self.tree.children.len();
         if children == 0 {
-            return self.complete_announcement(name, wish, &[source]);
+            return self.complete_announcement(name, announcement, &[source]);
         }
         let (me, below) = ([self.tree.me], &self.tree.below);
         let tally =
             self.pending.entry(Arc::clone(name)).or_insert_with(|| AnnouncementTally::new(since));
-        tally.add_announcement(source, wish, members, |source| {
+        tally.add_announcement(source, announcement, members, |source| {
             match (source as usize).checked_sub(1) {
                 None => me.to_vec(),
                 Some(child) => below[child].clone(),
@@ -84,10 +84,10 @@ impl ProcessSet {
     fn complete_announcement(
         &mut self,
         name: &Arc<str>,
-        mut wish: Announcement,
+        mut announcement: Announcement,
         sources: &[u32],
     ) -> Step {
-        if let Announcement::Cached(_, _, absent) = &mut wish
+        if let Announcement::Cached(_, _, absent) = &mut announcement
             && self.joins.has_joined_members()
         {
             let children = u32::try_from(self.tree.children.len()).unwrap_or(u32::MAX);
@@ -95,16 +95,16 @@ impl ProcessSet {
             absent.extend(silent.flat_map(|source| self.members_of_source(source)));
         }
         if self.is_coordinator() {
-            return self.decide_tensor(name, wish);
+            return self.decide_tensor(name, announcement);
         }
-        let wish = match wish {
+        let announcement = match announcement {
             Announcement::Cached(id, ..) if !self.cache.contains_id(id) => {
-                Announcement::Explicit(wish.into_variants(&self.tree.subtree))
+                Announcement::Explicit(announcement.into_variants(&self.tree.subtree))
             }
-            wish => wish,
+            announcement => announcement,
         };
         let (mut writer, subtree) = self.upward_frame();
-        wish.encode_to(name, subtree, &mut writer);
+        announcement.encode_to(name, subtree, &mut writer);
         Ok(())
     }
 
@@ -158,7 +158,7 @@ impl ProcessSet {
         now: Instant,
     ) -> Result<(), FrameFailure> {
         while !reader.is_empty() {
-            let (name, wish) = match reader.read_byte()? {
+            let (name, announcement) = match reader.read_byte()? {
                 tag @ (0 | 3) => {
                     let id = CacheId { slot: reader.read_u32()?, version: reader.read_u32()? };
                     let absent = if tag == 3 {
@@ -193,7 +193,7 @@ impl ProcessSet {
             if self.pending.get(&name).is_some_and(|tally| tally.sources.contains(&source)) {
                 return Err(MalformedFrame::DuplicateAnnouncement.into());
             }
-            self.record_announcement(source, &name, wish, below, now)?;
+            self.record_announcement(source, &name, announcement, below, now)?;
         }
         Ok(())
     }

@@ -208,7 +208,7 @@ impl FusedBatch {
     pub(super) fn load_inputs(
         &mut self,
         shared: &ProcessSetContext,
-        place: (usize, usize),
+        position: (usize, usize),
     ) -> Step<bool> {
         for part in &mut self.parts {
             if let Some(event) = &part.ready {
@@ -220,7 +220,7 @@ impl FusedBatch {
         }
         if !self.loading {
             self.loading = true;
-            self.begin_input_copies(shared, place)?;
+            self.begin_input_copies(shared, position)?;
         }
         while let Some(copy) = self.copies.last() {
             if !copy.is_ready()? {

@@ -103,10 +103,10 @@ impl ProcessSet {
     /// # Errors
     /// `Disagreement` if ranks put the tensor into different groups. The engine must stop: the
     /// other members of these groups may never become complete, so a wait for them has no limit.
-    pub(super) fn decide_tensor(&mut self, name: &Arc<str>, wish: Announcement) -> Step {
+    pub(super) fn decide_tensor(&mut self, name: &Arc<str>, announcement: Announcement) -> Step {
         self.watch.forget_tensor(name);
         self.inquiries.forget_tensor(name);
-        let variants = match wish {
+        let variants = match announcement {
             Announcement::Cached(id, agreed, absent) if absent.is_empty() => {
                 let known = self.cache.contains_id(id).then_some(id);
                 self.coordinator.accept_tensor(ReadyTensor { agreed, known });
@@ -139,8 +139,9 @@ impl ProcessSet {
 
     /// Returns the members without a request among these variants.
     fn absent_members(&self, variants: &[RequestVariant]) -> Vec<u32> {
-        let came = |member: &u32| variants.iter().any(|variant| variant.members.contains(member));
-        (0u32..).take(self.members.len()).filter(|member| !came(member)).collect()
+        let has_submitted =
+            |member: &u32| variants.iter().any(|variant| variant.members.contains(member));
+        (0u32..).take(self.members.len()).filter(|member| !has_submitted(member)).collect()
     }
 
     /// Accepts a tensor that all members except joined ones agree on, or refuses it if the
@@ -151,12 +152,12 @@ impl ProcessSet {
         known: Option<CacheId>,
         absent: &[u32],
     ) {
-        if let Err(why) =
+        if let Err(conflict) =
             self.joins.check_substitution(&agreed.signature.call, absent, &self.members)
         {
             let operation = agreed.signature.call.operation_name();
             let text = format!(
-                "{operation} of {} is not possible while ranks have joined: {why}",
+                "{operation} of {} is not possible while ranks have joined: {conflict}",
                 agreed.name
             );
             return self.refuse_tensor(&agreed.name, agreed.signature.group, text);

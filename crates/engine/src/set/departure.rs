@@ -74,9 +74,9 @@ impl ProcessSet {
         match (&mut self.departure, cause) {
             (Some(leaving), _) => {
                 leaving.departed.push(rank);
-                let news = executed < leaving.executed;
+                let is_less = executed < leaving.executed;
                 leaving.executed = leaving.executed.min(executed);
-                news
+                is_less
             }
             (none, Some(cause)) => {
                 let departed = vec![rank];

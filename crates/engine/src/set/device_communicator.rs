@@ -25,7 +25,7 @@ pub(super) enum DeviceCommunicator {
     /// No operation has needed it yet.
     NotNegotiated,
     /// The allgather of capabilities is in progress.
-    ExchangingCards(HostMemory),
+    ExchangingCapabilities(HostMemory),
     /// The broadcast of the name is in progress.
     ExchangingId(HostMemory),
     /// The communicator exists; it may still be forming.
@@ -46,14 +46,15 @@ impl DeviceCommunicator {
         members: usize,
     ) -> CollectiveOperation {
         let own = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal());
-        let mut card = own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
-        card.resize(MAX_CAPABILITIES_BYTES, 0);
-        let cards = HostMemory::new(MAX_CAPABILITIES_BYTES * members);
+        let mut own_capabilities =
+            own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
+        own_capabilities.resize(MAX_CAPABILITIES_BYTES, 0);
+        let all_capabilities = HostMemory::new(MAX_CAPABILITIES_BYTES * members);
         let segment = TensorSegment {
-            input: HostMemory::filled_with(MAX_CAPABILITIES_BYTES, &card).as_buffer(),
-            output: cards.as_buffer(),
+            input: HostMemory::filled_with(MAX_CAPABILITIES_BYTES, &own_capabilities).as_buffer(),
+            output: all_capabilities.as_buffer(),
         };
-        *self = Self::ExchangingCards(cards);
+        *self = Self::ExchangingCapabilities(all_capabilities);
         CollectiveOperation::Allgather {
             segments: vec![segment],
             bytes: vec![vec![MAX_CAPABILITIES_BYTES; members]],
@@ -77,20 +78,21 @@ impl DeviceCommunicator {
             return Ok(None);
         };
         match before {
-            Self::ExchangingCards(cards) => {
-                let cards = cards.to_vec().unwrap_or_default();
-                let cards: Vec<&[u8]> = cards.chunks_exact(MAX_CAPABILITIES_BYTES).collect();
-                Ok(self.begin_id_exchange(shared, &**fabric, &cards, members, me))
+            Self::ExchangingCapabilities(all_capabilities) => {
+                let all_capabilities = all_capabilities.to_vec().unwrap_or_default();
+                let all_capabilities: Vec<&[u8]> =
+                    all_capabilities.chunks_exact(MAX_CAPABILITIES_BYTES).collect();
+                Ok(self.begin_id_exchange(shared, &**fabric, &all_capabilities, members, me))
             }
             Self::ExchangingId(name) => {
                 let name = name.to_vec().unwrap_or_default();
                 if let Some((&ID_PRESENT, name)) = name.split_first() {
-                    let patience = shared.settings.collective_timeout;
+                    let timeout = shared.settings.collective_timeout;
                     *self = Self::Ready(fabric.form_communicator(
                         own,
                         name,
                         (me, members.len()),
-                        patience,
+                        timeout,
                     )?);
                 }
                 Ok(None)
@@ -106,11 +108,11 @@ impl DeviceCommunicator {
         &mut self,
         shared: &ProcessSetContext,
         fabric: &dyn DeviceFabric,
-        cards: &[&[u8]],
+        all_capabilities: &[&[u8]],
         members: &[Rank],
         me: usize,
     ) -> Option<CollectiveOperation> {
-        if let Some(reason) = fabric.formation_obstacle(cards, members, me) {
+        if let Some(reason) = fabric.formation_obstacle(all_capabilities, members, me) {
             if me == 0 {
                 shared.observer.on_notice(&reason);
             }
@@ -118,10 +120,10 @@ impl DeviceCommunicator {
         }
         let mut frame = Vec::new();
         if me == 0 {
-            match fabric.create_communicator_name(cards) {
+            match fabric.create_communicator_name(all_capabilities) {
                 Ok(name) => {
                     frame = [&[ID_PRESENT], &name[..]].concat();
-                    if let Some(remark) = fabric.formation_notice(cards, members, me) {
+                    if let Some(remark) = fabric.formation_notice(all_capabilities, members, me) {
                         shared.observer.on_notice(&remark);
                     }
                 }
@@ -175,7 +177,7 @@ impl DeviceCommunicator {
             }
             Self::Draining(mut communicator) => communicator.abandon_operations(),
             Self::NotNegotiated
-            | Self::ExchangingCards(_)
+            | Self::ExchangingCapabilities(_)
             | Self::ExchangingId(_)
             | Self::Unavailable => {}
         }

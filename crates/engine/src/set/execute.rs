@@ -215,7 +215,7 @@ impl BatchExecution {
     /// Chooses the route of the next batch, the same on every member. Returns `Undecided` while the
     /// communicator among devices is being negotiated.
     fn choose_route(&mut self, shared: &ProcessSetContext, members: &[Rank]) -> Step<BatchRoute> {
-        let place = self.own_position();
+        let position = self.own_position();
         let Some(batch) = self.batches.get(self.started) else { return Ok(BatchRoute::Undecided) };
         if batch.route != BatchRoute::Undecided || self.communicator.is_none() {
             return Ok(batch.route);
@@ -224,7 +224,8 @@ impl BatchExecution {
         if batch.suits_device_communicator() {
             match &mut self.device_communicator {
                 DeviceCommunicator::Draining(_) | DeviceCommunicator::Unavailable => {}
-                DeviceCommunicator::ExchangingCards(_) | DeviceCommunicator::ExchangingId(_) => {
+                DeviceCommunicator::ExchangingCapabilities(_)
+                | DeviceCommunicator::ExchangingId(_) => {
                     return Ok(BatchRoute::Undecided);
                 }
                 DeviceCommunicator::Ready(communicator) if communicator.is_forming() => {
@@ -236,9 +237,10 @@ impl BatchExecution {
                     }
                 }
                 DeviceCommunicator::NotNegotiated => {
-                    let meeting = self.device_communicator.begin_negotiation(shared, place.1);
+                    let negotiation =
+                        self.device_communicator.begin_negotiation(shared, position.1);
                     if let Some(communicator) = &mut self.communicator {
-                        communicator.submit_operation(NEGOTIATION_TOKEN, meeting)?;
+                        communicator.submit_operation(NEGOTIATION_TOKEN, negotiation)?;
                     }
                     return Ok(BatchRoute::Undecided);
                 }
@@ -271,14 +273,14 @@ impl BatchExecution {
         members: &[Rank],
         finished: &mut Vec<FinishedRequest>,
     ) -> Step<bool> {
-        let place = self.own_position();
+        let position = self.own_position();
         let held = self.batches.iter().filter(|batch| batch.holds_staging_memory()).count();
         let Some(batch) = self.batches.get_mut(self.started) else { return Ok(false) };
         // Earlier pieces release their staging memory without this one.
         if batch.follows && held >= MAX_STAGED_PIECES && !batch.holds_staging_memory() {
             return Ok(false);
         }
-        let loaded = batch.load_inputs(shared, place)?;
+        let loaded = batch.load_inputs(shared, position)?;
         if !loaded {
             batch.enter_activity(if batch.is_copying() {
                 MEMCPY_IN_HOST_BUFFER
@@ -291,7 +293,7 @@ impl BatchExecution {
             if !next.follows {
                 break;
             }
-            next.load_inputs(shared, place)?;
+            next.load_inputs(shared, position)?;
         }
         let (Some(batch), Some(communicator)) =
             (self.batches.get_mut(self.started), &mut self.communicator)
@@ -344,8 +346,8 @@ impl BatchExecution {
         for token in tokens.drain(..) {
             if token == NEGOTIATION_TOKEN {
                 let next = self.device_communicator.advance_negotiation(shared, members, me)?;
-                if let (Some(meeting), Some(communicator)) = (next, &mut self.communicator) {
-                    communicator.submit_operation(NEGOTIATION_TOKEN, meeting)?;
+                if let (Some(negotiation), Some(communicator)) = (next, &mut self.communicator) {
+                    communicator.submit_operation(NEGOTIATION_TOKEN, negotiation)?;
                 }
                 moved = true;
             } else if token == SPLITS_TOKEN {

@@ -65,10 +65,10 @@ impl JoinState {
         self.joined.iter().map(|joined| joined.member)
     }
 
-    /// Returns the number of finished sources that are not in `came`. The tally does not wait for
-    /// them.
-    pub(super) fn count_finished_sources(&self, came: &[u32]) -> usize {
-        self.finished_sources.iter().filter(|source| !came.contains(source)).count()
+    /// Returns the number of finished sources that are not in `submitters`. The tally does not wait
+    /// for them.
+    pub(super) fn count_finished_sources(&self, submitters: &[u32]) -> usize {
+        self.finished_sources.iter().filter(|source| !submitters.contains(source)).count()
     }
 
     /// Restarts the time of the wait, because other ranks still execute operations.
@@ -86,10 +86,10 @@ impl JoinState {
     pub(super) fn take_overdue_join_wait(
         &mut self,
         now: Instant,
-        patience: Duration,
+        report_age: Duration,
     ) -> Option<Instant> {
         let since = self.since?;
-        let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= patience;
+        let due = now.saturating_duration_since(self.reported.unwrap_or(since)) >= report_age;
         due.then(|| {
             self.reported = Some(now);
             since

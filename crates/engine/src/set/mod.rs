@@ -263,10 +263,10 @@ impl ProcessSet {
             return self.join_own_member(entry, gather);
         }
         let (name, since) = (Arc::clone(&entry.name), entry.since);
-        let wish = self.own_announcement(&entry, signature);
+        let announcement = self.own_announcement(&entry, signature);
         self.local.insert(Arc::clone(&name), entry);
         let me = [self.tree.me];
-        self.record_announcement(0, &name, wish, &me, since)
+        self.record_announcement(0, &name, announcement, &me, since)
     }
 
     /// Makes all progress that is possible without waiting. Returns whether anything moved.

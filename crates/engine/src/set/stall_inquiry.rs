@@ -38,7 +38,7 @@ pub(super) struct ConfirmedStall {
     /// Name of the operation in reports.
     pub(super) operation: String,
     /// Whether the operation moves no data, so that its submitters only wait for it.
-    pub(super) meeting: bool,
+    pub(super) moves_no_data: bool,
 }
 
 /// An inquiry of the coordinator that waits for answers.
@@ -189,7 +189,7 @@ impl ProcessSet {
                     ProcessSetId::GLOBAL => entry.operation_text(),
                     set => format!("{} (process set {set})", entry.operation_text()),
                 },
-                meeting: entry.moves_no_data(),
+                moves_no_data: entry.moves_no_data(),
                 since: now.saturating_duration_since(entry.since),
             })
     }
@@ -210,7 +210,7 @@ impl ProcessSet {
         writer.write_varint(waits.len() as u64);
         for wait in waits {
             writer.write_text(&wait.operation);
-            writer.write_byte(wait.meeting.into());
+            writer.write_byte(wait.moves_no_data.into());
             writer.write_varint(u64::try_from(wait.since.as_millis()).unwrap_or(u64::MAX));
         }
         match self.on_stall_answer(&frame) {
@@ -233,10 +233,11 @@ impl ProcessSet {
         };
         let mut waits = Vec::new();
         for _ in 0..reader.read_count()? {
-            let (what, meeting) = (reader.read_text()?.to_owned(), reader.read_byte()? != 0);
+            let (operation, moves_no_data) =
+                (reader.read_text()?.to_owned(), reader.read_byte()? != 0);
             waits.push(RankWait {
-                operation: what,
-                meeting,
+                operation,
+                moves_no_data,
                 since: Duration::from_millis(reader.read_varint()?),
             });
         }
@@ -260,7 +261,7 @@ impl ProcessSet {
             stalls.push(StalledTensor {
                 tensor: Arc::clone(name),
                 operation: stalled.operation.clone(),
-                meeting: stalled.meeting,
+                moves_no_data: stalled.moves_no_data,
                 waiting,
                 submitters: stalled
                     .submitters
@@ -277,7 +278,7 @@ impl ProcessSet {
             two.waiting.cmp(&one.waiting).then_with(|| one.tensor.cmp(&two.tensor))
         });
         let parted = self.deadlock_duration(&stalls, &absentees, now);
-        let ends = settings.meeting_timeout;
+        let ends = settings.barrier_deadlock_timeout;
         let report = StallReport {
             set: self.watch.set,
             limit,
@@ -319,23 +320,24 @@ impl ProcessSet {
     ) -> Option<Duration> {
         let still = now.saturating_duration_since(self.inquiries.lists?.1);
         let in_meeting = |rank: &Rank| {
-            let here =
-                stalls.iter().filter(|stall| stall.meeting && stall.submitters.contains(rank));
+            let here = stalls
+                .iter()
+                .filter(|stall| stall.moves_no_data && stall.submitters.contains(rank));
             let asked = absentees.iter().filter(|absentee| absentee.rank == *rank);
             let there = asked
                 .flat_map(|absentee| absentee.waits.iter().flatten())
-                .filter(|wait| wait.meeting);
+                .filter(|wait| wait.moves_no_data);
             here.map(|stall| stall.waiting).chain(there.map(|wait| wait.since)).max()
         };
         let shortest = self.members.iter().map(in_meeting).min()??;
-        stalls.iter().any(|stall| stall.meeting).then_some(shortest.min(still))
+        stalls.iter().any(|stall| stall.moves_no_data).then_some(shortest.min(still))
     }
 
     /// Returns the ranks that are not among these members.
-    pub(super) fn missing_ranks(&self, came: &[u32]) -> Vec<Rank> {
+    pub(super) fn missing_ranks(&self, submitters: &[u32]) -> Vec<Rank> {
         (0u32..)
             .zip(&self.members)
-            .filter(|(member, _)| !came.contains(member))
+            .filter(|(member, _)| !submitters.contains(member))
             .map(|(_, rank)| *rank)
             .collect()
     }

@@ -31,14 +31,14 @@ struct StallCase {
     /// Name of the operation in reports.
     operation: String,
     /// Whether the operation moves no data, so that its submitters only wait for it.
-    meeting: bool,
+    moves_no_data: bool,
 }
 
 /// A node's report of a tensor that has waited too long.
 struct MemberStallReport {
     name: Arc<str>,
     operation: String,
-    meeting: bool,
+    moves_no_data: bool,
     since: Instant,
     submitters: Vec<u32>,
 }
@@ -65,13 +65,13 @@ impl StallWatch {
         }
     }
 
-    fn record_report(&mut self, told: MemberStallReport, now: Instant) {
-        let MemberStallReport { name, operation: what, meeting, since, submitters: came } = told;
+    fn record_report(&mut self, report: MemberStallReport, now: Instant) {
+        let MemberStallReport { name, operation, moves_no_data, since, submitters } = report;
         let due = now + MAX_COLLECT_TIME.min(self.report_age / 4);
-        let new = || StallCase { since, due, submitters: Vec::new(), operation: what, meeting };
+        let new = || StallCase { since, due, submitters: Vec::new(), operation, moves_no_data };
         let case = self.cases.entry(name).or_insert_with(new);
         case.since = case.since.min(since);
-        case.submitters.extend(came);
+        case.submitters.extend(submitters);
     }
 }
 
@@ -97,11 +97,11 @@ impl ProcessSet {
     }
 
     fn report_overdue_tensors(&mut self, now: Instant) -> Step {
-        let patience = self.watch.report_age;
+        let report_age = self.watch.report_age;
         let mut asked = Vec::new();
         for (name, tally) in &mut self.pending {
             let last = tally.reported.unwrap_or(tally.since);
-            if now.saturating_duration_since(last) >= patience {
+            if now.saturating_duration_since(last) >= report_age {
                 tally.reported = Some(now);
                 asked.push((
                     Arc::clone(name),
@@ -112,24 +112,24 @@ impl ProcessSet {
             }
         }
         if self.is_coordinator()
-            && let Some(since) = self.joins.take_overdue_join_wait(now, patience)
+            && let Some(since) = self.joins.take_overdue_join_wait(now, report_age)
         {
-            let (name, what, came) = (
+            let (name, operation, submitters) = (
                 Arc::from(JOIN_TENSOR_NAME),
                 "join".to_owned(),
                 self.joins.joined_members().collect(),
             );
             self.watch.record_report(
-                MemberStallReport { name, operation: what, meeting: true, since, submitters: came },
+                MemberStallReport { name, operation, moves_no_data: true, since, submitters },
                 now,
             );
         }
-        for (name, (what, meeting), since, sources) in asked {
-            let came: Vec<u32> =
+        for (name, (operation, moves_no_data), since, sources) in asked {
+            let submitters: Vec<u32> =
                 sources.iter().flat_map(|source| self.members_of_source(*source)).collect();
             if self.is_coordinator() {
                 self.watch.record_report(
-                    MemberStallReport { name, operation: what, meeting, since, submitters: came },
+                    MemberStallReport { name, operation, moves_no_data, since, submitters },
                     now,
                 );
                 continue;
@@ -137,11 +137,11 @@ impl ProcessSet {
             let mut frame = Vec::new();
             let mut writer = FrameWriter(&mut frame);
             writer.write_text(&name);
-            writer.write_text(&what);
-            writer.write_byte(meeting.into());
+            writer.write_text(&operation);
+            writer.write_byte(moves_no_data.into());
             let age = now.saturating_duration_since(since).as_millis();
             writer.write_varint(u64::try_from(age).unwrap_or(u64::MAX));
-            writer.write_varints(came.iter().map(|member| u64::from(*member)));
+            writer.write_varints(submitters.iter().map(|member| u64::from(*member)));
             self.send_frame(0, kind::STALL_SUBMITTERS, &frame)?;
         }
         Ok(())
@@ -164,13 +164,13 @@ impl ProcessSet {
             return Ok(self.send_frame(0, kind::STALL_SUBMITTERS, frame)?);
         }
         let mut reader = FrameReader(frame);
-        let (name, what) = (Arc::from(reader.read_text()?), reader.read_text()?.to_owned());
-        let meeting = reader.read_byte()? != 0;
+        let (name, operation) = (Arc::from(reader.read_text()?), reader.read_text()?.to_owned());
+        let moves_no_data = reader.read_byte()? != 0;
         let age = Duration::from_millis(reader.read_varint()?);
-        let came = self.read_members(&mut reader)?;
+        let submitters = self.read_members(&mut reader)?;
         let since = now.checked_sub(age).unwrap_or(now);
         self.watch.record_report(
-            MemberStallReport { name, operation: what, meeting, since, submitters: came },
+            MemberStallReport { name, operation, moves_no_data, since, submitters },
             now,
         );
         Ok(())
@@ -206,9 +206,9 @@ impl ProcessSet {
         writer.write_varints(case.submitters.iter().map(|member| u64::from(*member)));
         let missing = self.missing_ranks(&case.submitters);
         self.note_missing(name, missing);
-        let StallCase { since, submitters: came, operation: what, meeting, .. } = case;
+        let StallCase { since, submitters, operation, moves_no_data, .. } = case;
         self.inquiries
-            .add_stall(name, ConfirmedStall { since, submitters: came, operation: what, meeting });
+            .add_stall(name, ConfirmedStall { since, submitters, operation, moves_no_data });
         self.send_to_children(kind::STALL_STATUS, &frame)
     }
 
@@ -216,8 +216,8 @@ impl ProcessSet {
         self.send_to_children(kind::STALL_STATUS, frame)?;
         let mut reader = FrameReader(frame);
         let name = reader.read_text()?;
-        let came = self.read_members(&mut reader)?;
-        let missing = self.missing_ranks(&came);
+        let submitters = self.read_members(&mut reader)?;
+        let missing = self.missing_ranks(&submitters);
         self.note_missing(name, missing);
         Ok(())
     }

@@ -233,7 +233,7 @@ fn settings(capacity: usize) -> EngineSettings {
         spin: std::time::Duration::ZERO,
         stall_check: None,
         stall_shutdown: None,
-        meeting_timeout: None,
+        barrier_deadlock_timeout: None,
         nvtx: false,
         timeline_limit: 0,
         tune: None,

@@ -17,7 +17,12 @@ impl ProcessSet {
     }
 
     /// Records that members have announced a tensor.
-    pub(super) fn trace_arrival(&self, name: &Arc<str>, wish: &Announcement, members: &[u32]) {
+    pub(super) fn trace_arrival(
+        &self,
+        name: &Arc<str>,
+        announcement: &Announcement,
+        members: &[u32],
+    ) {
         let timeline = &self.options.tracer.timeline;
         let track = self.timeline_track(name);
         let ranks = members.iter().filter_map(|member| self.members.get(*member as usize));
@@ -27,7 +32,7 @@ impl ProcessSet {
             ranks.map(|rank| rank.0).filter(|rank| only.is_none_or(|only| only == *rank)).collect();
         let begins =
             if only.is_some() { !ranks.is_empty() } else { !self.pending.contains_key(name) };
-        if begins && let Some(call) = wish.first_call() {
+        if begins && let Some(call) = announcement.first_call() {
             timeline.begin_span(&track, labels_for_call(&call).negotiate);
         }
         ranks.into_iter().for_each(|rank| timeline.record_arrival(&track, rank));

@@ -87,7 +87,7 @@ pub(crate) fn settings() -> EngineSettings {
         spin: Duration::from_micros(200),
         stall_check: None,
         stall_shutdown: None,
-        meeting_timeout: None,
+        barrier_deadlock_timeout: None,
         nvtx: false,
         timeline_limit: 0,
         tune: None,

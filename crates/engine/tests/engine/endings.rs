@@ -169,7 +169,7 @@ fn a_panic_of_the_engines_own_thread_ends_operations_without_waiters_on_all_rank
         }
         let error = engine.wait(handle, LIMIT).unwrap_err();
         assert!(
-            error.to_string().contains("the engine panicked, and said where on stderr"),
+            error.to_string().contains("the engine panicked (see stderr for the location)"),
             "{error}"
         );
         assert_eq!(error.fault(), FaultOrigin::Bug);

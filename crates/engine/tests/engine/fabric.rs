@@ -61,21 +61,29 @@ impl DeviceFabric for Loops {
         vec![7, u8::try_from(device).unwrap()]
     }
 
-    fn formation_obstacle(&self, cards: &[&[u8]], ranks: &[Rank], _: usize) -> Option<String> {
-        assert_eq!(cards.len(), ranks.len());
+    fn formation_obstacle(
+        &self,
+        all_capabilities: &[&[u8]],
+        ranks: &[Rank],
+        _: usize,
+    ) -> Option<String> {
+        assert_eq!(all_capabilities.len(), ranks.len());
         assert!(
-            cards.iter().all(|card| card.len() == MAX_CAPABILITIES_BYTES && card[..2] == [7, 0])
+            all_capabilities
+                .iter()
+                .all(|capabilities| capabilities.len() == MAX_CAPABILITIES_BYTES
+                    && capabilities[..2] == [7, 0])
         );
         (!self.allowed).then(|| "nobody may".to_owned())
     }
 
-    fn formation_notice(&self, _: &[&[u8]], ranks: &[Rank], place: usize) -> Option<String> {
-        self.refused.then(|| format!("{} ranks, told by {place}", ranks.len()))
+    fn formation_notice(&self, _: &[&[u8]], ranks: &[Rank], member: usize) -> Option<String> {
+        self.refused.then(|| format!("{} ranks, told by {member}", ranks.len()))
     }
 
-    fn create_communicator_name(&self, cards: &[&[u8]]) -> Result<Vec<u8>, String> {
+    fn create_communicator_name(&self, all_capabilities: &[&[u8]]) -> Result<Vec<u8>, String> {
         self.names.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(cards.len(), 2);
+        assert_eq!(all_capabilities.len(), 2);
         if self.nameless { Err("nobody has a name".to_owned()) } else { Ok(b"loops".to_vec()) }
     }
 
@@ -83,15 +91,15 @@ impl DeviceFabric for Loops {
         &self,
         _: u32,
         name: &[u8],
-        (place, _): (usize, usize),
+        (member, _): (usize, usize),
         _: Duration,
     ) -> Result<Box<dyn Communicator>> {
         assert!(name.starts_with(b"loops\0"));
-        let links = std::mem::take(&mut self.links.lock()[place]);
-        let inner = HostCommunicator::new(Rank(u32::try_from(place).unwrap()), links)?;
+        let links = std::mem::take(&mut self.links.lock()[member]);
+        let inner = HostCommunicator::new(Rank(u32::try_from(member).unwrap()), links)?;
         let (operations, events) = (Arc::clone(&self.operations), Arc::clone(&self.events));
         let (forming, remark) =
-            (3 * (place + 1), self.refused.then(|| format!("{place} was refused")));
+            (3 * (member + 1), self.refused.then(|| format!("{member} was refused")));
         let (refused, ends) = (self.refused, Arc::clone(&self.ends));
         let (owed, left, owes) = (self.owed, Arc::clone(&self.left), 0);
         Ok(Box::new(Among {

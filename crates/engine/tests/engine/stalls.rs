@@ -145,7 +145,7 @@ fn ranks_that_wait_in_different_meetings_get_a_report_and_may_still_meet() {
         let (cluster, stalls) = heard(hosts);
         let cluster = cluster.with(|settings| {
             settings.stall_check = Some(Duration::from_millis(100));
-            settings.meeting_timeout = Some(LIMIT);
+            settings.barrier_deadlock_timeout = Some(LIMIT);
         });
         let stalls = parking_lot::Mutex::new(stalls);
         cluster.run(|rank, engine| {
@@ -182,7 +182,7 @@ fn ranks_that_stay_in_different_meetings_all_get_the_meeting_of_each_rank() {
     for hosts in [&[3][..], &[1, 2], &[2, 1, 2]] {
         let cluster = Cluster::new(hosts).with(|settings| {
             settings.stall_check = Some(Duration::from_millis(50));
-            settings.meeting_timeout = Some(Duration::from_millis(300));
+            settings.barrier_deadlock_timeout = Some(Duration::from_millis(300));
         });
         let last = hosts.iter().sum::<u32>() - 1;
         cluster.run(|rank, engine| {
@@ -204,7 +204,7 @@ fn a_meeting_that_some_are_late_for_or_compute_before_is_no_parting_of_ways() {
     let (cluster, stalls) = heard(&[2]);
     let cluster = cluster.with(|settings| {
         settings.stall_check = Some(Duration::from_millis(50));
-        settings.meeting_timeout = Some(Duration::from_millis(100));
+        settings.barrier_deadlock_timeout = Some(Duration::from_millis(100));
     });
     let stalls = parking_lot::Mutex::new(stalls);
     cluster.run(|rank, engine| {

@@ -10,13 +10,14 @@ use farandole_door::{OperationCode, SubmissionOutcome};
 use super::*;
 use crate::operation_numbers;
 
-type Told = (EngineStatusCode, String, Vec<f32>);
+type RecordedOutcome = (EngineStatusCode, String, Vec<f32>);
 
 /// Sends code, message and the first output through the channel in `context`.
 unsafe extern "C" fn tell(context: *mut c_void, outcome: *const SubmissionOutcome) {
-    // SAFETY: the context is the boxed sender of `call`, the outcome is the door's.
-    let (sender, outcome) = unsafe { (Box::from_raw(context.cast::<Sender<Told>>()), &*outcome) };
-    // SAFETY: terminated by the door.
+    // SAFETY: the context is the boxed sender of `call`, the outcome comes from the table.
+    let (sender, outcome) =
+        unsafe { (Box::from_raw(context.cast::<Sender<RecordedOutcome>>()), &*outcome) };
+    // SAFETY: the table terminates its texts.
     let message = unsafe { CStr::from_ptr(outcome.message) }.to_string_lossy().into_owned();
     let mut values = Vec::new();
     if outcome.output_count > 0 {
@@ -54,8 +55,8 @@ fn call(
     names: &[&str],
     input: &[f32],
     output: Option<&mut [f32]>,
-) -> Result<Results<Told>, (u32, String)> {
-    let (sender, results) = channel::<Told>();
+) -> Result<Results<RecordedOutcome>, (u32, String)> {
+    let (sender, results) = channel::<RecordedOutcome>();
     let shape = [input.len() as u64];
     let output_bytes = output.as_ref().map_or(0, |output| size_of_val(&**output));
     let output = output.map_or(std::ptr::null_mut(), |output| output.as_mut_ptr().cast());
@@ -97,7 +98,7 @@ fn call(
     Err((code, text.into_string().unwrap()))
 }
 
-fn outcome(results: Results<Told>) -> Told {
+fn outcome(results: Results<RecordedOutcome>) -> RecordedOutcome {
     results.recv_timeout(Duration::from_secs(20)).unwrap()
 }
 

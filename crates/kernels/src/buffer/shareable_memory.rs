@@ -34,9 +34,9 @@ impl HostMemory {
     ///
     /// # Errors
     /// The region no longer exists, or cannot be mapped.
-    pub fn map_peer_region(card: &RegionHandle) -> farandole_shm::Result<Option<Self>> {
-        let region = SharedRegion::open_peer_region(card)?;
-        Ok(usize::try_from(card.bytes).ok().and_then(|bytes| Self::from_region(region, bytes)))
+    pub fn map_peer_region(handle: &RegionHandle) -> farandole_shm::Result<Option<Self>> {
+        let region = SharedRegion::open_peer_region(handle)?;
+        Ok(usize::try_from(handle.bytes).ok().and_then(|bytes| Self::from_region(region, bytes)))
     }
 
     fn from_region(region: SharedRegion, bytes: usize) -> Option<Self> {

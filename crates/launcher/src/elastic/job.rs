@@ -80,31 +80,36 @@ impl ElasticJob {
         let unbounded = if spares > 0 { num_proc } else { u32::MAX };
         let rules = ElasticOptions {
             first: num_proc,
-            least: config.min_num_proc.unwrap_or(num_proc),
-            most: config.max_num_proc.unwrap_or(unbounded),
+            min_workers: config.min_num_proc.unwrap_or(num_proc),
+            max_workers: config.max_num_proc.unwrap_or(unbounded),
             spares,
             timeout: config.elastic_timeout,
             reset_limit: config.reset_limit,
             cooldown: (config.blacklist_cooldown_range.least, config.blacklist_cooldown_range.most),
         };
-        let ElasticOptions { first, least, most, .. } = rules;
+        let ElasticOptions { first, min_workers, max_workers, .. } = rules;
         let wrong = |reason| Err(Error::Usage { reason });
-        if least == 0 || first == 0 {
+        if min_workers == 0 || first == 0 {
             return wrong(
                 "an elastic job has at least one process: --num-proc and --min-num-proc".to_owned(),
             );
         }
-        if least > first {
-            return wrong(format!("--min-num-proc ({least}) is larger than --num-proc ({first})"));
+        if min_workers > first {
+            return wrong(format!(
+                "--min-num-proc ({min_workers}) is larger than --num-proc ({first})"
+            ));
         }
-        if most < first {
-            return wrong(format!("--max-num-proc ({most}) is smaller than --num-proc ({first})"));
+        if max_workers < first {
+            return wrong(format!(
+                "--max-num-proc ({max_workers}) is smaller than --num-proc ({first})"
+            ));
         }
         Ok(rules)
     }
 
     /// Runs the command on the hosts that `discovery` finds, until it has returned on every rank of
-    /// one world, or the job has failed, or `wish` asks to stop. Lines of the workers go to `sink`.
+    /// one world, or the job has failed, or `stop_level` asks to stop. Lines of the workers go to
+    /// `sink`.
     ///
     /// # Errors
     /// `Discovery` when the first discovery fails; `Usage` for an empty command, or if hosts that
@@ -113,8 +118,8 @@ impl ElasticJob {
         &self,
         discovery: Box<dyn DiscoverySource>,
         sink: &Arc<dyn RecordSink>,
-        wish: &dyn Fn() -> StopLevel,
-        heard: &ElasticJobObserver<'_>,
+        stop_level: &dyn Fn() -> StopLevel,
+        observer: &ElasticJobObserver<'_>,
     ) -> Result<JobReport> {
         self.program.check_command()?;
         // Opened first: this fails if another launcher uses the journal.
@@ -125,7 +130,7 @@ impl ElasticJob {
         let lasting = journal.is_some();
         let fixed = discovery.is_fixed();
         let watch = HostWatcher::spawn_thread(discovery)?;
-        let Some(found) = wait_for_first_hosts(&watch, wish)? else {
+        let Some(found) = wait_for_first_hosts(&watch, stop_level)? else {
             return Ok(ElasticJobOutcomes::default().into_report(true));
         };
         let mut options = RegistrarOptions::from_config(self.rules.first, &self.program.config);
@@ -139,10 +144,10 @@ impl ElasticJob {
         }
         let registrar = Registrar::start_with_journal(options, &self.rules, journal)
             .map_err(job_start_error)?;
-        let mut conduct = ElasticJobRun {
+        let mut job_run = ElasticJobRun {
             registrar: &registrar,
             sink,
-            observe: heard,
+            observe: observer,
             agent_pool: AgentPool::new(&self.program, registrar.ticket().clone(), true),
             discovered: DiscoveredHosts::default(),
             hosts: BTreeMap::new(),
@@ -156,9 +161,9 @@ impl ElasticJob {
             over_at: None,
             stop_level: StopLevel::Continue,
         };
-        conduct.adopt_workers();
-        let ended = conduct.run_until_done(found, &watch, wish);
-        drop(conduct);
+        job_run.adopt_workers();
+        let ended = job_run.run_until_done(found, &watch, stop_level);
+        drop(job_run);
         drop(watch);
         registrar.close();
         ended
@@ -186,13 +191,13 @@ fn job_start_error(source: farandole_registrar::Error) -> Error {
 /// Returns the first discovered hosts; `None` when the caller wants to stop.
 fn wait_for_first_hosts(
     watch: &HostWatcher,
-    wish: &dyn Fn() -> StopLevel,
+    stop_level: &dyn Fn() -> StopLevel,
 ) -> Result<Option<DiscoveredHosts>> {
     loop {
         match watch.next_change(STOP_POLL_INTERVAL) {
             Some(Ok(found)) => return Ok(Some(found)),
             Some(Err(reason)) => return Err(Error::Discovery { reason }),
-            None if wish() > StopLevel::Continue => return Ok(None),
+            None if stop_level() > StopLevel::Continue => return Ok(None),
             None => {}
         }
     }
@@ -246,7 +251,7 @@ impl ElasticJobRun<'_> {
         &mut self,
         found: DiscoveredHosts,
         watch: &HostWatcher,
-        wish: &dyn Fn() -> StopLevel,
+        stop_level: &dyn Fn() -> StopLevel,
     ) -> Result<JobReport> {
         self.publish_hosts(found)?;
         while !(self.have_all_tasks_ended()
@@ -257,7 +262,7 @@ impl ElasticJobRun<'_> {
                 self.publish_hosts(found)?;
             }
             self.handle_agent_events();
-            self.apply_stop_level(wish());
+            self.apply_stop_level(stop_level());
             self.abandon_silent_hosts();
         }
         // The last lines of workers on other hosts arrived before the reports of their ends.
@@ -293,7 +298,7 @@ impl ElasticJobRun<'_> {
                 },
                 JobEvent::Stop { task, reason } => self.stop_worker(task.0, &reason),
                 JobEvent::Dismissed { task, reason } => {
-                    tracing::info!(task = task.0, reason, "a worker may go");
+                    tracing::info!(task = task.0, reason, "a worker is dismissed");
                     self.ending_since.insert(task.0, Instant::now());
                 }
                 JobEvent::Assigned { world } => {
@@ -331,9 +336,9 @@ impl ElasticJobRun<'_> {
             return;
         }
         self.hosts.extend(tasks.iter().map(|task| (*task, host.clone())));
-        let here = self.discovered.is_local_host(&host);
-        if !here || self.detached_agents {
-            let started = if here {
+        let is_local = self.discovered.is_local_host(&host);
+        if !is_local || self.detached_agents {
+            let started = if is_local {
                 self.agent_pool.start_detached_agents(host, tasks.clone())
             } else {
                 self.agent_pool.start_remote_agents(host, tasks.clone())
@@ -393,16 +398,16 @@ impl ElasticJobRun<'_> {
 
     fn handle_agent_events(&mut self) {
         let over = self.over_at.is_some() || self.stop_level > StopLevel::Continue;
-        for news in self.agent_pool.take_events() {
-            match news {
+        for event in self.agent_pool.take_events() {
+            match event {
                 AgentPoolEvent::WorkerEnded { task, outcome: Ok(outcome) } => {
                     self.outcomes.record_outcome(task, outcome)
                 }
                 AgentPoolEvent::WorkerEnded { task, outcome: Err(error) } if over => {
-                    tracing::info!(task, %error, "a worker ended without its last words");
+                    tracing::info!(task, %error, "a worker ended, and its last messages were lost");
                 }
                 AgentPoolEvent::HostLost { error, .. } if over => {
-                    tracing::info!(%error, "a host ended without its last words");
+                    tracing::info!(%error, "a host disconnected, and its last messages were lost");
                 }
                 AgentPoolEvent::WorkerEnded { task, outcome: Err(error) } => {
                     self.report_not_started([task], &error)
@@ -441,24 +446,24 @@ impl ElasticJobRun<'_> {
                 || host.open_tasks.iter().all(|task| gone(task) || confirmed(host, task))
         };
         for (host, tasks) in self.agent_pool.close_connections(given_up) {
-            tracing::info!(?tasks, host, "their ends are not waited for");
+            tracing::info!(?tasks, host, "stop waiting for the reports of these tasks");
         }
     }
 
-    fn apply_stop_level(&mut self, wish: StopLevel) {
-        if wish <= self.stop_level {
+    fn apply_stop_level(&mut self, stop_level: StopLevel) {
+        if stop_level <= self.stop_level {
             return;
         }
-        self.stop_level = wish;
+        self.stop_level = stop_level;
         // End the journal first: if this process is killed while the workers end, the job is not
         // continued.
         self.registrar.end_journal();
         // A connection may be silent, so the registrar's interrupt goes to the same agents. Fails
         // only in a forked process; this process started the registrar.
         drop(self.registrar.interrupt_workers());
-        self.agent_pool.apply_stop_level(wish);
+        self.agent_pool.apply_stop_level(stop_level);
         // Agents of an earlier launcher are connected only to the registrar.
-        if wish > StopLevel::Interrupt || !self.adopted_tasks.is_empty() {
+        if stop_level > StopLevel::Interrupt || !self.adopted_tasks.is_empty() {
             // Fails only in a forked process; this process started the registrar.
             drop(self.registrar.abort_job("interrupted"));
         }

@@ -38,7 +38,7 @@ impl ElasticJobOutcomes {
     /// Records a worker's end as the registrar reported it.
     pub(super) fn record_exit(&mut self, task: u32, exit: &ExitReport) {
         self.ended.insert(task);
-        let own = matches!(exit.how, ExitKind::Code(code) if code != 0)
+        let own = matches!(exit.kind, ExitKind::Code(code) if code != 0)
             && !exit.peer_error
             && !exit.stopped;
         if own && self.world.is_none() {
@@ -150,8 +150,8 @@ mod tests {
         }
     }
 
-    fn exit(how: ExitKind) -> ExitReport {
-        ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+    fn exit(kind: ExitKind) -> ExitReport {
+        ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() }
     }
 
     /// Returns the outcomes of a world with these tasks, by rank.
@@ -179,12 +179,12 @@ mod tests {
         tally.mark_finished();
         let report = tally.into_report(false);
         assert_eq!((report.exit_code(), report.failure_reason()), (0, None));
-        let told: Vec<_> = report
+        let found: Vec<_> = report
             .outcomes
             .iter()
             .map(|one| (one.rank.unwrap().0, one.size, one.result.clone()))
             .collect();
-        assert_eq!(told, [(0, Some(2), None), (1, Some(2), Some(vec![9]))]);
+        assert_eq!(found, [(0, Some(2), None), (1, Some(2), Some(vec![9]))]);
     }
 
     #[test]

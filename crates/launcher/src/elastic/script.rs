@@ -25,8 +25,9 @@ impl DiscoverySource for DiscoveryScript {
     fn find_hosts(&mut self, stop: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         let mut shell = Command::new("/bin/sh");
         shell.args(["-c", &self.command]);
-        let answer = query_program(shell, self.limit, stop)
-            .map_err(|why| format!("Failed to execute discovery script: {} {why}", self.command))?;
+        let answer = query_program(shell, self.limit, stop).map_err(|reason| {
+            format!("Failed to execute discovery script: {} {reason}", self.command)
+        })?;
         if answer.exit_code != Some(0) {
             let code = answer
                 .exit_code
@@ -51,8 +52,9 @@ impl DiscoveryScript {
     fn parse_output(&self, text: &str) -> Result<Vec<HostSlots>, String> {
         let mut hosts: Vec<HostSlots> = Vec::new();
         for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
-            let wrong =
-                |why: &str| format!("the discovery script {} printed {why}: {line}", self.command);
+            let wrong = |reason: &str| {
+                format!("the discovery script {} printed {reason}: {line}", self.command)
+            };
             let (host, slots) = split_host_slots(line)
                 .ok_or_else(|| wrong("a line that is not a host such as node1 or node1:4"))?;
             let slots = slots.or(self.slots_per_host).ok_or_else(|| {

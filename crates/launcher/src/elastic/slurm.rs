@@ -29,8 +29,8 @@ impl DiscoverySource for SlurmNodes {
         let names: Vec<&str> = self.nodes.iter().map(|node| node.host.as_str()).collect();
         let mut scontrol = Command::new("scontrol");
         scontrol.args(["--oneliner", "show", "node", &names.join(",")]);
-        let answer =
-            query_program(scontrol, self.limit, stop).map_err(|why| format!("scontrol {why}"))?;
+        let answer = query_program(scontrol, self.limit, stop)
+            .map_err(|reason| format!("scontrol {reason}"))?;
         if answer.exit_code != Some(0) {
             return Err(format!(
                 "scontrol cannot tell the state of the job's nodes: {}",

@@ -13,14 +13,17 @@ fn form_and_reform_world(
     size: u32,
     mut take: impl FnMut(&mut ElasticMembership, Duration, StepKind) -> bool,
 ) -> (Duration, u32) {
-    let rules = ElasticRules { first: size, least: 1, most: size, ..RULES };
+    let rules = ElasticRules { first: size, min_workers: 1, max_workers: size, ..RULES };
     let (mut machine, now) = (ElasticMembership::new(rules), Duration::from_secs(1));
     let hosts = (0..size / 8).map(|host| (format!("host-{host}.example.org"), 8)).collect();
-    let mut inputs = vec![StepKind::Happens(MembershipInput::Hosts(hosts))];
-    let place = |task| HostHash(format!("host-{}.example.org-0123456789abcdef", task / 8));
-    let register =
-        |task| StepKind::Registers { task: TaskId(task), session: task.into(), place: place(task) };
-    let ask = |task, after, suspects: &[u32]| StepKind::Asks {
+    let mut inputs = vec![StepKind::Input(MembershipInput::Hosts(hosts))];
+    let host_hash = |task| HostHash(format!("host-{}.example.org-0123456789abcdef", task / 8));
+    let register = |task| StepKind::AgentRegistration {
+        task: TaskId(task),
+        session: task.into(),
+        host_hash: host_hash(task),
+    };
+    let ask = |task, after, suspects: &[u32]| StepKind::WorldRequest {
         task: TaskId(task),
         after: Generation(after),
         suspects: suspects.iter().copied().map(TaskId).collect(),
@@ -28,18 +31,18 @@ fn form_and_reform_world(
     inputs.extend((0..size).map(register));
     inputs.extend((0..size).map(|task| ask(task, 0, &[])));
     let exit = ExitReport {
-        how: ExitKind::Signal(9),
+        kind: ExitKind::Signal(9),
         peer_error: false,
         stopped: false,
         stderr_tail: Vec::new(),
     };
-    inputs.push(StepKind::Happens(MembershipInput::Exited {
+    inputs.push(StepKind::Input(MembershipInput::Exited {
         task: TaskId(1),
         generation: Generation(1),
         exit,
     }));
     inputs.extend((0..size).filter(|task| *task != 1).map(|task| ask(task, 1, &[1])));
-    inputs.extend((0..64).map(|_| StepKind::Happens(MembershipInput::Tick)));
+    inputs.extend((0..64).map(|_| StepKind::Input(MembershipInput::Tick)));
     let began = std::time::Instant::now();
     let steps = inputs.into_iter().map(|what| u32::from(take(&mut machine, now, what))).sum();
     assert_eq!(machine.generation(), Generation(2));
@@ -47,7 +50,7 @@ fn form_and_reform_world(
 }
 
 #[test]
-fn a_journal_tells_each_step_once_and_costs_less_than_the_decision() {
+fn a_journal_has_each_step_once_and_costs_less_than_the_decision() {
     for size in [512, 4096] {
         let (plain, _) =
             form_and_reform_world(size, |machine, now, what| machine.take_step(now, what).is_ok());

@@ -102,10 +102,10 @@ impl ElasticMembership {
         let calm = present.failures.is_empty();
         let mut members = survivors.clone();
         if !done {
-            let room = (self.rules.most as usize).saturating_sub(members.len());
+            let room = (self.rules.max_workers as usize).saturating_sub(members.len());
             members.extend(self.ready_newcomers().into_iter().take(room));
         }
-        if members.len() >= self.rules.least as usize || done {
+        if members.len() >= self.rules.min_workers as usize || done {
             if calm && let Some(task) = self.find_unreachable_survivor(&survivors) {
                 let reason = "cannot be reached by its peers".to_owned();
                 decisions.push(MembershipDecision::End { task, reason: reason.clone() });
@@ -124,17 +124,17 @@ impl ElasticMembership {
         decisions: &mut Vec<MembershipDecision>,
     ) {
         let mut ready = self.ready_newcomers();
-        ready.truncate(self.rules.most as usize);
+        ready.truncate(self.rules.max_workers as usize);
         let late = now.saturating_sub(since) >= self.rules.timeout;
         if ready.len() >= self.rules.first as usize {
             self.changed |= self.enough_since.is_none();
             let enough = *self.enough_since.get_or_insert(now);
-            let full =
-                ready.len() == self.rules.most as usize || self.missing_workers().next().is_none();
+            let full = ready.len() == self.rules.max_workers as usize
+                || self.missing_workers().next().is_none();
             if full || now.saturating_sub(enough) >= FIRST_WORLD_SETTLE_TIME {
                 self.assign_world(now, &[], ready, decisions);
             }
-        } else if late && ready.len() >= self.rules.least as usize {
+        } else if late && ready.len() >= self.rules.min_workers as usize {
             self.assign_world(now, &[], ready, decisions);
         } else {
             self.changed |= self.enough_since.take().is_some();
@@ -152,13 +152,13 @@ impl ElasticMembership {
         if now.saturating_sub(since) < self.rules.timeout {
             return;
         }
-        let least = self.rules.least;
+        let min_workers = self.rules.min_workers;
         let last = self
             .last_loss
             .as_ref()
             .map_or_else(String::new, |loss| format!("; the last loss: {loss}"));
         let reason = format!(
-            "timed out after {:.1?} waiting for a world of at least {least} workers: {ready} \
+            "timed out after {:.1?} waiting for a world of at least {min_workers} workers: {ready} \
              ready, slots now: {}{last}",
             self.rules.timeout,
             self.hosts.describe_slots(now),
@@ -214,15 +214,15 @@ impl ElasticMembership {
             self.present.as_ref().is_some_and(|present| self.has_returned_rank(present));
         let old: &[TaskId] = self.present.as_ref().map_or(&[], |present| &present.order);
         let order = rank_order::order_ranks(old, survivors, &members[survivors.len()..], |task| {
-            self.workers.get(&task).and_then(|worker| worker.place.clone())
+            self.workers.get(&task).and_then(|worker| worker.host_hash.clone())
         });
-        let place = |task: &TaskId| {
-            let host = self.workers.get(task)?.place.clone()?;
+        let placement = |task: &TaskId| {
+            let host = self.workers.get(task)?.host_hash.clone()?;
             Some(TaskPlacement { task: *task, host })
         };
-        let places: Vec<TaskPlacement> = order.iter().filter_map(place).collect();
+        let placements: Vec<TaskPlacement> = order.iter().filter_map(placement).collect();
         let next = Generation(self.generation.0 + 1);
-        let Ok(world) = assign_ranks_as_listed(next, &places) else { return };
+        let Ok(world) = assign_ranks_as_listed(next, &placements) else { return };
         for task in &order {
             if let Some(worker) = self.workers.get_mut(task) {
                 worker.stage = WorkerStage::Working;
@@ -233,7 +233,7 @@ impl ElasticMembership {
         self.enough_since = None;
         // Workers that were done in the previous world have ended.
         self.workers.retain(|_, worker| worker.stage != WorkerStage::Done);
-        self.present = Some(CurrentWorld::new(order, places, finishing));
+        self.present = Some(CurrentWorld::new(order, placements, finishing));
         decisions.push(MembershipDecision::Assigned { world });
     }
 
@@ -256,7 +256,7 @@ impl ElasticMembership {
             |task: &TaskId| self.workers.get(task).is_some_and(|worker| worker.dismissed.is_some());
         let removed = present.order.iter().any(going);
         let staying = present.order.iter().filter(|task| !going(task)).count();
-        let added = staying < self.rules.most as usize && !self.ready_newcomers().is_empty();
+        let added = staying < self.rules.max_workers as usize && !self.ready_newcomers().is_empty();
         let generation = self.generation;
         let Some(present) = &mut self.present else { return };
         self.changed |= present.announced_changes() != (removed, added);

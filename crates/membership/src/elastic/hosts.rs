@@ -82,21 +82,21 @@ impl ElasticHosts {
     /// Records that a worker failed on a host. Failures during a cooldown count as the failure that
     /// caused the cooldown.
     pub(super) fn record_failure(&mut self, now: Duration, name: &str) {
-        let (least, most) = self.cooldown;
+        let (shortest, longest) = self.cooldown;
         let Some(host) = self.all.iter_mut().find(|host| host.name == name) else { return };
         if host.cool_at.is_some_and(|until| now < until) {
             return;
         }
-        if host.failed_at.is_some_and(|at| now.saturating_sub(at) > most * FORGIVENESS_FACTOR) {
+        if host.failed_at.is_some_and(|at| now.saturating_sub(at) > longest * FORGIVENESS_FACTOR) {
             host.failures = 0;
         }
         host.failures = host.failures.saturating_add(1);
         host.failed_at = Some(now);
-        let doubled = least.saturating_mul(1 << (host.failures - 1).min(20));
+        let doubled = shortest.saturating_mul(1 << (host.failures - 1).min(20));
         // Add a jitter, so that hosts that failed together do not return together.
         let spread =
-            least.mul_f64(f64::from(cooldown_jitter(name, host.failures)) / f64::from(u32::MAX));
-        host.cool_at = Some(now + doubled.saturating_add(spread).min(most));
+            shortest.mul_f64(f64::from(cooldown_jitter(name, host.failures)) / f64::from(u32::MAX));
+        host.cool_at = Some(now + doubled.saturating_add(spread).min(longest));
     }
 
     /// Blocks new workers on a host for the shortest cooldown, because a worker there leaves by

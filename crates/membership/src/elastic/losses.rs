@@ -30,7 +30,7 @@ impl ElasticMembership {
         }
         if worker.stage == WorkerStage::Leaving || worker.dismissed.is_some() || exit.stopped {
             self.remove_worker(now, task);
-        } else if !exit.how.is_success() {
+        } else if !exit.kind.is_success() {
             self.lose_worker(now, task, LossCause::from_exit(exit), decisions);
         } else if member && worker.stage == WorkerStage::Working {
             worker.stage = WorkerStage::Done;
@@ -40,7 +40,7 @@ impl ElasticMembership {
             self.lose_worker(
                 now,
                 task,
-                LossCause::Own("ended before it called init()".to_owned()),
+                LossCause::OwnFailure("ended before it called init()".to_owned()),
                 decisions,
             );
         } else {
@@ -63,14 +63,14 @@ impl ElasticMembership {
         &mut self,
         now: Duration,
         task: TaskId,
-        why: LossCause,
+        cause: LossCause,
         decisions: &mut Vec<MembershipDecision>,
     ) {
         let Some(worker) = self.workers.get(&task) else { return };
         if worker.dismissed.is_some() {
             return self.remove_worker(now, task);
         }
-        let reason = why.as_sentence().to_owned();
+        let reason = cause.as_sentence().to_owned();
         let began = worker.stage != WorkerStage::Starting && worker.stage != WorkerStage::Importing;
         let rank = self.present.as_ref().and_then(|present| present.task_rank(task));
         let host = worker.host.clone();
@@ -83,8 +83,8 @@ impl ElasticMembership {
         self.last_loss = Some(named.clone());
         decisions.push(MembershipDecision::Lost { task, reason: reason.clone() });
         if let (Some(present), Some(_)) = (&mut self.present, rank) {
-            present.record_failure(now, task, named, &why);
-        } else if self.present.is_none() && !began && matches!(why, LossCause::Own(_)) {
+            present.record_failure(now, task, named, &cause);
+        } else if self.present.is_none() && !began && matches!(cause, LossCause::OwnFailure(_)) {
             self.abort_job(named, Some(task), decisions);
         }
     }

@@ -15,8 +15,8 @@
 //! called `init()`; until then no member waits for it. A world is *broken* as soon as a member is
 //! lost, fails, or asks for the next world.
 //!
-//! - `EL-1`: a world has `least` to `most` members, each ready, each once. Only after the function
-//!   has returned on some rank may a world have fewer members.
+//! - `EL-1`: a world has `min_workers` to `max_workers` members, each ready, each once. Only after
+//!   the function has returned on some rank may a world have fewer members.
 //! - `EL-2`: the next world is formed when every member of the broken one is ready again, done, or
 //!   gone.
 //! - `EL-3`: rank 0 is a member of the previous world, if one of them is left; members keep their
@@ -66,10 +66,12 @@ pub struct ElasticRules {
     /// Number of workers that the first world waits for.
     pub first: u32,
     /// Fewest workers of a world.
-    pub least: u32,
+    #[serde(rename = "least")]
+    pub min_workers: u32,
     /// Most workers of a world.
-    pub most: u32,
-    /// Workers beyond `most` that wait, ready to replace a member.
+    #[serde(rename = "most")]
+    pub max_workers: u32,
+    /// Workers beyond `max_workers` that wait, ready to replace a member.
     pub spares: u32,
     /// Longest wait of a job for workers.
     pub timeout: Duration,
@@ -101,7 +103,9 @@ const MAX_MUTUAL_LOSSES: u32 = 2;
 struct ElasticWorker {
     /// The host on which it was started; empty if it came by itself.
     host: String,
-    place: Option<HostHash>,
+    /// The host of its agent, once the agent has registered.
+    #[serde(rename = "place")]
+    host_hash: Option<HostHash>,
     session: Option<u64>,
     presence: AgentPresence,
     stage: WorkerStage,
@@ -143,9 +147,12 @@ pub struct ElasticMembership {
     generation: Generation,
     hosts: ElasticHosts,
     workers: BTreeMap<TaskId, ElasticWorker>,
-    next: u32,
-    /// Workers that came by themselves, including workers that are gone.
-    came: BTreeSet<TaskId>,
+    /// Number of the next worker that is started.
+    #[serde(rename = "next")]
+    next_task: u32,
+    /// Workers that registered without being started by this job, including workers that are gone.
+    #[serde(rename = "came")]
+    self_started: BTreeSet<TaskId>,
     present: Option<CurrentWorld>,
     /// The time at which the job began.
     began: Duration,
@@ -181,8 +188,8 @@ impl ElasticMembership {
             phase: ElasticPhase::Open,
             generation: Generation(0),
             workers: BTreeMap::new(),
-            next: 0,
-            came: BTreeSet::new(),
+            next_task: 0,
+            self_started: BTreeSet::new(),
             present: None,
             began: Duration::ZERO,
             enough_since: None,
@@ -203,7 +210,7 @@ impl ElasticMembership {
 
     /// Returns the present world, seen from rank 0.
     pub fn current_world(&self) -> Option<World> {
-        assign_ranks_as_listed(self.generation, &self.present.as_ref()?.places).ok()
+        assign_ranks_as_listed(self.generation, &self.present.as_ref()?.placements).ok()
     }
 
     /// Returns the workers that have not called `init` yet, ascending.
@@ -220,11 +227,11 @@ impl ElasticMembership {
         now: Duration,
         task: TaskId,
         session: u64,
-        place: HostHash,
+        host_hash: HostHash,
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
         self.check_open()?;
         if !self.workers.contains_key(&task) {
-            if self.hosts.are_hosts_known() || !self.came.insert(task) {
+            if self.hosts.are_hosts_known() || !self.self_started.insert(task) {
                 return Err(RegistrationRefusal::NotWanted { task });
             }
             self.workers.insert(task, ElasticWorker::new_starting(String::new(), now));
@@ -240,7 +247,7 @@ impl ElasticMembership {
             return Ok(Vec::new());
         }
         worker.session = Some(session);
-        worker.place = Some(place);
+        worker.host_hash = Some(host_hash);
         worker.stage = WorkerStage::Importing;
         Ok(vec![MembershipDecision::Registered { task, session, replaces: false }])
     }
@@ -301,7 +308,7 @@ impl ElasticMembership {
     ) -> Vec<MembershipDecision> {
         let mut decisions = Vec::new();
         match input {
-            MembershipInput::Beat { task, session } => {
+            MembershipInput::Heartbeat { task, session } => {
                 self.update_presence(task, session, |presence| {
                     *presence = AgentPresence::seen_at(now)
                 });
@@ -413,7 +420,7 @@ impl ElasticWorker {
     fn new_starting(host: String, now: Duration) -> Self {
         Self {
             host,
-            place: None,
+            host_hash: None,
             session: None,
             presence: AgentPresence::seen_at(now),
             stage: WorkerStage::Starting,
@@ -423,9 +430,9 @@ impl ElasticWorker {
     }
 
     fn host_name(&self) -> &str {
-        match &self.place {
+        match &self.host_hash {
             _ if !self.host.is_empty() => &self.host,
-            Some(place) => &place.0,
+            Some(host_hash) => &host_hash.0,
             None => "an unknown host",
         }
     }

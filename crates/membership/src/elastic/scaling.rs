@@ -43,7 +43,7 @@ impl ElasticMembership {
         let surplus = self.hosts.surplus_workers(&living);
         living.retain(|(task, _)| !surplus.contains_key(task));
         let kept: Vec<TaskId> = living.iter().map(|(task, _)| *task).collect();
-        let wanted = (self.rules.most.saturating_add(self.rules.spares) as usize)
+        let wanted = (self.rules.max_workers.saturating_add(self.rules.spares) as usize)
             .saturating_sub(living.len());
         let vacant: Vec<String> = self.hosts.vacant_slots(now, &living).take(wanted).collect();
         // A discovery that missed a host for a moment must not cost its workers.
@@ -63,8 +63,8 @@ impl ElasticMembership {
             return;
         }
         for host in vacant {
-            let task = TaskId(self.next);
-            self.next += 1;
+            let task = TaskId(self.next_task);
+            self.next_task += 1;
             self.workers.insert(task, ElasticWorker::new_starting(host.clone(), now));
             decisions.push(MembershipDecision::Start { task, host });
         }

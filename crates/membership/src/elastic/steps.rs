@@ -16,16 +16,19 @@ use crate::decisions::{AgentPresence, MembershipDecision, MembershipInput, Regis
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum StepKind {
     /// An agent registers.
-    Registers {
+    #[serde(rename = "Registers")]
+    AgentRegistration {
         /// Its task.
         task: TaskId,
         /// The session of its process.
         session: u64,
         /// Its host.
-        place: HostHash,
+        #[serde(rename = "place")]
+        host_hash: HostHash,
     },
     /// A worker asks for a world.
-    Asks {
+    #[serde(rename = "Asks")]
+    WorldRequest {
         /// Its task.
         task: TaskId,
         /// The generation that it leaves.
@@ -34,9 +37,11 @@ pub enum StepKind {
         suspects: BTreeSet<TaskId>,
     },
     /// Any other input.
-    Happens(MembershipInput),
+    #[serde(rename = "Happens")]
+    Input(MembershipInput),
     /// The registrar has restarted.
-    Resumes,
+    #[serde(rename = "Resumes")]
+    Restart,
 }
 
 impl StepKind {
@@ -44,15 +49,15 @@ impl StepKind {
     /// recorded only if they changed something.
     fn is_always_journaled(&self) -> bool {
         match self {
-            Self::Registers { .. } | Self::Asks { .. } => false,
-            Self::Happens(input) => !matches!(
+            Self::AgentRegistration { .. } | Self::WorldRequest { .. } => false,
+            Self::Input(input) => !matches!(
                 input,
-                MembershipInput::Beat { .. }
+                MembershipInput::Heartbeat { .. }
                     | MembershipInput::Disconnected { .. }
                     | MembershipInput::Abort { .. }
                     | MembershipInput::Tick
             ),
-            Self::Resumes => true,
+            Self::Restart => true,
         }
     }
 }
@@ -63,29 +68,30 @@ pub struct JournalStep {
     /// The job time of the step.
     pub at: Duration,
     /// Its input.
-    pub what: StepKind,
+    #[serde(rename = "what")]
+    pub input: StepKind,
     /// The tasks that the step gave up because of their silence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub losses: Vec<(TaskId, String)>,
 }
 
 impl ElasticMembership {
-    /// Takes a step, and returns its outcome and its journal record; `None` as the record if the
-    /// step changed nothing that a journal must record. Times of heartbeats are not in a journal. A
-    /// step in which only time has passed changes only its own report of losses.
+    /// Takes a step, and returns its journal record and its outcome. The record is `None` if the
+    /// step has changed nothing that a replay needs. Heartbeats are never recorded, because every
+    /// agent gets a new time limit after a restart.
     pub fn take_journaled_step(
         &mut self,
         now: Duration,
-        what: StepKind,
+        input: StepKind,
     ) -> (Option<JournalStep>, Result<Vec<MembershipDecision>, RegistrationRefusal>) {
-        if let StepKind::Happens(MembershipInput::Beat { .. }) = what {
-            return (None, self.take_step(now, what));
+        if let StepKind::Input(MembershipInput::Heartbeat { .. }) = input {
+            return (None, self.take_step(now, input));
         }
-        let outcome = self.take_step(now, what.clone());
+        let outcome = self.take_step(now, input.clone());
         let losses = std::mem::take(&mut self.losses);
-        let changed = std::mem::take(&mut self.changed) || what.is_always_journaled();
+        let changed = std::mem::take(&mut self.changed) || input.is_always_journaled();
         let decided = outcome.as_ref().is_ok_and(|decisions| !decisions.is_empty());
-        let step = (decided || changed).then_some(JournalStep { at: now, what, losses });
+        let step = (decided || changed).then_some(JournalStep { at: now, input, losses });
         (step, outcome)
     }
 
@@ -93,17 +99,17 @@ impl ElasticMembership {
     pub fn take_step(
         &mut self,
         now: Duration,
-        what: StepKind,
+        input: StepKind,
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
-        match what {
-            StepKind::Registers { task, session, place } => {
-                self.register_worker(now, task, session, place)
+        match input {
+            StepKind::AgentRegistration { task, session, host_hash } => {
+                self.register_worker(now, task, session, host_hash)
             }
-            StepKind::Asks { task, after, suspects } => {
+            StepKind::WorldRequest { task, after, suspects } => {
                 self.request_world(now, task, after, suspects)
             }
-            StepKind::Happens(input) => Ok(self.observe_input(now, input)),
-            StepKind::Resumes => Ok(self.resume_after_outage(now)),
+            StepKind::Input(input) => Ok(self.observe_input(now, input)),
+            StepKind::Restart => Ok(self.resume_after_outage(now)),
         }
     }
 
@@ -111,7 +117,7 @@ impl ElasticMembership {
     pub fn replay_step(&mut self, step: JournalStep) {
         self.repeated = Some(step.losses);
         // An input that was refused before the restart is refused again.
-        drop(self.take_step(step.at, step.what));
+        drop(self.take_step(step.at, step.input));
         self.repeated = None;
         self.losses.clear();
         self.changed = false;
@@ -168,10 +174,10 @@ impl ElasticMembership {
 
     /// Returns the workers that were started or came by themselves, and are gone.
     pub fn gone_workers(&self) -> impl Iterator<Item = TaskId> {
-        let started = (0..self.next).map(TaskId);
+        let started = (0..self.next_task).map(TaskId);
         let known =
             |task: &TaskId| self.workers.contains_key(task) || self.unheard.contains_key(task);
-        started.chain(self.came.iter().copied()).filter(move |task| !known(task))
+        started.chain(self.self_started.iter().copied()).filter(move |task| !known(task))
     }
 }
 

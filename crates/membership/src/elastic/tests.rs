@@ -6,8 +6,8 @@ use crate::exit::{ExitKind, ExitReport};
 
 pub(super) const RULES: ElasticRules = ElasticRules {
     first: 2,
-    least: 1,
-    most: 4,
+    min_workers: 1,
+    max_workers: 4,
     spares: 0,
     timeout: Duration::from_secs(60),
     reset_limit: None,
@@ -63,7 +63,7 @@ impl Job {
                 .filter_map(|(task, worker)| Some((*task, worker.session?)))
                 .collect();
             for (task, session) in beating {
-                self.say(MembershipInput::Beat { task, session });
+                self.say(MembershipInput::Heartbeat { task, session });
             }
             self.say(MembershipInput::Tick);
         }
@@ -106,8 +106,8 @@ impl Job {
         self.decisions.extend(decisions);
     }
 
-    fn exit(&mut self, task: u32, how: ExitKind) {
-        let exit = ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+    fn exit(&mut self, task: u32, kind: ExitKind) {
+        let exit = ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
         self.say(MembershipInput::Exited { task: TaskId(task), generation: Generation(0), exit });
     }
 
@@ -290,7 +290,7 @@ fn success_is_the_return_of_every_member_of_the_present_world() {
 
 #[test]
 fn those_that_are_left_of_a_world_that_partly_returned_finish_without_newcomers() {
-    let mut job = Job::new(ElasticRules { least: 3, first: 3, ..RULES }, &[("a", 4)]);
+    let mut job = Job::new(ElasticRules { min_workers: 3, first: 3, ..RULES }, &[("a", 4)]);
     job.all_ready();
     job.exit(0, ExitKind::Code(0));
     job.exit(1, ExitKind::Signal(9));
@@ -353,7 +353,7 @@ fn a_program_that_never_calls_init_ends_the_job_and_is_not_started_again() {
 
 #[test]
 fn too_few_workers_end_the_job_with_what_is_missing() {
-    let mut job = Job::new(ElasticRules { least: 2, ..RULES }, &[("a", 1)]);
+    let mut job = Job::new(ElasticRules { min_workers: 2, ..RULES }, &[("a", 1)]);
     job.all_ready();
     job.pass(61.0);
     let reason = job.aborted().unwrap();
@@ -449,25 +449,25 @@ fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
     let at = Duration::from_secs;
     let mut machine = ElasticMembership::new(RULES);
     let decided = machine
-        .take_step(at(0), StepKind::Happens(MembershipInput::Hosts(vec![("a".to_owned(), 2)])))
+        .take_step(at(0), StepKind::Input(MembershipInput::Hosts(vec![("a".to_owned(), 2)])))
         .unwrap();
     assert_eq!(decided.len(), 2, "{decided:?}");
-    let register = |task| StepKind::Registers {
+    let register = |task| StepKind::AgentRegistration {
         task: TaskId(task),
         session: 7,
-        place: HostHash("a".to_owned()),
+        host_hash: HostHash("a".to_owned()),
     };
     machine.take_step(at(1), register(0)).unwrap();
     // No agent was heard for a while.
     assert_eq!(
-        machine.take_step(at(50), StepKind::Resumes).unwrap(),
+        machine.take_step(at(50), StepKind::Restart).unwrap(),
         [],
         "the hosts may have changed"
     );
-    assert_eq!(machine.take_step(at(50), StepKind::Happens(MembershipInput::Tick)).unwrap(), []);
+    assert_eq!(machine.take_step(at(50), StepKind::Input(MembershipInput::Tick)).unwrap(), []);
     let hosts = vec![("a".to_owned(), 1), ("b".to_owned(), 1)];
     let decided =
-        machine.take_step(at(50), StepKind::Happens(MembershipInput::Hosts(hosts))).unwrap();
+        machine.take_step(at(50), StepKind::Input(MembershipInput::Hosts(hosts))).unwrap();
     assert_eq!(decided, [MembershipDecision::Start { task: TaskId(2), host: "b".to_owned() }]);
     assert_eq!(machine.living_workers().collect::<Vec<_>>(), [(TaskId(0), "a")]);
     assert_eq!(machine.gone_workers().collect::<Vec<_>>(), [TaskId(1)]);
@@ -475,10 +475,8 @@ fn after_an_outage_all_have_the_usual_time_and_silent_starts_are_repeated() {
         machine.take_step(at(51), register(1)),
         Err(RegistrationRefusal::NotWanted { task: TaskId(1) })
     );
-    assert!(
-        machine.take_step(at(54), StepKind::Happens(MembershipInput::Tick)).unwrap().is_empty()
-    );
-    let decided = machine.take_step(at(55), StepKind::Happens(MembershipInput::Tick)).unwrap();
+    assert!(machine.take_step(at(54), StepKind::Input(MembershipInput::Tick)).unwrap().is_empty());
+    let decided = machine.take_step(at(55), StepKind::Input(MembershipInput::Tick)).unwrap();
     assert!(
         matches!(
             decided[..],
@@ -495,11 +493,11 @@ fn a_job_that_was_over_is_over_after_an_outage() {
     machine
         .take_step(
             Duration::ZERO,
-            StepKind::Happens(MembershipInput::Abort { reason: reason.clone() }),
+            StepKind::Input(MembershipInput::Abort { reason: reason.clone() }),
         )
         .unwrap();
     assert_eq!(
-        machine.take_step(Duration::ZERO, StepKind::Resumes).unwrap(),
+        machine.take_step(Duration::ZERO, StepKind::Restart).unwrap(),
         [MembershipDecision::Aborted { reason }]
     );
 }
@@ -525,7 +523,7 @@ fn after_a_restart_workers_that_others_have_lost_have_time_to_connect_again() {
     let mut job = Job::new(RULES, &[("a", 1), ("b", 1)]);
     job.all_ready();
     job.pass(4.0);
-    let decisions = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
+    let decisions = job.machine.take_step(job.now, StepKind::Restart).unwrap();
     job.decisions.extend(decisions);
     job.hosts(&[("a", 1), ("b", 1)]);
     job.ready(0, 1, &[1]);
@@ -544,7 +542,7 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
     }
     job.say(MembershipInput::Abort { reason: "enough".to_owned() });
     job.exit(1, ExitKind::Signal(15));
-    let decided = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
+    let decided = job.machine.take_step(job.now, StepKind::Restart).unwrap();
     assert_eq!(decided, [MembershipDecision::Aborted { reason: "enough".to_owned() }]);
     assert_eq!(
         job.machine.living_workers().collect::<Vec<_>>(),
@@ -556,12 +554,13 @@ fn workers_that_may_not_know_the_end_of_the_job_get_it_after_an_outage() {
         "the last never registered"
     );
 
-    let mut job = Job::new(ElasticRules { first: 2, most: 2, spares: 1, ..RULES }, &[("a", 3)]);
+    let mut job =
+        Job::new(ElasticRules { first: 2, max_workers: 2, spares: 1, ..RULES }, &[("a", 3)]);
     job.all_ready();
     job.exit(0, ExitKind::Code(0));
     job.exit(1, ExitKind::Code(0));
     assert!(job.finished());
-    let decided = job.machine.take_step(job.now, StepKind::Resumes).unwrap();
+    let decided = job.machine.take_step(job.now, StepKind::Restart).unwrap();
     let end = MembershipDecision::End { task: TaskId(2), reason: JOB_DONE_REASON.to_owned() };
     assert_eq!(decided, [end, MembershipDecision::Finished { generation: Generation(1) }]);
     assert_eq!(job.machine.living_workers().collect::<Vec<_>>(), [(TaskId(2), "a")]);

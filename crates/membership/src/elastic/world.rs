@@ -15,7 +15,8 @@ use crate::exit::{ExitKind, ExitReport};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum LossCause {
     /// It failed by itself.
-    Own(String),
+    #[serde(rename = "Own")]
+    OwnFailure(String),
     /// It failed because a collective lost a peer: another worker failed first.
     Peer(String),
     /// A signal ended it, its agent or host was lost, or it could not be started.
@@ -29,7 +30,8 @@ pub(super) struct CurrentWorld {
     pub(super) order: Vec<TaskId>,
     ranks: BTreeMap<TaskId, Rank>,
     /// The members by rank, with their hosts.
-    pub(super) places: Vec<TaskPlacement>,
+    #[serde(rename = "places")]
+    pub(super) placements: Vec<TaskPlacement>,
     /// The time at which the world broke, and the reason.
     pub(super) broken: Option<(Duration, String)>,
     /// Members that failed, in the order of time.
@@ -37,8 +39,12 @@ pub(super) struct CurrentWorld {
     /// Whether the function had returned on some rank of the previous world. Then this world
     /// consists of the remaining members, and no worker joins them.
     pub(super) finishing: bool,
-    told_broken: bool,
-    told: (bool, bool),
+    /// Whether members were notified that the world is broken.
+    #[serde(rename = "told_broken")]
+    break_announced: bool,
+    /// Whether members were notified that some of them must leave, and that new workers wait.
+    #[serde(rename = "told")]
+    announced_host_changes: (bool, bool),
 }
 
 /// A member that failed.
@@ -46,38 +52,39 @@ pub(super) struct CurrentWorld {
 pub(super) struct MemberFailure {
     task: TaskId,
     sentence: String,
-    why: LossCause,
+    #[serde(rename = "why")]
+    cause: LossCause,
 }
 
 impl LossCause {
     /// Returns the cause of an exit with a code other than 0.
     pub(super) fn from_exit(exit: &ExitReport) -> Self {
-        let sentence = exit.how.to_string();
-        match &exit.how {
+        let sentence = exit.kind.to_string();
+        match &exit.kind {
             _ if exit.peer_error => Self::Peer(sentence),
-            ExitKind::Code(_) => Self::Own(sentence),
+            ExitKind::Code(_) => Self::OwnFailure(sentence),
             ExitKind::Signal(_) | ExitKind::NotStarted(_) => Self::Lost(sentence),
         }
     }
 
     pub(super) fn as_sentence(&self) -> &str {
         match self {
-            Self::Own(sentence) | Self::Peer(sentence) | Self::Lost(sentence) => sentence,
+            Self::OwnFailure(sentence) | Self::Peer(sentence) | Self::Lost(sentence) => sentence,
         }
     }
 }
 
 impl CurrentWorld {
-    pub(super) fn new(order: Vec<TaskId>, places: Vec<TaskPlacement>, finishing: bool) -> Self {
+    pub(super) fn new(order: Vec<TaskId>, placements: Vec<TaskPlacement>, finishing: bool) -> Self {
         Self {
             ranks: order.iter().copied().zip((0u32..).map(Rank)).collect(),
             order,
-            places,
+            placements,
             broken: None,
             failures: Vec::new(),
             finishing,
-            told_broken: false,
-            told: (false, false),
+            break_announced: false,
+            announced_host_changes: (false, false),
         }
     }
 
@@ -96,24 +103,25 @@ impl CurrentWorld {
         now: Duration,
         task: TaskId,
         sentence: String,
-        why: &LossCause,
+        cause: &LossCause,
     ) {
         self.mark_broken(now, sentence.clone());
-        self.failures.push(MemberFailure { task, sentence, why: why.clone() });
+        self.failures.push(MemberFailure { task, sentence, cause: cause.clone() });
     }
 
     /// Returns the reason why a world without survivors has no successor: all members failed by
     /// themselves, or some had returned already.
     pub(super) fn hopeless_reason(&self, done: bool) -> Option<(TaskId, String)> {
-        let lost = self.failures.iter().any(|failure| matches!(failure.why, LossCause::Lost(_)));
-        let own = self.failures.iter().find(|failure| matches!(failure.why, LossCause::Own(_)));
+        let lost = self.failures.iter().any(|failure| matches!(failure.cause, LossCause::Lost(_)));
+        let own =
+            self.failures.iter().find(|failure| matches!(failure.cause, LossCause::OwnFailure(_)));
         let first = own.or(self.failures.first())?;
         (done || !lost).then(|| (first.task, first.sentence.clone()))
     }
 
     /// Returns the reason why the world is broken, but only once.
     pub(super) fn take_break_announcement(&mut self) -> Option<String> {
-        if std::mem::replace(&mut self.told_broken, true) {
+        if std::mem::replace(&mut self.break_announced, true) {
             return None;
         }
         self.broken.as_ref().map(|(_, reason)| reason.clone())
@@ -121,25 +129,26 @@ impl CurrentWorld {
 
     /// Returns whether the members were notified that the world cannot continue.
     pub(super) fn is_break_announced(&self) -> bool {
-        self.told_broken
+        self.break_announced
     }
 
     /// Makes all announcements due again, because every process that received them may be gone.
     pub(super) fn reset_announcements(&mut self) {
-        (self.told_broken, self.told) = (false, (false, false));
+        (self.break_announced, self.announced_host_changes) = (false, (false, false));
     }
 
     /// Returns two flags: whether members were notified that some of them must leave, and that new
     /// workers wait.
     pub(super) fn announced_changes(&self) -> (bool, bool) {
-        self.told
+        self.announced_host_changes
     }
 
     /// Records the announced change, and returns whether it is new to the members.
     pub(super) fn announce_changes(&mut self, removed: bool, added: bool) -> bool {
-        let news = (removed && !self.told.0) || (added && !self.told.1);
-        self.told = (removed, added);
-        news
+        let is_new = (removed && !self.announced_host_changes.0)
+            || (added && !self.announced_host_changes.1);
+        self.announced_host_changes = (removed, added);
+        is_new
     }
 }
 
@@ -147,6 +156,6 @@ impl CurrentWorld {
 impl CurrentWorld {
     /// Returns whether members were notified to ask for another world.
     pub(super) fn is_change_announced(&self) -> bool {
-        self.broken.is_none() && self.told != (false, false)
+        self.broken.is_none() && self.announced_host_changes != (false, false)
     }
 }

@@ -141,7 +141,7 @@ impl FixedMembership {
         input: MembershipInput,
     ) -> Vec<MembershipDecision> {
         match input {
-            MembershipInput::Beat { task, session } => {
+            MembershipInput::Heartbeat { task, session } => {
                 // A heartbeat causes no decision, so skip the check: ten thousand agents send one
                 // each second.
                 self.update_presence(task, session, |presence| {

@@ -104,7 +104,7 @@ impl RunningGeneration {
 
     /// Returns whether all tasks ended successfully by themselves.
     pub(super) fn is_finished(&self) -> bool {
-        let well = |end: &MemberEnd| matches!(&end.observation, MemberObservation::Exited(exit) if exit.how.is_success());
+        let well = |end: &MemberEnd| matches!(&end.observation, MemberObservation::Exited(exit) if exit.kind.is_success());
         self.verdict.is_none()
             && self.members.values().all(|member| member.end.as_ref().is_some_and(well))
     }
@@ -183,7 +183,7 @@ impl RunningGeneration {
 impl MemberEnd {
     fn is_failure(&self) -> bool {
         match &self.observation {
-            MemberObservation::Exited(exit) => !exit.how.is_success() && !exit.stopped,
+            MemberObservation::Exited(exit) => !exit.kind.is_success() && !exit.stopped,
             MemberObservation::Lost(_) => true,
         }
     }
@@ -197,7 +197,7 @@ impl MemberEnd {
 
     fn as_sentence(&self) -> String {
         match &self.observation {
-            MemberObservation::Exited(exit) => exit.how.to_string(),
+            MemberObservation::Exited(exit) => exit.kind.to_string(),
             MemberObservation::Lost(reason) => format!("was lost: {reason}"),
         }
     }

@@ -446,14 +446,14 @@ impl JobSimulation {
                 }
             }
             SimulatedAgentMessage::Beat => {
-                self.job.observe_input(time, MembershipInput::Beat { task: name, session })
+                self.job.observe_input(time, MembershipInput::Heartbeat { task: name, session })
             }
             SimulatedAgentMessage::Closed => {
                 self.job.observe_input(time, MembershipInput::Disconnected { task: name, session })
             }
             SimulatedAgentMessage::Exited { generation, code, peer, stopped } => {
                 let exit = ExitReport {
-                    how: ExitKind::Code(code),
+                    kind: ExitKind::Code(code),
                     peer_error: peer,
                     stopped,
                     stderr_tail: Vec::new(),
@@ -475,11 +475,11 @@ impl JobSimulation {
             && running.member_sessions().any(|member| member == (name, session))
         {
             let generation = running.generation().0;
-            let told = match self.verdicts.contains(&generation) {
+            let verdict = match self.verdicts.contains(&generation) {
                 true => SimulatedRegistrarMessage::Stop { generation },
                 false => SimulatedRegistrarMessage::Assigned { generation },
             };
-            self.send_to_agent(task, session, told);
+            self.send_to_agent(task, session, verdict);
         }
     }
 

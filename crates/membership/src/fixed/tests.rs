@@ -26,8 +26,8 @@ fn host(name: &str) -> HostHash {
     HostHash(name.into())
 }
 
-fn exit(how: ExitKind) -> ExitReport {
-    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() }
+fn exit(kind: ExitKind) -> ExitReport {
+    ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() }
 }
 
 /// A job whose three tasks run generation 1, registered at time 0 with sessions 0, 1, 2.
@@ -155,7 +155,7 @@ fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
     exited(&mut job, 100, 0, ExitReport { peer_error: true, ..exit(ExitKind::Code(1)) });
     assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
     job.observe_input(at(2_000), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
-    job.observe_input(at(2_900), MembershipInput::Beat { task: TaskId(2), session: 2 });
+    job.observe_input(at(2_900), MembershipInput::Heartbeat { task: TaskId(2), session: 2 });
     let lost = job.observe_input(at(3_000), MembershipInput::Tick);
     assert!(matches!(&lost[0], MembershipDecision::Lost { task: TaskId(1), .. }), "{lost:?}");
     let decisions = job.observe_input(at(3_500), MembershipInput::Tick);
@@ -167,7 +167,7 @@ fn a_lone_peer_error_waits_for_the_loss_that_caused_it() {
 fn an_agent_that_comes_back_in_time_is_not_lost() {
     let mut job = running();
     job.observe_input(at(100), MembershipInput::Disconnected { task: TaskId(1), session: 1 });
-    job.observe_input(at(900), MembershipInput::Beat { task: TaskId(1), session: 1 });
+    job.observe_input(at(900), MembershipInput::Heartbeat { task: TaskId(1), session: 1 });
     assert_eq!(job.observe_input(at(2_000), MembershipInput::Tick), []);
 }
 
@@ -284,7 +284,7 @@ proptest! {
                         Err(_) => Vec::new(),
                     }
                 }
-                Step::Beat { task, session } => job.observe_input(now, MembershipInput::Beat { task: TaskId(task), session }),
+                Step::Beat { task, session } => job.observe_input(now, MembershipInput::Heartbeat { task: TaskId(task), session }),
                 Step::Disconnected { task, session } => {
                     job.observe_input(now, MembershipInput::Disconnected { task: TaskId(task), session })
                 }

@@ -133,15 +133,15 @@ pub(crate) fn decode_chunk(
         };
         Ok((entries, next))
     };
-    if let Some(spots) = chunk.page_index {
-        if let Some(dictionary) = &spots.dictionary {
+    if let Some(page_index) = chunk.page_index {
+        if let Some(dictionary) = &page_index.dictionary {
             read(dictionary.start, 0, bench)?;
         }
         let wanted = chunk.wanted.start as u64..chunk.wanted.end as u64;
-        for spot in spots.pages_containing(&wanted) {
-            let first = usize::try_from(spot.first)
+        for page in page_index.pages_containing(&wanted) {
+            let first = usize::try_from(page.first)
                 .map_err(|_| broken_chunk("a page beyond all bounds"))?;
-            entry = first + read(spot.offset, first, bench)?.0;
+            entry = first + read(page.offset, first, bench)?.0;
         }
     } else {
         let mut at = chunk.bytes.start;

@@ -104,7 +104,7 @@ fn walk_page_headers(
     path: &str,
     chunk: Range<u64>,
 ) -> Result<PageIndex, PageLookupError> {
-    let mut spots = PageIndex::default();
+    let mut index = PageIndex::default();
     let (mut at, mut entries) = (chunk.start, 0_u64);
     while at < chunk.end {
         let mut window = HEADER_WINDOW_BYTES;
@@ -130,16 +130,16 @@ fn walk_page_headers(
             PageLookupError::Broken(format!("the page at byte {at} leaves its chunk"))
         })?;
         match header.kind {
-            PageKind::Dictionary => spots.dictionary = Some(at..next),
+            PageKind::Dictionary => index.dictionary = Some(at..next),
             PageKind::Data | PageKind::DataV2 { .. } => {
-                spots.pages.push(PageLocation { offset: at, length: bytes, first: entries });
+                index.pages.push(PageLocation { offset: at, length: bytes, first: entries });
                 entries += header.entries as u64;
             }
             PageKind::Other => {}
         }
         at = next;
     }
-    Ok(spots)
+    Ok(index)
 }
 
 fn fetch_range(
@@ -153,13 +153,13 @@ fn fetch_range(
 }
 
 /// Returns the byte ranges to fetch for these entries.
-pub(crate) fn needed_ranges(spots: &PageIndex, entries: &Range<u64>) -> Vec<Range<u64>> {
-    let pages = spots.pages_containing(entries);
+pub(crate) fn needed_ranges(index: &PageIndex, entries: &Range<u64>) -> Vec<Range<u64>> {
+    let pages = index.pages_containing(entries);
     let data = pages
         .first()
         .zip(pages.last())
         .map(|(first, last)| first.offset..last.offset + last.length);
-    spots.dictionary.clone().into_iter().chain(data).collect()
+    index.dictionary.clone().into_iter().chain(data).collect()
 }
 
 #[cfg(test)]
@@ -170,10 +170,10 @@ mod tests {
     fn entries_are_in_the_pages_around_them() {
         let page =
             |number: u64| PageLocation { offset: 100 + number * 10, length: 10, first: number * 5 };
-        let spots = PageIndex { dictionary: Some(50..100), pages: (0..4).map(page).collect() };
-        assert_eq!(needed_ranges(&spots, &(0..20)), [50..100, 100..140]);
-        assert_eq!(needed_ranges(&spots, &(5..10)), [50..100, 110..120]);
-        assert_eq!(needed_ranges(&spots, &(4..11)), [50..100, 100..130]);
-        assert_eq!(needed_ranges(&spots, &(19..20)), [50..100, 130..140]);
+        let index = PageIndex { dictionary: Some(50..100), pages: (0..4).map(page).collect() };
+        assert_eq!(needed_ranges(&index, &(0..20)), [50..100, 100..140]);
+        assert_eq!(needed_ranges(&index, &(5..10)), [50..100, 110..120]);
+        assert_eq!(needed_ranges(&index, &(4..11)), [50..100, 100..130]);
+        assert_eq!(needed_ranges(&index, &(19..20)), [50..100, 130..140]);
     }
 }

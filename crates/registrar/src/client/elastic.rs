@@ -86,12 +86,12 @@ impl TaskClient {
         Ok(())
     }
 
-    /// Calls `tell`, from another thread, with each change of hosts that concerns the world
+    /// Calls `on_change`, from another thread, with each change of hosts that concerns the world
     /// `generation`. Stops at the next call of this function, or when the client is dropped.
     pub fn watch_host_changes(
         &self,
         generation: Generation,
-        tell: impl Fn(HostChange) + Send + 'static,
+        on_change: impl Fn(HostChange) + Send + 'static,
     ) {
         let caller = AuthenticatedChannel {
             generation: std::sync::Arc::new(std::sync::atomic::AtomicU64::new(generation.0)),
@@ -105,7 +105,7 @@ impl TaskClient {
                 match caller.grpc_stub().changes(request).await.map(tonic::Response::into_inner) {
                     Ok(wire::ChangesReply { at: Some(at), removed, added }) => {
                         known = at;
-                        tell(HostChange { at, removed, added });
+                        on_change(HostChange { at, removed, added });
                     }
                     Ok(_) => {}
                     Err(_) => tokio::time::sleep(CHANGES_RETRY_DELAY).await,

@@ -49,10 +49,10 @@ pub enum FormationOutcome {
 
 impl TaskClient {
     /// Asks for a world of `members`, in ascending order and with this rank; `None` means all ranks
-    /// of the generation. `holder` identifies this process, and `card` contains its peer addresses.
-    /// `interrupted` is called four times a second and returns whether to give up. After an
-    /// interruption, or at the deadline, the request is withdrawn, and the other ranks wait for
-    /// this rank again.
+    /// of the generation. `holder` identifies this process, and `encoded_addresses` contains its
+    /// peer addresses. `interrupted` is called four times a second and returns whether to give up.
+    /// After an interruption, or at the deadline, the request is withdrawn, and the other ranks
+    /// wait for this rank again.
     ///
     /// # Errors
     /// `Timeout` naming the ranks that have not asked, `Aborted` as soon as the generation is over,
@@ -61,7 +61,7 @@ impl TaskClient {
         &self,
         members: Option<&[Rank]>,
         holder: &str,
-        card: &[u8],
+        encoded_addresses: &[u8],
         deadline: Instant,
         interrupted: &mut dyn FnMut() -> bool,
     ) -> Result<FormationOutcome> {
@@ -70,7 +70,7 @@ impl TaskClient {
             attempt: rand::random(),
             holder: holder.to_owned(),
             members: members.unwrap_or_default().iter().map(|rank| rank.0).collect(),
-            card: Bytes::copy_from_slice(card),
+            encoded_addresses: Bytes::copy_from_slice(encoded_addresses),
             timeout_ms: 0,
         };
         let (sender, answers) = mpsc::channel();
@@ -119,11 +119,11 @@ impl TaskClient {
                 return Err(Error::Timeout { what, elapsed: started.elapsed() });
             };
             let missing = match reply? {
-                What::Cards(cards) => {
-                    let cards = wire::Cards::decode(cards).map_err(|error| {
+                What::WorldAddresses(encoded) => {
+                    let encoded = wire::WorldAddresses::decode(encoded).map_err(|error| {
                         self.malformed_reply("the wait for all ranks", error.to_string())
                     })?;
-                    return Ok(FormationOutcome::Formed(cards.cards));
+                    return Ok(FormationOutcome::Formed(encoded.by_rank));
                 }
                 What::Taken(holder) => return Ok(FormationOutcome::RankTaken { holder }),
                 What::Elsewhere(wire::Elsewhere { rank, members }) => {
@@ -165,15 +165,15 @@ fn connection_closed_error() -> Error {
 async fn collect_formation_pieces(
     mut pieces: Streaming<wire::MeetReply>,
 ) -> std::result::Result<Response<What>, Status> {
-    let mut cards = BytesMut::new();
+    let mut encoded = BytesMut::new();
     while let Some(piece) = pieces.message().await? {
         match piece.what {
-            Some(What::Cards(bytes)) => cards.extend_from_slice(&bytes),
+            Some(What::WorldAddresses(bytes)) => encoded.extend_from_slice(&bytes),
             Some(other) => return Ok(Response::new(other)),
             None => return Err(Status::internal("an empty piece")),
         }
     }
-    Ok(Response::new(What::Cards(cards.freeze())))
+    Ok(Response::new(What::WorldAddresses(encoded.freeze())))
 }
 
 #[cfg(test)]

@@ -56,29 +56,29 @@ pub(super) struct RegistrarMonitor {
     pub(super) session: u64,
     pub(super) offer: PendingRegistration,
     /// Longest outage of the registrar.
-    pub(super) patience: Duration,
+    pub(super) outage_timeout: Duration,
     /// Cancelled when the registrar is given up.
     pub(super) lost: CancellationToken,
 }
 
 impl RegistrarMonitor {
     /// Sends heartbeats while the client lives. Calls `on_order` with each order of the registrar,
-    /// and with `Stop` when the registrar has been gone for `patience`, or when its process has
-    /// been stopped for `STOPPED_PROCESS_FACTOR` times as long.
+    /// and with `Stop` when the registrar has been gone for `outage_timeout`, or when its process
+    /// has been stopped for `STOPPED_PROCESS_FACTOR` times as long.
     pub(super) async fn run_heartbeats(self, on_order: OnOrder) {
-        let Self { caller, address, fingerprint, session, offer, patience, lost } = self;
+        let Self { caller, address, fingerprint, session, offer, outage_timeout, lost } = self;
         let mut orders = OrderReceiver { on_order, stopped: false };
-        let mut heard = Instant::now();
-        // Whether, since `heard`, the port was closed at some time: the registrar's process has
-        // ended.
+        let mut last_answer_at = Instant::now();
+        // Whether, since `last_answer_at`, the port was closed at some time: the registrar's
+        // process has ended.
         let mut ended = false;
         loop {
-            // An attempt to connect may take seconds, and must not extend `patience`.
+            // An attempt to connect may take seconds, and must not extend `outage_timeout`.
             let began = Instant::now();
-            let by = (heard + patience).max(began + MIN_ATTEMPT_TIMEOUT);
+            let by = (last_answer_at + outage_timeout).max(began + MIN_ATTEMPT_TIMEOUT);
             let reason = match run_heartbeat_session(&caller, session, by, &mut orders).await {
                 Ok(lasted) => {
-                    (heard, ended) = (lasted, false);
+                    (last_answer_at, ended) = (lasted, false);
                     "it closed the connection".to_owned()
                 }
                 Err(status) => {
@@ -91,18 +91,19 @@ impl RegistrarMonitor {
                     status.message().to_owned()
                 }
             };
-            let silent = heard.elapsed();
-            if silent >= STOPPED_PROCESS_FACTOR * patience
-                || (silent >= patience && !may_be_alive(&address, fingerprint, ended).await)
+            let silent = last_answer_at.elapsed();
+            if silent >= STOPPED_PROCESS_FACTOR * outage_timeout
+                || (silent >= outage_timeout && !may_be_alive(&address, fingerprint, ended).await)
             {
                 lost.cancel_calls();
-                let reason = format!("lost the registrar for {:.1?}: {reason}", heard.elapsed());
+                let reason =
+                    format!("lost the registrar for {:.1?}: {reason}", last_answer_at.elapsed());
                 // The driver may have restarted when the tasks ask again.
                 orders.stop(GenerationVerdict { reason, cause: None, retry: true });
                 return;
             }
             tokio::time::sleep(RECONNECT_INTERVAL).await;
-            let by = (heard + patience).max(Instant::now() + MIN_ATTEMPT_TIMEOUT);
+            let by = (last_answer_at + outage_timeout).max(Instant::now() + MIN_ATTEMPT_TIMEOUT);
             // If the registration times out, it is repeated after the next attempt.
             drop(tokio::time::timeout_at(by.into(), repeat_registration(&caller, &offer)).await);
         }
@@ -279,8 +280,8 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(30);
         let client = TaskClient::connect(&ticket, TaskId(0), None, deadline).unwrap();
         client.register_task(0, &crate::host::host_facts(), deadline).unwrap();
-        let (told, ended) = std::sync::mpsc::channel();
-        client.start_heartbeats(OUTAGE, move |order| drop(told.send(order)));
+        let (sender, ended) = std::sync::mpsc::channel();
+        client.start_heartbeats(OUTAGE, move |order| drop(sender.send(order)));
         // Wait for the first heartbeat.
         thread::sleep(RECONNECT_INTERVAL);
         let began = Instant::now();

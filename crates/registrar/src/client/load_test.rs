@@ -55,7 +55,7 @@ async fn join_job(
         fingerprint: Default::default(),
         session: u64::from(task),
         offer: Arc::default(),
-        patience: Duration::from_secs(60),
+        outage_timeout: Duration::from_secs(60),
         lost: CancellationToken::new(),
     };
     tokio::spawn(watch.run_heartbeats(on_end));
@@ -80,8 +80,8 @@ fn max_tasks_for_open_files(tasks: u32) -> u32 {
     if setrlimit(Resource::Nofile, limits).is_ok() {
         return tasks;
     }
-    let most = maximum.map_or(u64::MAX, |hard| hard.saturating_sub(OTHER_DESCRIPTORS) / 2);
-    let fits = tasks.min(u32::try_from(most).unwrap_or(u32::MAX));
+    let max_tasks = maximum.map_or(u64::MAX, |hard| hard.saturating_sub(OTHER_DESCRIPTORS) / 2);
+    let fits = tasks.min(u32::try_from(max_tasks).unwrap_or(u32::MAX));
     println!("a crowd of {fits}, not {tasks}: this process may open {maximum:?} files");
     fits
 }
@@ -103,21 +103,21 @@ fn a_crowd_registers_is_assigned_and_beats_in_ten_seconds_and_little_memory() {
     };
     let registrar = Registrar::start_job(options).unwrap();
     let started = Instant::now();
-    let doors: Vec<TaskClient> = (0..SHARED_CONNECTIONS.min(tasks))
+    let connections: Vec<TaskClient> = (0..SHARED_CONNECTIONS.min(tasks))
         .map(|task| {
             TaskClient::connect(registrar.ticket(), TaskId(task), None, deadline_in_one_minute())
                 .unwrap()
         })
         .collect();
-    let handle = doors[0].inner.handle.clone();
+    let handle = connections[0].inner.handle.clone();
     let ended = Arc::new(AtomicUsize::new(0));
     let joins: Vec<_> = (0..tasks)
         .map(|task| {
-            let door = &doors[task as usize % doors.len()].inner.caller;
+            let connection = &connections[task as usize % connections.len()].inner.caller;
             let caller = AuthenticatedChannel {
                 task: TaskId(task),
                 generation: Arc::default(),
-                ..door.clone()
+                ..connection.clone()
             };
             let ended = Arc::clone(&ended);
             handle.spawn(join_job(caller, ended))

@@ -74,7 +74,7 @@ struct ClientInner {
     /// The asynchronous task that receives host changes.
     changes: Mutex<Option<JoinHandle<()>>>,
     /// Time for which a call is repeated while the connection is broken, in milliseconds.
-    patience: AtomicU64,
+    timeout: AtomicU64,
     made_in: u32,
 }
 
@@ -175,7 +175,7 @@ impl TaskClient {
             offer: heartbeat::PendingRegistration::default(),
             tasks: Mutex::new(vec![pump]),
             changes: Mutex::new(None),
-            patience: AtomicU64::new(duration_millis(CALL_RETRY_TIMEOUT)),
+            timeout: AtomicU64::new(duration_millis(CALL_RETRY_TIMEOUT)),
             made_in: std::process::id(),
         };
         Ok(Self { inner: Arc::new(inner) })
@@ -184,12 +184,12 @@ impl TaskClient {
     /// Makes every call wait up to `outage` for a registrar that is gone and may come back. A
     /// shorter time than before changes nothing.
     pub fn tolerate_outage(&self, outage: Duration) {
-        self.inner.patience.fetch_max(duration_millis(outage), Ordering::AcqRel);
+        self.inner.timeout.fetch_max(duration_millis(outage), Ordering::AcqRel);
         self.inner.outbox.tolerate_outage(duration_millis(outage));
     }
 
     fn retry_timeout(&self) -> Duration {
-        Duration::from_millis(self.inner.patience.load(Ordering::Acquire))
+        Duration::from_millis(self.inner.timeout.load(Ordering::Acquire))
     }
 
     /// Returns the deadline of a call that waits for nothing but its reply.
@@ -402,7 +402,7 @@ impl TaskClient {
     pub fn report_own_exit(&self, deadline: Instant) -> Result<()> {
         self.check_own_process()?;
         let exit = ExitReport {
-            how: ExitKind::Code(0),
+            kind: ExitKind::Code(0),
             peer_error: false,
             stopped: false,
             stderr_tail: Vec::new(),
@@ -446,13 +446,13 @@ impl TaskClient {
 
     /// Starts the heartbeats of this agent. Calls `on_order` from another thread with each order of
     /// the registrar. The last one is `Stop`: by the registrar's verdict, or because the registrar
-    /// has been gone for `patience`. If the registrar's process is stopped while its kernel accepts
+    /// has been gone for `timeout`. If the registrar's process is stopped while its kernel accepts
     /// connections, the wait is eight times as long. Another process that listens at the
     /// registrar's address does not count as the registrar. Once the registrar is given up, current
     /// and later calls fail with `Lost`.
     pub fn start_heartbeats(
         &self,
-        patience: Duration,
+        timeout: Duration,
         on_order: impl FnMut(RegistrarOrder) + Send + 'static,
     ) {
         let ClientInner { caller, address, session, offer, lost, ticket, .. } = &*self.inner;
@@ -462,7 +462,7 @@ impl TaskClient {
             fingerprint: ticket.fingerprint,
             session: *session,
             offer: Arc::clone(offer),
-            patience,
+            outage_timeout: timeout,
             lost: lost.clone(),
         };
         let task = self.inner.handle.spawn(watch.run_heartbeats(Box::new(on_order)));

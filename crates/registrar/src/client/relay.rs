@@ -52,7 +52,7 @@ pub struct RelayedLinks {
     caller: AuthenticatedChannel,
     handle: Handle,
     job: JobId,
-    door: u64,
+    relay_world: u64,
     links: Arc<OpenLinkCounter>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -83,11 +83,11 @@ impl Drop for OpenLinkGuard {
 
 impl TaskClient {
     /// Opens links through the registrar, on a separate connection, for one world of this process.
-    /// `door` distinguishes that world from the other worlds of this process.
+    /// `relay_world` distinguishes that world from the other worlds of this process.
     ///
     /// # Errors
     /// `Unreachable`.
-    pub fn open_relay(&self, door: u64) -> Result<RelayedLinks> {
+    pub fn open_relay(&self, relay_world: u64) -> Result<RelayedLinks> {
         let Self { inner } = self;
         let channel =
             inner.handle.block_on(dial::open_link_channel(&inner.ticket, &inner.address))?;
@@ -95,7 +95,7 @@ impl TaskClient {
             caller: AuthenticatedChannel { channel, ..inner.caller.clone() },
             handle: inner.handle.clone(),
             job: inner.ticket.job_id().clone(),
-            door,
+            relay_world,
             links: Arc::default(),
             tasks: Mutex::default(),
         })
@@ -108,7 +108,8 @@ impl RelayedLinks {
     /// # Errors
     /// `Refused` if the driver does not relay, `Lost`, `Timeout`.
     pub fn accept_calls(&self, port: u16) -> Result<()> {
-        let request = self.caller.build_request(wire::CallsRequest { door: self.door });
+        let request =
+            self.caller.build_request(wire::CallsRequest { relay_world: self.relay_world });
         let mut stub = self.caller.grpc_stub();
         let started = Instant::now();
         let mut calls = self
@@ -142,19 +143,19 @@ impl RelayedLinks {
         Ok(())
     }
 
-    /// Opens a loopback listener that leads to `task`, in the world `door` of that task, and
+    /// Opens a loopback listener that leads to `task`, in the world `relay_world` of that task, and
     /// returns its address. Only the user of this process may connect.
     ///
     /// # Errors
     /// `Runtime` if no listener can be opened.
-    pub fn listen_for_task(&self, task: TaskId, door: u64) -> Result<SocketAddr> {
+    pub fn listen_for_task(&self, task: TaskId, relay_world: u64) -> Result<SocketAddr> {
         let failed = |error: io::Error| Error::Runtime { reason: error.to_string() };
         let listener =
             self.handle.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let (caller, links) = (self.caller.clone(), Arc::clone(&self.links));
         let listening = self.handle.spawn(async move {
-            let mut failing = AcceptRetry::new("a door to another host");
+            let mut failing = AcceptRetry::new("the loopback listener of a relayed link");
             let lookups = Arc::new(Semaphore::new(MAX_OWNER_LOOKUPS));
             // Nothing closes the semaphore.
             while let Ok(lookup) = Arc::clone(&lookups).acquire_owned().await {
@@ -169,8 +170,12 @@ impl RelayedLinks {
                     if !matches!(own, Ok(true)) {
                         return;
                     }
-                    relay_link(&caller, What::Dial(wire::Dial { task: task.0, door }), socket)
-                        .await;
+                    relay_link(
+                        &caller,
+                        What::Dial(wire::Dial { task: task.0, relay_world }),
+                        socket,
+                    )
+                    .await;
                     drop(counted);
                 });
             }
@@ -205,9 +210,9 @@ async fn relay_link(caller: &AuthenticatedChannel, first: What, socket: TcpStrea
     let (from_socket, mut to_socket) = socket.into_split();
     let whole = match joined {
         // If one direction breaks, end the other one too.
-        Some(heard) => tokio::try_join!(
+        Some(receiver) => tokio::try_join!(
             forward_from_socket(from_socket, to_registrar),
-            forward_to_socket(heard.into_inner(), &mut to_socket)
+            forward_to_socket(receiver.into_inner(), &mut to_socket)
         )
         .is_ok(),
         None => false,

@@ -10,17 +10,17 @@ use std::net::{Ipv4Addr, SocketAddr};
 /// The kernel's table of the IPv4 connections of this network namespace.
 const PROC_NET_TCP_PATH: &str = "/proc/net/tcp";
 
-/// Returns whether the user of this process opened the connection from `caller` to `door`, a
+/// Returns whether the user of this process opened the connection from `caller` to `listener`, a
 /// listener of this process. If the kernel shows no table, every caller is accepted: ranks prove to
 /// each other in any case that they have the job's key.
-pub(super) fn is_own_user_connection(door: SocketAddr, caller: SocketAddr) -> bool {
+pub(super) fn is_own_user_connection(listener: SocketAddr, caller: SocketAddr) -> bool {
     std::fs::read_to_string(PROC_NET_TCP_PATH)
-        .map_or(true, |table| is_own_user_in_table(&table, door, caller))
+        .map_or(true, |table| is_own_user_in_table(&table, listener, caller))
 }
 
-fn is_own_user_in_table(table: &str, door: SocketAddr, caller: SocketAddr) -> bool {
-    let owner = socket_user(table, door, SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)));
-    owner.is_some() && owner == socket_user(table, caller, door)
+fn is_own_user_in_table(table: &str, listener: SocketAddr, caller: SocketAddr) -> bool {
+    let owner = socket_user(table, listener, SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)));
+    owner.is_some() && owner == socket_user(table, caller, listener)
 }
 
 /// Returns the user of the socket with these two ends; `None` if its process has closed it. The
@@ -59,38 +59,38 @@ mod tests {
                  0 {inode} 1 0\n"
             )
         };
-        let [door, caller, stranger, closed] =
+        let [listener, caller, stranger, closed] =
             [9000, 9001, 9002, 9004].map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
         let nobody = SocketAddr::from(([0, 0, 0, 0], 0));
         let table = [
             "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n"
                 .to_owned(),
-            row(door, nobody, "0A", 1000, 6),
+            row(listener, nobody, "0A", 1000, 6),
             // The table also has our own ends of the connections.
-            row(door, caller, "01", 1000, 7),
-            row(door, stranger, "01", 1000, 8),
-            row(caller, door, "01", 1000, 9),
-            row(stranger, door, "01", 1001, 10),
+            row(listener, caller, "01", 1000, 7),
+            row(listener, stranger, "01", 1000, 8),
+            row(caller, listener, "01", 1000, 9),
+            row(stranger, listener, "01", 1001, 10),
             // The process has closed this socket, so its user is unknown.
-            row(closed, door, "05", 1000, 0),
+            row(closed, listener, "05", 1000, 0),
         ]
         .concat();
-        assert!(is_own_user_in_table(&table, door, caller));
-        assert!(!is_own_user_in_table(&table, door, stranger));
-        assert!(!is_own_user_in_table(&table, door, closed));
+        assert!(is_own_user_in_table(&table, listener, caller));
+        assert!(!is_own_user_in_table(&table, listener, stranger));
+        assert!(!is_own_user_in_table(&table, listener, closed));
         assert!(
-            !is_own_user_in_table(&table, door, SocketAddr::from(([127, 0, 0, 1], 9003))),
+            !is_own_user_in_table(&table, listener, SocketAddr::from(([127, 0, 0, 1], 9003))),
             "it is gone again"
         );
-        assert!(!is_own_user_in_table("", door, caller));
+        assert!(!is_own_user_in_table("", listener, caller));
     }
 
     #[test]
     fn the_kernels_table_knows_a_connection_of_this_process() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let door = listener.local_addr().unwrap();
-        let _caller = TcpStream::connect(door).unwrap();
-        assert!(is_own_user_connection(door, listener.accept().unwrap().1));
-        assert!(!is_own_user_connection(door, SocketAddr::from(([127, 0, 0, 1], 1))));
+        let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+        let listener = socket.local_addr().unwrap();
+        let _caller = TcpStream::connect(listener).unwrap();
+        assert!(is_own_user_connection(listener, socket.accept().unwrap().1));
+        assert!(!is_own_user_connection(listener, SocketAddr::from(([127, 0, 0, 1], 1))));
     }
 }

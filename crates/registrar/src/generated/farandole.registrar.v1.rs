@@ -200,7 +200,7 @@ pub struct MeetRequest {
     pub members: ::prost::alloc::vec::Vec<u32>,
     /// Addresses of the caller; the registrar does not interpret them.
     #[prost(bytes = "bytes", tag = "4")]
-    pub card: ::prost::bytes::Bytes,
+    pub encoded_addresses: ::prost::bytes::Bytes,
     #[prost(uint64, tag = "5")]
     pub timeout_ms: u64,
 }
@@ -213,9 +213,9 @@ pub struct MeetReply {
 pub mod meet_reply {
     #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
     pub enum What {
-        /// A piece of `Cards`.
+        /// A piece of an encoded `WorldAddresses`.
         #[prost(bytes, tag = "1")]
-        Cards(::prost::bytes::Bytes),
+        WorldAddresses(::prost::bytes::Bytes),
         /// Another process has the caller's rank.
         #[prost(string, tag = "2")]
         Taken(::prost::alloc::string::String),
@@ -232,9 +232,9 @@ pub mod meet_reply {
 }
 /// By the members' order.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Cards {
+pub struct WorldAddresses {
     #[prost(bytes = "bytes", repeated, tag = "1")]
-    pub cards: ::prost::alloc::vec::Vec<::prost::bytes::Bytes>,
+    pub by_rank: ::prost::alloc::vec::Vec<::prost::bytes::Bytes>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Elsewhere {
@@ -343,9 +343,9 @@ pub struct ExitReply {
 pub struct CallsRequest {
     /// Random; tells apart the worlds that one process forms after each other.
     #[prost(uint64, tag = "1")]
-    pub door: u64,
+    pub relay_world: u64,
 }
-/// Somebody wants to be linked with the task.
+/// A task asks for a link with the receiver.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Call {
     #[prost(fixed64, tag = "1")]
@@ -356,7 +356,7 @@ pub struct Dial {
     #[prost(uint32, tag = "1")]
     pub task: u32,
     #[prost(uint64, tag = "2")]
-    pub door: u64,
+    pub relay_world: u64,
 }
 /// The first of a stream says whom to call, or which call it answers; those that follow carry bytes.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -693,8 +693,8 @@ pub mod registrar_client {
                 .insert(GrpcMethod::new("farandole.registrar.v1.Registrar", "Get"));
             self.inner.unary(req, path, codec).await
         }
-        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them
-        /// when all have come.
+        /// A worker asks for a world with other ranks of its generation. When all ranks have asked, each
+        /// gets the peer addresses of all of them.
         pub async fn meet(
             &mut self,
             request: impl tonic::IntoRequest<super::MeetRequest>,
@@ -928,8 +928,8 @@ pub mod registrar_server {
             >
             + std::marker::Send
             + 'static;
-        /// A worker asks for a world with other ranks of its generation, and gets the cards of all of them
-        /// when all have come.
+        /// A worker asks for a world with other ranks of its generation. When all ranks have asked, each
+        /// gets the peer addresses of all of them.
         async fn meet(
             &self,
             request: tonic::Request<super::MeetRequest>,

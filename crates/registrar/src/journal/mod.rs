@@ -83,7 +83,8 @@ pub(crate) enum JournalRecord {
     /// A key got its value.
     Put(KeyValuePair),
     /// A world has formed.
-    Met(FormedWorldRecord),
+    #[serde(rename = "Met")]
+    WorldFormed(FormedWorldRecord),
 }
 
 /// The journal of a job that did not end, as an earlier registrar left it.
@@ -96,7 +97,7 @@ pub(crate) struct UnfinishedJournal {
 pub struct MembershipJournal {
     path: PathBuf,
     purpose: String,
-    left: Option<UnfinishedJournal>,
+    unfinished: Option<UnfinishedJournal>,
     writing: Mutex<JournalWriter>,
 }
 
@@ -143,9 +144,9 @@ impl MembershipJournal {
     pub fn open_or_create(path: &Path, purpose: &str) -> Result<Self> {
         let failed = |reason: String| Error::Journal { path: path.display().to_string(), reason };
         let file = open_locked(path).map_err(failed)?;
-        let (left, whole) = read_journal(&file, purpose).map_err(failed)?;
-        let left = left.filter(|left| {
-            let current = left.head.boot == boot_id();
+        let (unfinished, whole) = read_journal(&file, purpose).map_err(failed)?;
+        let unfinished = unfinished.filter(|unfinished| {
+            let current = unfinished.head.boot == boot_id();
             if !current {
                 let path = path.display();
                 tracing::warn!(%path, "this host was started after the journal was written: the \
@@ -157,17 +158,17 @@ impl MembershipJournal {
         file.set_permissions(Permissions::from_mode(0o600))
             .map_err(|error| failed(error.to_string()))?;
         // Remove a line that is cut off: the next record would be appended to it.
-        file.set_len(if left.is_some() { whole } else { 0 })
+        file.set_len(if unfinished.is_some() { whole } else { 0 })
             .map_err(|error| failed(error.to_string()))?;
-        let head = left.as_ref().map(|left| left.head.clone());
+        let head = unfinished.as_ref().map(|unfinished| unfinished.head.clone());
         let writing =
             Mutex::new(JournalWriter { file: Some(file), grown_bytes: 0, head, added_since: None });
-        Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), left, writing })
+        Ok(Self { path: path.to_owned(), purpose: purpose.to_owned(), unfinished, writing })
     }
 
     /// Returns the unfinished job of an earlier registrar, once.
     pub(crate) fn take_unfinished(&mut self) -> Option<UnfinishedJournal> {
-        self.left.take()
+        self.unfinished.take()
     }
 
     /// Begins the journal of a new job.

@@ -14,8 +14,8 @@ fn machine() -> ElasticMembership {
     let liveness = LivenessLimits { heartbeat_timeout: 5 * SECOND, disconnect_grace: SECOND };
     ElasticMembership::new(ElasticRules {
         first: 2,
-        least: 1,
-        most: 4,
+        min_workers: 1,
+        max_workers: 4,
         spares: 0,
         timeout: SECOND,
         reset_limit: None,
@@ -40,13 +40,14 @@ fn put(key: &str) -> JournalRecord {
 }
 
 fn keys(path: &Path) -> Vec<String> {
-    let left = MembershipJournal::open_or_create(path, "train").unwrap().take_unfinished().unwrap();
-    assert_eq!(left.head.port, 7);
+    let unfinished =
+        MembershipJournal::open_or_create(path, "train").unwrap().take_unfinished().unwrap();
+    assert_eq!(unfinished.head.port, 7);
     let key = |record: JournalRecord| match record {
         JournalRecord::Put(pair) => Some(pair.key),
         _ => None,
     };
-    left.records.into_iter().filter_map(key).collect()
+    unfinished.records.into_iter().filter_map(key).collect()
 }
 
 #[test]
@@ -170,15 +171,15 @@ fn a_new_file_takes_the_place_of_a_long_one_and_none_is_left_in_the_end() {
 #[test]
 fn records_during_a_rewrite_are_in_both_files() {
     let folder = tempfile::tempdir().unwrap();
-    let [path, left] = ["journal", "left"].map(|name| folder.path().join(name));
+    let [path, unfinished] = ["journal", "left"].map(|name| folder.path().join(name));
     let journal = started(&path);
     journal.append_record(&put("a"));
     assert!(journal.begin_replacement());
     assert!(!journal.begin_replacement(), "one at a time");
     journal.append_record(&put("b"));
     // What a process leaves that is killed before the new file is finished.
-    std::fs::copy(&path, &left).unwrap();
-    assert_eq!(keys(&left), ["a", "b"]);
+    std::fs::copy(&path, &unfinished).unwrap();
+    assert_eq!(keys(&unfinished), ["a", "b"]);
     let state = JournalRecord::State { at: SECOND, machine: Box::new(machine()) };
     journal.replace_records(&[state, put("c")]);
     journal.append_record(&put("d"));

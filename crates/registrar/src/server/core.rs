@@ -72,7 +72,7 @@ pub(super) struct RegistrarCore {
     clock: Mutex<JobClock>,
     pub(super) board: watch::Sender<WorldAnnouncements>,
     pub(super) kv: Mutex<KeyValueStore>,
-    pub(super) meetings: Mutex<FormationTable>,
+    pub(super) formation: Mutex<FormationTable>,
     pub(super) events: BoundedRing<JobEvent>,
     /// Whether a sender has waited for the driver in vain. Then no other sender waits until the
     /// driver takes an event.
@@ -108,8 +108,8 @@ impl DeliveredEvents {
 pub(super) fn elastic_rules(options: &RegistrarOptions, elastic: &ElasticOptions) -> ElasticRules {
     ElasticRules {
         first: elastic.first,
-        least: elastic.least,
-        most: elastic.most,
+        min_workers: elastic.min_workers,
+        max_workers: elastic.max_workers,
         spares: elastic.spares,
         timeout: elastic.timeout,
         reset_limit: elastic.reset_limit,
@@ -143,16 +143,16 @@ impl RegistrarCore {
     pub(super) fn new_elastic(
         job_id: JobId,
         options: &RegistrarOptions,
-        kept: RecoveredState,
+        recovered: RecoveredState,
     ) -> Self {
-        let RecoveredState { machine, journal, at, kv, meetings } = kept;
+        let RecoveredState { machine, journal, at, kv, formation } = recovered;
         let members = MembershipMachine::new_elastic(machine, journal.is_some());
-        let (kv, meetings) = (Mutex::new(kv), Mutex::new(meetings));
+        let (kv, formation) = (Mutex::new(kv), Mutex::new(formation));
         Self {
             earlier_time: at,
             journal,
             kv,
-            meetings,
+            formation,
             ..Self::with_membership(job_id, options, members)
         }
     }
@@ -176,7 +176,7 @@ impl RegistrarCore {
             clock: Mutex::default(),
             board: watch::Sender::new(WorldAnnouncements::default()),
             kv: Mutex::new(KeyValueStore::default()),
-            meetings: Mutex::default(),
+            formation: Mutex::default(),
             events: BoundedRing::new(MAX_EVENT_BYTES),
             is_driver_stalled: AtomicBool::new(false),
             delivered_events: Mutex::default(),
@@ -192,9 +192,9 @@ impl RegistrarCore {
         let mut batches = self.batches.lock();
         let known = batches.entry(task).or_default();
         if let Some((_, last)) = known.iter_mut().find(|(known, _)| *known == source) {
-            let news = number > *last;
+            let is_newer = number > *last;
             *last = number.max(*last);
-            return news;
+            return is_newer;
         }
         if known.len() == MAX_RECORD_SOURCES {
             known.pop_front();
@@ -239,7 +239,7 @@ impl RegistrarCore {
     pub(super) fn record_heartbeat(&self, task: TaskId, session: u64) -> bool {
         let mut membership = self.membership.lock();
         // A heartbeat causes no effects, so it does not wait for the effects of other steps.
-        membership.observe_input(self.job_time(), MembershipInput::Beat { task, session });
+        membership.observe_input(self.job_time(), MembershipInput::Heartbeat { task, session });
         let dropped = !membership.knows_session(task, session)
             && self.board.borrow().holders.get(&task).is_some_and(|holder| *holder == session);
         !dropped
@@ -291,13 +291,13 @@ impl RegistrarCore {
     /// Notifies workers that wait for this one that it has ended successfully. A failure ends all
     /// workers in any case.
     fn end_formations_with(&self, generation: Generation, rank: Rank, exit: &ExitReport) {
-        if !exit.how.is_success() {
+        if !exit.kind.is_success() {
             return;
         }
         let host = self
             .current_world()
             .and_then(|world| Some(world.seats.get(rank.index())?.host.0.clone()));
-        self.meetings.lock().record_worker_end(generation, rank.0, host.unwrap_or_default());
+        self.formation.lock().record_worker_end(generation, rank.0, host.unwrap_or_default());
     }
 
     /// Records the result of a worker of the present generation.
@@ -385,7 +385,7 @@ impl RegistrarCore {
     }
 
     pub(super) fn formation_table(&self) -> &Mutex<FormationTable> {
-        &self.meetings
+        &self.formation
     }
 
     /// Returns the lowest tasks that have not registered, and the number of all of them.
@@ -492,7 +492,7 @@ mod tests {
         for (task, generation) in [(0, 0), (1, 3), (0, 0), (1, 0)] {
             core.record_result(TaskId(task), Generation(generation), vec![0]);
         }
-        let told = core.drain_events(Instant::now());
-        assert_eq!(told.records.len(), 2, "one of each task");
+        let delivered = core.drain_events(Instant::now());
+        assert_eq!(delivered.records.len(), 2, "one of each task");
     }
 }

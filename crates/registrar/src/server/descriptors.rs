@@ -16,29 +16,36 @@ const SPARE_DESCRIPTORS: u64 = 64;
 /// Number of descriptors that connections may not take.
 const RESERVED_DESCRIPTORS: u64 = SPARE_DESCRIPTORS / 2;
 
-/// Raises the soft limit of open files to the number that the job may need: at least for `least`
-/// connections, if possible for `most`, including connections that have not shown the token.
-/// Returns the largest number of simultaneous connections. With more connections, `accept` would
-/// fail for all callers until one connection ends.
+/// Raises the soft limit of open files to the number that the job may need: at least for
+/// `min_connections` connections, if possible for `max_connections`, including connections that
+/// have not shown the token. Returns the largest number of simultaneous connections. With more
+/// connections, `accept` would fail for all callers until one connection ends.
 ///
 /// # Errors
-/// `Descriptors`, with the required number, if the hard limit is too low for `least` connections.
-pub(super) fn raise_limit_for_connections(least: u32, most: u32) -> Result<usize> {
+/// `Descriptors`, with the required number, if the hard limit is too low for `min_connections`
+/// connections.
+pub(super) fn raise_limit_for_connections(
+    min_connections: u32,
+    max_connections: u32,
+) -> Result<usize> {
     let taken = count_open_descriptors();
     let needed = |connections: u32| taken + u64::from(connections) + SPARE_DESCRIPTORS;
-    let (must, may) = (needed(least), needed(most));
-    raise_soft_limit(least, must, may)?;
+    let (must, may) = (needed(min_connections), needed(max_connections));
+    raise_soft_limit(min_connections, must, may)?;
     let soft = getrlimit(Resource::Nofile).current.unwrap_or(may);
-    Ok(usize::try_from(soft.saturating_sub(taken + RESERVED_DESCRIPTORS).min(most.into()))
-        .unwrap_or(usize::MAX))
+    Ok(usize::try_from(
+        soft.saturating_sub(taken + RESERVED_DESCRIPTORS).min(max_connections.into()),
+    )
+    .unwrap_or(usize::MAX))
 }
 
-fn raise_soft_limit(least: u32, must: u64, may: u64) -> Result<()> {
+fn raise_soft_limit(min_connections: u32, must: u64, may: u64) -> Result<()> {
     let limits = getrlimit(Resource::Nofile);
     if limits.current.is_none_or(|soft| soft >= may) {
         return Ok(());
     }
-    let refused = |limit: u64| Error::Descriptors { connections: least, needed: must, limit };
+    let refused =
+        |limit: u64| Error::Descriptors { connections: min_connections, needed: must, limit };
     if let Some(hard) = limits.maximum.filter(|hard| *hard < must) {
         return Err(refused(hard));
     }

@@ -92,13 +92,13 @@ impl RegistrarCore {
                 }
                 MembershipDecision::Aborted { reason } => {
                     let verdict = GenerationVerdict { reason, cause: None, retry: false };
-                    let told = self
+                    let has_new_events = self
                         .board
                         .borrow()
                         .ended_generation
                         .as_ref()
                         .is_some_and(|(_, over)| **over == verdict);
-                    if !told {
+                    if !has_new_events {
                         self.events
                             .push(JobEvent::Aborted { verdict: verdict.clone(), rank: None });
                     }

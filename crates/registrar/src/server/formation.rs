@@ -13,7 +13,7 @@ use crate::generated as wire;
 use crate::generated::meet_reply::What;
 
 /// Bytes of peer addresses in one piece of a reply.
-const CARDS_PIECE_BYTES: usize = 8 << 10;
+const ADDRESSES_PIECE_BYTES: usize = 8 << 10;
 
 /// A reply whose pieces are made when the connection has space for them.
 pub(super) type FormationReplyPieces =
@@ -49,7 +49,7 @@ pub(super) fn parse_request(
     size: u32,
     message: wire::MeetRequest,
 ) -> Result<FormationRequest, Status> {
-    let wire::MeetRequest { attempt, holder, members, card, .. } = message;
+    let wire::MeetRequest { attempt, holder, members, encoded_addresses, .. } = message;
     let members: Members =
         if members.is_empty() { (0..size).collect() } else { members.into_iter().collect() };
     let ascending = members.is_sorted_by(|one, next| one < next);
@@ -60,14 +60,14 @@ pub(super) fn parse_request(
         );
         return Err(Status::invalid_argument(format!("{reason}, and rank {rank} is one of them")));
     }
-    Ok(FormationRequest { rank, attempt, holder, members, card })
+    Ok(FormationRequest { rank, attempt, holder, members, encoded_addresses })
 }
 
 /// Converts an outcome to a reply.
 pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> FormationReplyPieces {
     match outcome {
-        Ok(met) => formed_world_reply(met.cards.clone()),
-        Err(apart) => single_piece_formation_reply(match apart.clone() {
+        Ok(formed) => formed_world_reply(formed.encoded_addresses.clone()),
+        Err(refusal) => single_piece_formation_reply(match refusal.clone() {
             FormationRefusal::RankTaken(holder) => What::Taken(holder),
             FormationRefusal::MembersDiffer { rank, members } => {
                 let all = members.len() == size as usize;
@@ -92,9 +92,9 @@ fn single_piece_formation_reply(what: What) -> FormationReplyPieces {
     Box::new(std::iter::once(Ok(wire::MeetReply { what: Some(what) })))
 }
 
-fn formed_world_reply(cards: Bytes) -> FormationReplyPieces {
-    Box::new((0..cards.len()).step_by(CARDS_PIECE_BYTES).map(move |at| {
-        let piece = cards.slice(at..cards.len().min(at + CARDS_PIECE_BYTES));
-        Ok(wire::MeetReply { what: Some(What::Cards(piece)) })
+fn formed_world_reply(encoded: Bytes) -> FormationReplyPieces {
+    Box::new((0..encoded.len()).step_by(ADDRESSES_PIECE_BYTES).map(move |at| {
+        let piece = encoded.slice(at..encoded.len().min(at + ADDRESSES_PIECE_BYTES));
+        Ok(wire::MeetReply { what: Some(What::WorldAddresses(piece)) })
     }))
 }

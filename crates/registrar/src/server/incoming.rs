@@ -43,7 +43,7 @@ const LISTEN_BACKLOG: i32 = 4096;
 
 /// The connection slots of a registrar.
 struct AdmissionSlots {
-    most: usize,
+    max_connections: usize,
     state: Mutex<AdmissionState>,
 }
 
@@ -127,8 +127,8 @@ fn admission_source(address: IpAddr) -> IpAddr {
 }
 
 impl AdmissionSlots {
-    fn new(most: usize) -> Arc<Self> {
-        Arc::new(Self { most, state: Mutex::default() })
+    fn new(max_connections: usize) -> Arc<Self> {
+        Arc::new(Self { max_connections, state: Mutex::default() })
     }
 
     /// Returns a slot, unless proven connections have all slots.
@@ -137,7 +137,7 @@ impl AdmissionSlots {
         source: IpAddr,
     ) -> Option<(ConnectionSlot, oneshot::Receiver<()>)> {
         let mut state = self.state.lock();
-        if state.unproven + state.proven.len() >= self.most && !state.evict_unproven() {
+        if state.unproven + state.proven.len() >= self.max_connections && !state.evict_unproven() {
             return None;
         }
         state.last += 1;
@@ -212,7 +212,7 @@ impl ConnectionSlotHandle {
 /// The limits of an unproven connection.
 struct UnprovenLimits {
     unseated: oneshot::Receiver<()>,
-    patience: Pin<Box<Sleep>>,
+    timeout: Pin<Box<Sleep>>,
     is_answered: bool,
 }
 
@@ -233,7 +233,7 @@ impl AdmittedConnection {
                 Ok(())
             }
             Poll::Ready(Err(_)) => Err(io::ErrorKind::ConnectionAborted.into()),
-            Poll::Pending if trial.patience.as_mut().poll(context).is_ready() => {
+            Poll::Pending if trial.timeout.as_mut().poll(context).is_ready() => {
                 Err(io::ErrorKind::TimedOut.into())
             }
             Poll::Pending => Ok(()),
@@ -253,19 +253,19 @@ pub(super) fn max_wanted_connections(tasks: u32) -> u32 {
     tasks.saturating_mul(4).saturating_add(64)
 }
 
-/// Returns the connections to `listener`, at most `most` at a time. Further connections are closed
-/// at once, or replace a connection that has not shown the token.
+/// Returns the connections to `listener`, at most `max_connections` at a time. Further connections
+/// are closed at once, or replace a connection that has not shown the token.
 pub(super) fn accept_connections(
     listener: TcpListener,
-    most: usize,
+    max_connections: usize,
     tasks: u32,
 ) -> io::Result<impl Stream<Item = io::Result<AdmittedConnection>>> {
     listener.set_nonblocking(true)?;
     // If the queue were full, many callers would retry only after one, three, and seven seconds.
     rustix::net::listen(&listener, LISTEN_BACKLOG)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
-    let places = AdmissionSlots::new(most);
-    let patience = PROOF_TIMEOUT + PROOF_TIMEOUT_PER_TASK * tasks;
+    let places = AdmissionSlots::new(max_connections);
+    let timeout = PROOF_TIMEOUT + PROOF_TIMEOUT_PER_TASK * tasks;
     let mut failing = AcceptRetry::new("the registrar");
     let accepted = TcpListenerStream::new(listener).then(move |accepted| {
         let pause =
@@ -284,8 +284,8 @@ pub(super) fn accept_connections(
         // Messages are small, and each is awaited: the kernel must not hold them back to merge
         // them.
         stream.set_nodelay(true).ok()?;
-        let patience = Box::pin(tokio::time::sleep(patience));
-        let trial = UnprovenLimits { unseated, patience, is_answered: false };
+        let timeout = Box::pin(tokio::time::sleep(timeout));
+        let trial = UnprovenLimits { unseated, timeout, is_answered: false };
         Some(Ok(AdmittedConnection {
             stream,
             trial: Some(trial),

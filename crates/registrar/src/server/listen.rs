@@ -14,18 +14,18 @@ use crate::host;
 /// Time between two attempts to listen.
 const LISTEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Like [`listen_on_port_range`], but retries until `patience` has passed: a connection of another
+/// Like [`listen_on_port_range`], but retries until `timeout` has passed: a connection of another
 /// process may hold a port for a moment.
 pub(super) fn listen_with_retries(
     host: Option<&str>,
     bound: Option<IpAddr>,
     ports: PortRange,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<(TcpListener, u16, Vec<String>)> {
     let started = Instant::now();
     loop {
         match listen_on_port_range(host, bound, ports) {
-            Err(Error::Listen { .. }) if started.elapsed() < patience => {
+            Err(Error::Listen { .. }) if started.elapsed() < timeout => {
                 std::thread::sleep(LISTEN_RETRY_INTERVAL)
             }
             done => return done,
@@ -106,9 +106,9 @@ mod tests {
     fn a_port_that_is_taken_for_a_moment_is_waited_for() {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
-        let listen = |patience| {
+        let listen = |timeout| {
             let ports = PortRange { first: port, last: port };
-            listen_with_retries(None, Some("127.0.0.1".parse().unwrap()), ports, patience)
+            listen_with_retries(None, Some("127.0.0.1".parse().unwrap()), ports, timeout)
         };
         assert!(matches!(listen(2 * LISTEN_RETRY_INTERVAL), Err(Error::Listen { .. })));
         let holder = std::thread::spawn(move || {

@@ -24,8 +24,11 @@ pub(super) struct MembershipMachine {
 
 enum MembershipKind {
     Fixed(Box<FixedMembership>),
-    /// The machine, and whether a journal records its steps.
-    Elastic(Box<ElasticMembership>, bool),
+    /// `is_journaled`: whether a journal records the steps of the machine.
+    Elastic {
+        machine: Box<ElasticMembership>,
+        is_journaled: bool,
+    },
 }
 
 /// An effect of a step. Effects are carried out in the order of the queue.
@@ -43,29 +46,29 @@ impl MembershipMachine {
         Self { kind: MembershipKind::Fixed(Box::new(machine)), pending_effects: Vec::new() }
     }
 
-    pub(super) fn new_elastic(machine: ElasticMembership, noted: bool) -> Self {
+    pub(super) fn new_elastic(machine: ElasticMembership, is_journaled: bool) -> Self {
         Self {
-            kind: MembershipKind::Elastic(Box::new(machine), noted),
+            kind: MembershipKind::Elastic { machine: Box::new(machine), is_journaled },
             pending_effects: Vec::new(),
         }
     }
 
     pub(super) fn is_elastic(&self) -> bool {
-        matches!(self.kind, MembershipKind::Elastic(..))
+        matches!(self.kind, MembershipKind::Elastic { .. })
     }
 
     /// Returns the machine, if the job is elastic.
     pub(super) fn elastic_machine(&self) -> Option<&ElasticMembership> {
         match &self.kind {
             MembershipKind::Fixed(_) => None,
-            MembershipKind::Elastic(machine, _) => Some(machine),
+            MembershipKind::Elastic { machine, .. } => Some(machine),
         }
     }
 
     pub(super) fn generation(&self) -> Generation {
         match &self.kind {
             MembershipKind::Fixed(members) => members.generation(),
-            MembershipKind::Elastic(members, _) => members.generation(),
+            MembershipKind::Elastic { machine: members, .. } => members.generation(),
         }
     }
 
@@ -74,7 +77,7 @@ impl MembershipMachine {
     pub(super) fn knows_session(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
             MembershipKind::Fixed(members) => members.knows_session(task, session),
-            MembershipKind::Elastic(..) => true,
+            MembershipKind::Elastic { .. } => true,
         }
     }
 
@@ -82,7 +85,7 @@ impl MembershipMachine {
     pub(super) fn missing_tasks(&self) -> Vec<TaskId> {
         match &self.kind {
             MembershipKind::Fixed(members) => members.missing_tasks().collect(),
-            MembershipKind::Elastic(members, _) => members.missing_workers().collect(),
+            MembershipKind::Elastic { machine: members, .. } => members.missing_workers().collect(),
         }
     }
 
@@ -116,7 +119,7 @@ impl MembershipMachine {
             return Ok(generation);
         }
         // The worker begins without a world.
-        self.take_elastic_step(now, StepKind::Registers { task, session, place: host })
+        self.take_elastic_step(now, StepKind::AgentRegistration { task, session, host_hash: host })
             .map(|()| Generation(0))
     }
 
@@ -129,8 +132,8 @@ impl MembershipMachine {
     ) -> Result<(), RegistrationRefusal> {
         match self.kind {
             MembershipKind::Fixed(_) => Err(RegistrationRefusal::NotWanted { task }),
-            MembershipKind::Elastic(..) => {
-                self.take_elastic_step(now, StepKind::Asks { task, after, suspects })
+            MembershipKind::Elastic { .. } => {
+                self.take_elastic_step(now, StepKind::WorldRequest { task, after, suspects })
             }
         }
     }
@@ -141,25 +144,27 @@ impl MembershipMachine {
             return self.queue_decisions(decisions);
         }
         // Only registrations and requests are refused, so there is no error.
-        drop(self.take_elastic_step(now, StepKind::Happens(input)));
+        drop(self.take_elastic_step(now, StepKind::Input(input)));
     }
 
     /// Continues after an outage of the registrar.
     pub(super) fn resume_after_outage(&mut self, now: Duration) {
         // This step is never refused.
-        drop(self.take_elastic_step(now, StepKind::Resumes));
+        drop(self.take_elastic_step(now, StepKind::Restart));
     }
 
     fn take_elastic_step(
         &mut self,
         now: Duration,
-        what: StepKind,
+        input: StepKind,
     ) -> Result<(), RegistrationRefusal> {
         let outcome = match &mut self.kind {
             MembershipKind::Fixed(_) => return Ok(()),
-            MembershipKind::Elastic(machine, false) => machine.take_step(now, what),
-            MembershipKind::Elastic(machine, true) => {
-                let (step, outcome) = machine.take_journaled_step(now, what);
+            MembershipKind::Elastic { machine, is_journaled: false } => {
+                machine.take_step(now, input)
+            }
+            MembershipKind::Elastic { machine, is_journaled: true } => {
+                let (step, outcome) = machine.take_journaled_step(now, input);
                 self.pending_effects.extend(step.map(PendingEffect::AppendStep));
                 outcome
             }

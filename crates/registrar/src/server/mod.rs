@@ -77,8 +77,8 @@ const PORT_REUSE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of agents that hold a connection, each with a worker that holds another one.
 #[derive(Clone, Copy)]
 struct AgentCounts {
-    least: u32,
-    most: u32,
+    min_agents: u32,
+    max_agents: u32,
 }
 
 /// Address and identity of a registrar for the tasks.
@@ -180,11 +180,11 @@ impl Registrar {
         elastic: &ElasticOptions,
         journal: Option<MembershipJournal>,
     ) -> Result<Self> {
-        let ElasticOptions { first, least, most, .. } = *elastic;
-        if least == 0 || least > first || first > most {
+        let ElasticOptions { first, min_workers, max_workers, .. } = *elastic;
+        if min_workers == 0 || min_workers > first || first > max_workers {
             let reason = format!(
-                "an elastic job has at least 1 worker, and its least ({least}), first ({first}) \
-                 and most ({most}) workers ascend"
+                "an elastic job has at least 1 worker, and its minimum ({min_workers}), first \
+                 ({first}) and maximum ({max_workers}) number of workers ascend"
             );
             return Err(Error::Options { reason });
         }
@@ -193,7 +193,7 @@ impl Registrar {
         let agents = |workers: u32| {
             workers.saturating_add(elastic.spares).min(MAX_LIVING_WORKERS) + MAX_LEAVING_WORKERS
         };
-        let connected = AgentCounts { least: agents(first), most: agents(most) };
+        let connected = AgentCounts { min_agents: agents(first), max_agents: agents(max_workers) };
         let options = RegistrarOptions { tasks: MAX_ELASTIC_TASKS, ..options };
         let Some(mut journal) = journal else {
             let known = RegistrarIdentity::new_random(options.job_id.clone())?;
@@ -206,16 +206,18 @@ impl Registrar {
             });
         };
         match journal.take_unfinished() {
-            Some(left) => Self::continue_job(options, elastic, connected, journal, left),
+            Some(unfinished) => {
+                Self::continue_job(options, elastic, connected, journal, unfinished)
+            }
             None => {
                 let known = RegistrarIdentity::new_random(options.job_id.clone())?;
                 Self::start_server(options, known, connected, |options, made| {
-                    let kept = RecoveredState::new(
+                    let recovered = RecoveredState::new(
                         elastic_rules(options, elastic),
                         Some(Arc::new(journal)),
                     );
-                    kept.begin_journal(made.ticket, made.identity, made.port)?;
-                    Ok(RegistrarCore::new_elastic(made.job_id(), options, kept))
+                    recovered.begin_journal(made.ticket, made.identity, made.port)?;
+                    Ok(RegistrarCore::new_elastic(made.job_id(), options, recovered))
                 })
             }
         }
@@ -227,9 +229,9 @@ impl Registrar {
         elastic: &ElasticOptions,
         connected: AgentCounts,
         journal: MembershipJournal,
-        left: UnfinishedJournal,
+        unfinished: UnfinishedJournal,
     ) -> Result<Self> {
-        let UnfinishedJournal { head, records } = left;
+        let UnfinishedJournal { head, records } = unfinished;
         let ticket = head.parse_ticket()?;
         let known = RegistrarIdentity {
             identity: head.certificate_identity(&ticket),
@@ -238,12 +240,12 @@ impl Registrar {
             port: Some(head.port),
         };
         Self::start_server(options, known, connected, |options, made| {
-            let kept = RecoveredState::replay_records(
+            let recovered = RecoveredState::replay_records(
                 elastic_rules(options, elastic),
                 Arc::new(journal),
                 records,
             );
-            let mut core = RegistrarCore::new_elastic(made.job_id(), options, kept);
+            let mut core = RegistrarCore::new_elastic(made.job_id(), options, recovered);
             core.resumed = Some(core.resume_job());
             Ok(core)
         })
@@ -263,7 +265,7 @@ impl Registrar {
         if options.tasks == 0 {
             return Err(Error::Options { reason: "a job has at least one task".to_owned() });
         }
-        let connected = AgentCounts { least: options.tasks, most: options.tasks };
+        let connected = AgentCounts { min_agents: options.tasks, max_agents: options.tasks };
         Self::start_server(options, known, connected, |options, made| {
             Ok(RegistrarCore::new(made.job_id(), options, in_order))
         })
@@ -286,8 +288,8 @@ impl Registrar {
         let workers = |agents: u32| if options.relays { agents.saturating_mul(2) } else { agents };
         let both = |agents: u32| workers(agents).saturating_add(agents);
         let places = descriptors::raise_limit_for_connections(
-            both(connected.least),
-            incoming::max_wanted_connections(workers(connected.most)),
+            both(connected.min_agents),
+            incoming::max_wanted_connections(workers(connected.max_agents)),
         )?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -295,7 +297,7 @@ impl Registrar {
             .enable_all()
             .build()
             .map_err(|error| Error::Runtime { reason: error.to_string() })?;
-        let (ports, patience) = match port {
+        let (ports, timeout) = match port {
             Some(port) => (PortRange { first: port, last: port }, PORT_REUSE_TIMEOUT),
             None => (options.port_range, Duration::ZERO),
         };
@@ -303,7 +305,7 @@ impl Registrar {
             options.host.as_deref(),
             host::resolve_bind_address(&options.bind)?,
             ports,
-            patience,
+            timeout,
         )?;
         let ticket = Ticket::new(token.clone(), identity.fingerprint, job_id, addresses);
         // Create the core before the first call arrives, and before time passes.
@@ -341,8 +343,9 @@ impl Registrar {
         }
         let router = server.add_service(guarded);
         let context = runtime.enter();
-        let incoming = incoming::accept_connections(listener, places, workers(connected.most))
-            .map_err(|error| Error::Runtime { reason: error.to_string() })?;
+        let incoming =
+            incoming::accept_connections(listener, places, workers(connected.max_agents))
+                .map_err(|error| Error::Runtime { reason: error.to_string() })?;
         drop(context);
         let closed = Arc::clone(&core);
         let server = runtime.spawn(async move {

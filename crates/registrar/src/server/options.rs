@@ -51,10 +51,10 @@ pub struct ElasticOptions {
     /// Number of workers that the first world waits for.
     pub first: u32,
     /// Fewest workers of a world.
-    pub least: u32,
+    pub min_workers: u32,
     /// Most workers of a world.
-    pub most: u32,
-    /// Workers beyond `most` that are started, and wait to replace a member.
+    pub max_workers: u32,
+    /// Workers beyond `max_workers` that are started, and wait to replace a member.
     pub spares: u32,
     /// Longest wait of the job for workers.
     pub timeout: Duration,

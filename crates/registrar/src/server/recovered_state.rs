@@ -34,17 +34,17 @@ pub(super) struct RecoveredState {
     /// The job time at the end of the journal.
     pub(super) at: Duration,
     pub(super) kv: KeyValueStore,
-    pub(super) meetings: FormationTable,
+    pub(super) formation: FormationTable,
 }
 
 impl RecoveredState {
     /// Returns the state of a new job.
     pub(super) fn new(rules: ElasticRules, journal: Option<Arc<MembershipJournal>>) -> Self {
-        let mut meetings = FormationTable::default();
+        let mut formation = FormationTable::default();
         if let Some(journal) = &journal {
             let journal = Arc::clone(journal);
-            meetings.on_world_formed(move |formed| {
-                journal.append_record(&JournalRecord::Met(formed.clone()))
+            formation.on_world_formed(move |formed| {
+                journal.append_record(&JournalRecord::WorldFormed(formed.clone()))
             });
         }
         Self {
@@ -52,7 +52,7 @@ impl RecoveredState {
             journal,
             at: Duration::ZERO,
             kv: KeyValueStore::default(),
-            meetings,
+            formation,
         }
     }
 
@@ -77,22 +77,26 @@ impl RecoveredState {
         journal: Arc<MembershipJournal>,
         records: Vec<JournalRecord>,
     ) -> Self {
-        let mut kept = Self::new(rules.clone(), Some(journal));
+        let mut recovered = Self::new(rules.clone(), Some(journal));
         for record in records {
             match record {
-                JournalRecord::State { at, machine } => (kept.at, kept.machine) = (at, *machine),
+                JournalRecord::State { at, machine } => {
+                    (recovered.at, recovered.machine) = (at, *machine)
+                }
                 JournalRecord::Step(step) => {
-                    kept.at = step.at;
-                    kept.machine.replay_step(step);
+                    recovered.at = step.at;
+                    recovered.machine.replay_step(step);
                 }
                 // Values that were refused before the restart are refused again.
                 JournalRecord::Put(KeyValuePair { generation, key, value }) => {
-                    drop(kept.kv.put_value(generation, key, value))
+                    drop(recovered.kv.put_value(generation, key, value))
                 }
-                JournalRecord::Met(formed) => kept.meetings.restore_formed_world(formed),
+                JournalRecord::WorldFormed(formed) => {
+                    recovered.formation.restore_formed_world(formed)
+                }
             }
         }
-        kept.machine.replace_rules(rules);
-        kept
+        recovered.machine.replace_rules(rules);
+        recovered
     }
 }

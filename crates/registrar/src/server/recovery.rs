@@ -80,13 +80,14 @@ impl RegistrarCore {
         drop(membership);
         self.carry_out_effects(due);
         let state = JournalRecord::State { at, machine: Box::new(machine?) };
-        let (kv, meetings) = (self.kv.lock(), self.meetings.lock());
+        let (kv, formation) = (self.kv.lock(), self.formation.lock());
         if !journal.begin_replacement() {
             return None;
         }
         let puts = kv.key_value_pairs().map(JournalRecord::Put);
-        let met = meetings.formed_worlds().iter().cloned().map(JournalRecord::Met);
-        Some([state].into_iter().chain(puts).chain(met).collect())
+        let formed_worlds =
+            formation.formed_worlds().iter().cloned().map(JournalRecord::WorldFormed);
+        Some([state].into_iter().chain(puts).chain(formed_worlds).collect())
     }
 
     /// Ends the journal, because the job is over.
@@ -158,8 +159,8 @@ mod tests {
         let second = Duration::from_secs(1);
         let elastic = ElasticOptions {
             first: 2,
-            least: 1,
-            most: 2,
+            min_workers: 1,
+            max_workers: 2,
             spares: 0,
             timeout: 60 * second,
             reset_limit: None,
@@ -167,9 +168,10 @@ mod tests {
         };
         let secret = JobSecret::new("sixteen letters.", &JobId("job".to_owned())).unwrap();
         let ticket = secret.make_ticket(vec!["a:1".to_owned()]).unwrap();
-        let kept = RecoveredState::new(elastic_rules(&options, &elastic), Some(Arc::new(journal)));
-        kept.begin_journal(&ticket, &secret.derive_identity().unwrap(), 7).unwrap();
-        RegistrarCore::new_elastic(ticket.job_id().clone(), &options, kept)
+        let recovered =
+            RecoveredState::new(elastic_rules(&options, &elastic), Some(Arc::new(journal)));
+        recovered.begin_journal(&ticket, &secret.derive_identity().unwrap(), 7).unwrap();
+        RegistrarCore::new_elastic(ticket.job_id().clone(), &options, recovered)
     }
 
     #[test]
@@ -182,7 +184,7 @@ mod tests {
         core.observe_input(MembershipInput::Hosts(vec![("a".to_owned(), 2)]));
         let register =
             |task| core.register_task(TaskId(task), 0, u64::from(task), HostHash("a".to_owned()));
-        let told = |task| core.board.borrow().holders.contains_key(&TaskId(task));
+        let is_assigned = |task| core.board.borrow().holders.contains_key(&TaskId(task));
         register(0).unwrap();
         thread::scope(|scope| {
             let disk = journal.block_writes();
@@ -196,10 +198,10 @@ mod tests {
                 assert!(Instant::now() < deadline, "a sign of life waits for the disk");
                 thread::sleep(Duration::from_millis(1));
             }
-            assert!(!registers.is_finished() && !told(1));
+            assert!(!registers.is_finished() && !is_assigned(1));
             drop(disk);
             registers.join().unwrap().unwrap();
-            assert!(told(1));
+            assert!(is_assigned(1));
         });
     }
 }

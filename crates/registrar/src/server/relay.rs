@@ -40,14 +40,14 @@ pub(super) type RelayPieceStream = ReceiverStream<RelayPieceResult>;
 
 /// One end of a link: the stream of pieces from it, and the sender of pieces to it.
 struct RelayLinkEnd {
-    says: Streaming<wire::RelayPiece>,
-    hears: mpsc::Sender<RelayPieceResult>,
+    incoming: Streaming<wire::RelayPiece>,
+    outgoing: mpsc::Sender<RelayPieceResult>,
 }
 
 /// The tasks that accept calls, and the calls that wait for an answer.
 #[derive(Default)]
 pub(super) struct RelayExchange {
-    doors: Mutex<HashMap<CallTarget, mpsc::Sender<Result<wire::Call, Status>>>>,
+    call_streams: Mutex<HashMap<CallTarget, mpsc::Sender<Result<wire::Call, Status>>>>,
     pending_calls: Mutex<HashMap<u64, oneshot::Sender<RelayLinkEnd>>>,
 }
 
@@ -68,13 +68,13 @@ impl RelayExchange {
     pub(super) fn open_call_stream(
         &self,
         caller: CallOrigin,
-        door: u64,
+        relay_world: u64,
     ) -> ReceiverStream<Result<wire::Call, Status>> {
-        let (calls, heard) = mpsc::channel(MAX_PENDING_CALLS);
-        let mut doors = self.doors.lock();
-        doors.retain(|_, calls| !calls.is_closed());
-        doors.insert((caller.generation, caller.task, door), calls);
-        ReceiverStream::new(heard)
+        let (calls, receiver) = mpsc::channel(MAX_PENDING_CALLS);
+        let mut call_streams = self.call_streams.lock();
+        call_streams.retain(|_, calls| !calls.is_closed());
+        call_streams.insert((caller.generation, caller.task, relay_world), calls);
+        ReceiverStream::new(receiver)
     }
 
     /// Joins one end of a link to the other; returns the stream of pieces to this end once the link
@@ -86,18 +86,21 @@ impl RelayExchange {
     pub(super) async fn join_link(
         &self,
         caller: CallOrigin,
-        mut says: Streaming<wire::RelayPiece>,
+        mut incoming: Streaming<wire::RelayPiece>,
     ) -> Result<RelayPieceStream, Status> {
-        let late = || Status::deadline_exceeded("the end of a link did not say what it is");
-        let first = timeout(CALL_ANSWER_TIMEOUT, says.message()).await.map_err(|_| late())??;
-        let (hears, heard) = mpsc::channel(MAX_PIECES_IN_FLIGHT);
-        let own = RelayLinkEnd { says, hears };
+        let late =
+            || Status::deadline_exceeded("the end of a link did not name its target in time");
+        let first =
+            timeout(CALL_ANSWER_TIMEOUT, incoming.message()).await.map_err(|_| late())??;
+        let (outgoing, receiver) = mpsc::channel(MAX_PIECES_IN_FLIGHT);
+        let own = RelayLinkEnd { incoming, outgoing };
         match first.and_then(|piece| piece.what) {
             Some(What::Dial(dial)) => {
-                let other =
-                    self.call_task((caller.generation, TaskId(dial.task), dial.door)).await?;
-                tokio::spawn(forward_pieces(own.says, other.hears));
-                tokio::spawn(forward_pieces(other.says, own.hears));
+                let other = self
+                    .call_task((caller.generation, TaskId(dial.task), dial.relay_world))
+                    .await?;
+                tokio::spawn(forward_pieces(own.incoming, other.outgoing));
+                tokio::spawn(forward_pieces(other.incoming, own.outgoing));
             }
             Some(What::Answer(id)) => {
                 let waiting = self.pending_calls.lock().remove(&id);
@@ -110,14 +113,14 @@ impl RelayExchange {
                 ));
             }
         }
-        Ok(ReceiverStream::new(heard))
+        Ok(ReceiverStream::new(receiver))
     }
 
     /// Sends a call to a task, and waits for its answer.
-    async fn call_task(&self, door: CallTarget) -> Result<RelayLinkEnd, Status> {
-        let (_, TaskId(task), _) = door;
+    async fn call_task(&self, target: CallTarget) -> Result<RelayLinkEnd, Status> {
+        let (_, TaskId(task), _) = target;
         let away = || Status::unavailable(format!("task {task} takes no calls"));
-        let calls = self.doors.lock().get(&door).cloned().ok_or_else(away)?;
+        let calls = self.call_streams.lock().get(&target).cloned().ok_or_else(away)?;
         let (answer, answered) = oneshot::channel();
         let id = rand::random();
         self.pending_calls.lock().insert(id, answer);
@@ -137,17 +140,17 @@ impl RelayExchange {
 
 /// Forwards the pieces of one end until its last piece, or until either end is gone.
 async fn forward_pieces(
-    mut says: Streaming<wire::RelayPiece>,
-    hears: mpsc::Sender<RelayPieceResult>,
+    mut incoming: Streaming<wire::RelayPiece>,
+    outgoing: mpsc::Sender<RelayPieceResult>,
 ) {
     loop {
-        let Ok(Some(piece)) = says.message().await else {
+        let Ok(Some(piece)) = incoming.message().await else {
             // The stream ended without an end piece: the other end must not take this for an
             // orderly end.
-            return drop(hears.send(Err(Status::aborted("the other end is gone"))).await);
+            return drop(outgoing.send(Err(Status::aborted("the other end is gone"))).await);
         };
         let last = matches!(piece.what, Some(What::End(_)));
-        if hears.send(Ok(piece)).await.is_err() || last {
+        if outgoing.send(Ok(piece)).await.is_err() || last {
             return;
         }
     }

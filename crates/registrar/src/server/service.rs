@@ -174,13 +174,14 @@ impl Registrar for RegistrarService {
         let caller = call_origin(&request)?;
         let wire::ChangesRequest { timeout_ms, known } = request.into_inner();
         let wait = Duration::from_millis(timeout_ms).min(MAX_CALL_WAIT);
-        let news = |change: &AnnouncedHostChange| {
+        let is_newer = |change: &AnnouncedHostChange| {
             change.generation == caller.generation && change.at > known
         };
         let mut board = self.core.subscribe_announcements();
-        let told =
-            timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(news))).await;
-        let change = told.ok().and_then(Result::ok).and_then(|board| board.change);
+        let changed_board =
+            timeout(wait, board.wait_for(|board| board.change.as_ref().is_some_and(is_newer)))
+                .await;
+        let change = changed_board.ok().and_then(Result::ok).and_then(|board| board.change);
         Ok(Response::new(match change {
             Some(AnnouncedHostChange { removed, added, at, .. }) => {
                 wire::ChangesReply { at: Some(at), removed, added }
@@ -283,8 +284,8 @@ impl Registrar for RegistrarService {
         let known = match first {
             FormationAnswer::Known(outcome) => outcome,
             FormationAnswer::Wait(mut outcome) => tokio::select! {
-                told = timeout(wait, outcome.wait_for(Option::is_some)) => {
-                    match told.map(|told| told.ok().and_then(|outcome| outcome.clone())) {
+                answer = timeout(wait, outcome.wait_for(Option::is_some)) => {
+                    match answer.map(|answer| answer.ok().and_then(|outcome| outcome.clone())) {
                         Ok(Some(outcome)) => outcome,
                         Ok(None) => return Err(Status::aborted("the generation is over")),
                         Err(_) => return Ok(Response::new(tokio_stream::iter(formation::timeout_reply(&asked)))),
@@ -350,7 +351,9 @@ impl Registrar for RegistrarService {
     async fn calls(&self, request: Request<wire::CallsRequest>) -> Reply<Self::CallsStream> {
         let caller = call_origin(&request)?;
         drop(self.check_current_generation(caller)?);
-        Ok(Response::new(self.relay_exchange()?.open_call_stream(caller, request.get_ref().door)))
+        Ok(Response::new(
+            self.relay_exchange()?.open_call_stream(caller, request.get_ref().relay_world),
+        ))
     }
 
     type RelayStream = RelayPieceStream;
@@ -368,7 +371,7 @@ impl Registrar for RegistrarService {
         let caller = call_origin(&request)?;
         let together = request.get_ref().together;
         let exit = ExitReport::try_from(request.into_inner()).map_err(Status::invalid_argument)?;
-        let success = exit.how.is_success() && !exit.stopped;
+        let success = exit.kind.is_success() && !exit.stopped;
         self.core.record_exit(caller.task, caller.generation, exit);
         let mut board = self.core.subscribe_announcements();
         if success && together {
@@ -409,18 +412,18 @@ fn world_pieces(board: &WorldAnnouncements) -> AssignmentReplyPieces {
 async fn serve_heartbeats(
     core: &RegistrarCore,
     caller: CallOrigin,
-    mut beats: Streaming<wire::Beat>,
+    mut heartbeats: Streaming<wire::Beat>,
     directives: mpsc::Sender<Result<wire::Directive, Status>>,
 ) {
     let mut board = core.subscribe_announcements();
     let mut closing = core.subscribe_announcements();
     let mut interrupts = core.subscribe_announcements();
     let mut session = None;
-    let (mut told, mut interrupted) = (false, false);
+    let (mut is_stop_sent, mut interrupted) = (false, false);
     loop {
         tokio::select! {
             biased;
-            beat = beats.message() => match beat {
+            beat = heartbeats.message() => match beat {
                 Ok(Some(beat)) => {
                     if let Err(status) = check_protocol_version(beat.protocol_version) {
                         drop(directives.send(Err(status)).await);
@@ -434,8 +437,8 @@ async fn serve_heartbeats(
                 }
                 Ok(None) | Err(_) => break,
             },
-            verdict = wait_for_worker_end(&mut board, caller), if !told => {
-                told = true;
+            verdict = wait_for_worker_end(&mut board, caller), if !is_stop_sent => {
+                is_stop_sent = true;
                 let directive = wire::Directive { stop: Some(verdict.into()), interrupt: false };
                 if directives.send(Ok(directive)).await.is_err() {
                     break;

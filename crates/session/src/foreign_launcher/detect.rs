@@ -59,18 +59,18 @@ pub(crate) fn detect_launch(
         return Ok(LaunchDetection::Alone(None));
     }
     let is_singleton = lookup("OMPI_MCA_ess").is_some_and(|module| module == "singleton");
-    let mut told = Vec::new();
+    let mut reports = Vec::new();
     let mut sizeless = None;
     for starter in KNOWN_LAUNCHERS.iter().filter(|starter| starter.applies_to_process(lookup)) {
         match read_reported_rank(starter, lookup)? {
-            Some(one) => told.push(one),
+            Some(one) => reports.push(one),
             // If mpi4py is imported without mpirun, Open MPI sets variables of a world of one in
             // this process.
             None if starter.own_names && !is_singleton => sizeless = sizeless.or(Some(starter)),
             None => {}
         }
     }
-    let Some(inner) = told
+    let Some(inner) = reports
         .iter()
         .max_by_key(|one| (one.depth, std::cmp::Reverse(launcher_position(one.launcher))))
     else {
@@ -79,7 +79,7 @@ pub(crate) fn detect_launch(
             None => Ok(LaunchDetection::Alone(batch_script_warning(lookup))),
         };
     };
-    for other in &told {
+    for other in &reports {
         check_agreement(inner, other)?;
     }
     if inner.size == 1 {
@@ -93,21 +93,21 @@ fn launcher_position(starter: &LauncherVariables) -> Option<usize> {
 }
 
 fn build_detected_rank(
-    told: &ReportedRank,
+    reported: &ReportedRank,
     lookup: VariableLookup<'_>,
     read: &dyn Fn(&str) -> Option<String>,
 ) -> DetectedRank {
     let pairs = |names: &[&str]| -> Vec<(String, String)> {
         names.iter().filter_map(|name| Some(((*name).to_owned(), lookup(name)?))).collect()
     };
-    let starter = told.launcher;
+    let starter = reported.launcher;
     let near = |name: String| name == "localhost" || name == "::1" || name.starts_with("127.");
-    let one_host = starter.is_single_host(told.size, lookup);
+    let one_host = starter.is_single_host(reported.size, lookup);
     DetectedRank {
         launcher: starter.name,
         launcher_key: starter.key,
-        rank: told.rank,
-        size: told.size,
+        rank: reported.rank,
+        size: reported.size,
         one_host: one_host.unwrap_or_else(|| lookup("MASTER_ADDR").is_some_and(near)),
         start_variables: pairs(starter.start_variables),
         batch_variables: pairs(&["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID"]),
@@ -163,10 +163,10 @@ fn check_agreement(inner: &ReportedRank, other: &ReportedRank) -> Result<(), Str
     if inner.depth > other.depth && (inner.size > 1 || other.size == 1) {
         return Ok(());
     }
-    let show = |told: &ReportedRank| {
+    let show = |reported: &ReportedRank| {
         format!(
             "{}={}, {}={}",
-            told.launcher.rank_variable, told.rank, told.size_variable, told.size
+            reported.launcher.rank_variable, reported.rank, reported.size_variable, reported.size
         )
     };
     let (inner_name, other_name) = (inner.launcher.name, other.launcher.name);

@@ -464,14 +464,16 @@ pub fn host_registrar(size: u32, one_host: bool) -> Result<String> {
 /// # Errors
 /// The reason why the registrar refuses the rank; `Interrupted`.
 pub(crate) fn connect_assigned_rank(
-    told: &AssignedRank,
+    assigned_rank: &AssignedRank,
     config: &Config,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<TaskClient> {
-    let AssignedRank { ticket: text, rank } = told;
-    if let Some(entered) =
-        ASSIGNED_CONNECTION.lock().as_ref().filter(|entered| entered.matches_assignment(told))
+    let AssignedRank { ticket: text, rank } = assigned_rank;
+    if let Some(entered) = ASSIGNED_CONNECTION
+        .lock()
+        .as_ref()
+        .filter(|entered| entered.matches_assignment(assigned_rank))
     {
         return Ok(entered.client.clone());
     }
@@ -501,8 +503,10 @@ pub(crate) fn connect_assigned_rank(
 }
 
 impl AssignedConnection {
-    fn matches_assignment(&self, told: &AssignedRank) -> bool {
-        self.process == process::id() && self.ticket == told.ticket && self.rank == told.rank
+    fn matches_assignment(&self, assigned_rank: &AssignedRank) -> bool {
+        self.process == process::id()
+            && self.ticket == assigned_rank.ticket
+            && self.rank == assigned_rank.rank
     }
 }
 

@@ -235,12 +235,12 @@ mod tests {
             way(&started(true, Some("node1")), SECRET, "").unwrap(),
             format!("the address 127.0.0.1:{port}")
         );
-        for (given, told) in
+        for (given, expected) in
             [("n:7", "n:7"), ("[::1]:7", "[::1]:7"), ("10.0.0.1:65535", "10.0.0.1:65535")]
         {
             assert_eq!(
                 way(&started(false, None), SECRET, given).unwrap(),
-                format!("the address {told}")
+                format!("the address {expected}")
             );
         }
     }

@@ -26,24 +26,24 @@ pub(crate) fn form_linked_session(
     config: &Config,
     client: TaskClient,
     whole: World,
-    wishes: &InitOptions,
+    options: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    let part = wishes.selected_ranks(&whole)?;
+    let part = options.selected_ranks(&whole)?;
     let world = match &part {
         None => whole.clone(),
         Some(part) => whole
             .sub_world(part)
             .map_err(|_| Error::NotInWorld { rank: whole.rank, ranks: part.clone() })?,
     };
-    let meeting = RegistrarRendezvous::new(&client, &whole, part.as_deref(), interrupted);
+    let rendezvous = RegistrarRendezvous::new(&client, &whole, part.as_deref(), interrupted);
     if world.size() == 1 {
         // The world has one rank: the call only checks that no other process has it.
-        meeting.form_world(b"", deadline)?;
-        return form_single_session(config, world, Some(client), wishes, deadline, interrupted);
+        rendezvous.form_world(b"", deadline)?;
+        return form_single_session(config, world, Some(client), options, deadline, interrupted);
     }
-    let mesh = join_mesh(config, &client, &world, meeting, deadline)?;
+    let mesh = join_mesh(config, &client, &world, rendezvous, deadline)?;
     let everybody: Vec<Rank> = (0u32..).take(world.size()).map(Rank).collect();
     let neighbours = control_peers(&world, &everybody);
     let control = mesh.open_links_until(
@@ -65,10 +65,10 @@ pub(crate) fn form_linked_session(
     if let Some(warning) = links::fallback_warning(&mesh.tcp_fallbacks()) {
         tracing::warn!("{warning}");
     }
-    let rest = Arc::new(MeshParker::with_mesh(mesh));
-    let engine = start_engine(config, &world, &rest, control, data)?;
-    let session = Session::new(engine, Some(client), Arc::new(world), rest, config);
-    finish_formation(session, wishes, deadline, interrupted)
+    let mesh_parker = Arc::new(MeshParker::with_mesh(mesh));
+    let engine = start_engine(config, &world, &mesh_parker, control, data)?;
+    let session = Session::new(engine, Some(client), Arc::new(world), mesh_parker, config);
+    finish_formation(session, options, deadline, interrupted)
 }
 
 /// Forms a world of one.
@@ -76,15 +76,15 @@ pub(super) fn form_single_session(
     config: &Config,
     world: World,
     client: Option<TaskClient>,
-    wishes: &InitOptions,
+    options: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
-    let rest = Arc::new(MeshParker::without_mesh()?);
-    let engine = start_engine(config, &world, &rest, Vec::new(), Vec::new())?;
+    let mesh_parker = Arc::new(MeshParker::without_mesh()?);
+    let engine = start_engine(config, &world, &mesh_parker, Vec::new(), Vec::new())?;
     finish_formation(
-        Session::new(engine, client, Arc::new(world), rest, config),
-        wishes,
+        Session::new(engine, client, Arc::new(world), mesh_parker, config),
+        options,
         deadline,
         interrupted,
     )
@@ -93,12 +93,12 @@ pub(super) fn form_single_session(
 /// Waits until the engines of all ranks run and have all process sets (SE-2).
 fn finish_formation(
     session: Session,
-    wishes: &InitOptions,
+    options: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     session
-        .create_initial_sets(&wishes.process_sets, deadline, interrupted)
+        .create_initial_sets(&options.process_sets, deadline, interrupted)
         .inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
@@ -107,7 +107,7 @@ pub(super) fn join_mesh(
     config: &Config,
     client: &TaskClient,
     world: &World,
-    meeting: RegistrarRendezvous<'_, '_>,
+    rendezvous: RegistrarRendezvous<'_, '_>,
     deadline: Instant,
 ) -> Result<Mesh> {
     let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
@@ -130,8 +130,8 @@ pub(super) fn join_mesh(
         setup_timeout: deadline.saturating_duration_since(Instant::now()),
         ..MeshOptions::new(world.rank, size, world.own_placement().host.clone(), key)
     };
-    let joined = Mesh::join(options, &meeting);
-    match meeting.into_failure() {
+    let joined = Mesh::join(options, &rendezvous);
+    match rendezvous.into_failure() {
         Some(failure) => Err(failure),
         None => Ok(joined?),
     }
@@ -168,7 +168,7 @@ fn single_host_loopback(world: &World) -> Option<IpAddr> {
 fn start_engine(
     config: &Config,
     world: &World,
-    rest: &Arc<MeshParker>,
+    mesh_parker: &Arc<MeshParker>,
     control: Vec<Link>,
     data: Vec<Link>,
 ) -> Result<(Engine, Arc<StackRequests>, Arc<ProcessGpus>)> {
@@ -192,7 +192,7 @@ fn start_engine(
     let engine = Engine::start(EngineOptions {
         world: world.clone(),
         settings: config.into(),
-        host: Arc::clone(rest) as _,
+        host: Arc::clone(mesh_parker) as _,
         sets: vec![all],
         foreign: Vec::new(),
         devices: Vec::new(),

@@ -24,15 +24,16 @@ const REGISTRAR_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Forms a session of this process.
 pub(crate) fn form_session(
-    wishes: &InitOptions,
+    options: &InitOptions,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let mut config = Config::from_env()?;
-    config.dynamic_process_sets |= wishes.dynamic;
+    config.dynamic_process_sets |= options.dynamic;
     let deadline = Instant::now() + config.start_timeout;
-    if let Some(told) = &wishes.assigned_rank {
-        let client = foreign_launcher::connect_assigned_rank(told, &config, deadline, interrupted)?;
-        return form_launched_session(&config, client, wishes, deadline, interrupted);
+    if let Some(assigned_rank) = &options.assigned_rank {
+        let client =
+            foreign_launcher::connect_assigned_rank(assigned_rank, &config, deadline, interrupted)?;
+        return form_launched_session(&config, client, options, deadline, interrupted);
     }
     let client = match connect_registrar(&config, deadline, interrupted)? {
         None => foreign_launcher::connect_detected_rank(&config, deadline, interrupted)?,
@@ -40,13 +41,13 @@ pub(crate) fn form_session(
     };
     match client {
         Some(client) if config.elastic => {
-            rejoin::form_next_session(&config, &client, wishes, interrupted)
+            rejoin::form_next_session(&config, &client, options, interrupted)
         }
-        Some(client) => form_launched_session(&config, client, wishes, deadline, interrupted),
+        Some(client) => form_launched_session(&config, client, options, deadline, interrupted),
         None => {
             let world = World::single_rank_world(host::host_facts().host_hash());
-            wishes.selected_ranks(&world)?;
-            form_single_session(&config, world, None, wishes, deadline, interrupted)
+            options.selected_ranks(&world)?;
+            form_single_session(&config, world, None, options, deadline, interrupted)
         }
     }
 }
@@ -55,12 +56,12 @@ pub(crate) fn form_session(
 fn form_launched_session(
     config: &Config,
     client: TaskClient,
-    wishes: &InitOptions,
+    options: &InitOptions,
     deadline: Instant,
     interrupted: &mut Interrupted<'_>,
 ) -> Result<Session> {
     let whole = await_assignment(&client, deadline, interrupted)?;
-    form_linked_session(config, client, whole, wishes, deadline, interrupted)
+    form_linked_session(config, client, whole, options, deadline, interrupted)
 }
 
 fn connect_registrar(

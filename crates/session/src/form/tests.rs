@@ -144,9 +144,9 @@ fn ranks_that_go_round_the_hosts_keep_their_numbers_and_reduce() {
             |task| (task % 2).to_string(),
             |client, deadline| {
                 let task = client.task_id().0;
-                let wishes = InitOptions::default();
+                let options = InitOptions::default();
                 let session =
-                    form_launched_session(&config, client, &wishes, deadline, &mut || false)
+                    form_launched_session(&config, client, &options, deadline, &mut || false)
                         .unwrap();
                 let (world, seat) = (session.world(), session.world().own_placement());
                 assert_eq!(
@@ -168,7 +168,7 @@ fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
     for algorithm in ["auto", "direct", "doubling", "pipeline", "hierarchy", "halving"] {
         let config =
             Config { allreduce_algorithm: algorithm.to_owned(), links_at_start: 0, ..config() };
-        let wishes = InitOptions {
+        let options = InitOptions {
             process_sets: vec![vec![0, 2, 3, 5, 6, 7], vec![1, 4]],
             ..InitOptions::default()
         };
@@ -177,7 +177,7 @@ fn ranks_whose_links_open_at_their_first_use_reduce_in_the_world_and_in_sets() {
             |task| (task % 6).to_string(),
             |client, deadline| {
                 let session =
-                    form_launched_session(&config, client, &wishes, deadline, &mut || false)
+                    form_launched_session(&config, client, &options, deadline, &mut || false)
                         .unwrap();
                 let (set, members) =
                     if [1, 4].contains(&session.world().rank.0) { (2, 2.0) } else { (1, 6.0) };
@@ -245,8 +245,8 @@ fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
             if world.rank == Rank(1) {
                 // Joins, and never opens its end of a link.
                 let mut never = || false;
-                let meeting = RegistrarRendezvous::new(&client, &world, None, &mut never);
-                let mesh = join_mesh(&config(), &client, &world, meeting, deadline);
+                let rendezvous = RegistrarRendezvous::new(&client, &world, None, &mut never);
+                let mesh = join_mesh(&config(), &client, &world, rendezvous, deadline);
                 joined.store(true, Ordering::Release);
                 end.wait();
                 drop(mesh.unwrap());
@@ -266,11 +266,11 @@ fn a_wait_for_the_links_of_a_living_peer_ends_when_it_is_cancelled() {
     assert!(started.elapsed() < LIMIT / 2, "gave up too late");
 }
 
-fn session(client: TaskClient, deadline: Instant, wishes: &InitOptions) -> Result<Session> {
+fn session(client: TaskClient, deadline: Instant, options: &InitOptions) -> Result<Session> {
     form_launched_session(
-        &Config { dynamic_process_sets: wishes.dynamic, ..config() },
+        &Config { dynamic_process_sets: options.dynamic, ..config() },
         client,
-        wishes,
+        options,
         deadline,
         &mut || false,
     )
@@ -296,12 +296,12 @@ fn sum_in(session: &Session, set: ProcessSetId) -> f32 {
 /// SE-5.
 #[test]
 fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
-    let wishes = InitOptions { process_sets: vec![vec![2, 0], vec![1]], ..InitOptions::default() };
+    let options = InitOptions { process_sets: vec![vec![2, 0], vec![1]], ..InitOptions::default() };
     world(
         3,
         |task| (task % 2).to_string(),
         |client, deadline| {
-            let session = session(client, deadline, &wishes).unwrap();
+            let session = session(client, deadline, &options).unwrap();
             let sets = session.process_sets();
             let sets: Vec<(u32, usize)> =
                 sets.iter().map(|(set, ranks)| (set.0, ranks.len())).collect();
@@ -322,12 +322,12 @@ fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
 /// SE-5.
 #[test]
 fn process_sets_come_and_go_and_their_numbers_are_used_again_in_order() {
-    let wishes = InitOptions { dynamic: true, ..InitOptions::default() };
+    let options = InitOptions { dynamic: true, ..InitOptions::default() };
     world(
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let session = session(client, deadline, &wishes).unwrap();
+            let session = session(client, deadline, &options).unwrap();
             let mut never = || false;
             let rank = session.world().rank.0;
             let add =
@@ -360,8 +360,8 @@ fn ranks_that_ask_for_different_sets_all_get_the_requests_of_all() {
         3,
         |_| "a".to_owned(),
         |client, deadline| {
-            let wishes = InitOptions { dynamic: true, ..InitOptions::default() };
-            let session = session(client, deadline, &wishes).unwrap();
+            let options = InitOptions { dynamic: true, ..InitOptions::default() };
+            let session = session(client, deadline, &options).unwrap();
             let ranks: &[u32] = if session.world().rank == Rank(2) { &[1, 2] } else { &[0, 1] };
             let error = session.add_process_set(ranks, &mut || false).unwrap_err();
             assert_eq!(session.add_process_set(&[0, 2], &mut || false).unwrap(), ProcessSetId(1));
@@ -381,11 +381,11 @@ fn ranks_that_begin_with_different_sets_get_an_error_that_names_the_entry() {
         |_| "a".to_owned(),
         |client, deadline| {
             let world = await_assignment(&client, deadline, &mut || false).unwrap();
-            let wishes = InitOptions {
+            let options = InitOptions {
                 process_sets: vec![vec![0], vec![world.rank.0]],
                 ..InitOptions::default()
             };
-            session(client, deadline, &wishes).err().unwrap().to_string()
+            session(client, deadline, &options).err().unwrap().to_string()
         },
     );
     assert!(
@@ -402,8 +402,8 @@ fn parts_of_the_launched_world_form_worlds_of_their_own() {
         |client, deadline| {
             let whole = await_assignment(&client, deadline, &mut || false).unwrap();
             let odd = whole.rank.0 % 2;
-            let wishes = InitOptions { ranks: Some(vec![2 + odd, odd]), ..InitOptions::default() };
-            let session = session(client, deadline, &wishes).unwrap();
+            let options = InitOptions { ranks: Some(vec![2 + odd, odd]), ..InitOptions::default() };
+            let session = session(client, deadline, &options).unwrap();
             assert_eq!((session.world().size(), session.world().rank.0), (2, whole.rank.0 / 2));
             assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 2.0);
         },

@@ -3,12 +3,12 @@
 
 //! Leases and use marks: they record which processes use a directory of prepared data.
 //!
-//! A mark is a small file in the directory that names a process: `_lease-<name>.json` for the only
-//! writer, `_use-<name>.json` for each of any number of readers. A mark is valid while its process
-//! lives. A process on another host or in another container cannot be observed, so its mark is
-//! valid for a week after its last write, or for the lifetime that the mark states. So is the mark
-//! of another user's process if `/proc` hides the process (`hidepid`) and the kernel says that a
-//! process with its number exists.
+//! A mark, or lease file, is a small file in the directory that names a process:
+//! `_lease-<name>.json` for the only writer, `_use-<name>.json` for each of any number of readers.
+//! A mark is valid while its process lives. A process on another host or in another container
+//! cannot be observed, so its mark is valid for a week after its last write, or for the lifetime
+//! that the mark states. So is the mark of another user's process if `/proc` hides the process
+//! (`hidepid`) and the kernel says that a process with its number exists.
 //!
 //! Clocks of hosts differ. The age of a mark is therefore the difference of two times that the
 //! store has recorded: the last write of our own mark, and of the other one. Our clock counts only

@@ -508,20 +508,20 @@ impl Store {
         }
     }
 
-    /// Like [`Store::delete`], but gives up after `patience` if a store over the network does not
+    /// Like [`Store::delete`], but gives up after `timeout` if a store over the network does not
     /// answer. Then it is unknown whether the file still exists.
     ///
     /// # Errors
     /// Like [`Store::delete`], and [`Error::TimedOut`].
-    pub fn delete_within(&self, path: &str, patience: Duration) -> Result<()> {
+    pub fn delete_within(&self, path: &str, timeout: Duration) -> Result<()> {
         let at = self.object_path(path)?;
         if self.backend.backend_waiter() == BackendWaiter::CallingThread {
             return self.delete(path);
         }
-        let late = || Error::TimedOut { action: "delete", path: self.display_path(path), patience };
+        let late = || Error::TimedOut { action: "delete", path: self.display_path(path), timeout };
         let deleted =
             self.ask_backend("delete", path, async |backend| {
-                match tokio::time::timeout(patience, backend.delete(&at)).await {
+                match tokio::time::timeout(timeout, backend.delete(&at)).await {
                     Ok(deleted) => deleted.map(Some),
                     Err(_) => Ok(None),
                 }

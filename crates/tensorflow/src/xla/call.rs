@@ -81,7 +81,7 @@ unsafe fn execute_plan(
 
 /// One collective in progress; lives on the stack of the thread that drives it.
 struct PendingXlaCollective<'a> {
-    door: &'static EngineTable,
+    table: &'static EngineTable,
     operation: OperationCode,
     collective: &'a PlannedCollective,
     outputs: Outputs,
@@ -96,7 +96,7 @@ unsafe fn run_collective(
     outputs: Outputs,
     inputs: *const *const c_void,
 ) -> Result<(), String> {
-    let door = connected_table().map_err(|failure| failure.text)?;
+    let table = connected_table().map_err(|failure| failure.text)?;
     if collective.ranks != 0 {
         let now = query_placement(collective.call.process_set).map_err(failure_text)?.set_size;
         if now != collective.ranks {
@@ -131,14 +131,15 @@ unsafe fn run_collective(
         }
     };
     let requests: Vec<TensorRequest> = names.iter().enumerate().map(request).collect();
-    let mut waiting = PendingXlaCollective { door, operation, collective, outputs, result: Ok(()) };
+    let mut waiting =
+        PendingXlaCollective { table, operation, collective, outputs, result: Ok(()) };
     let mut message = [0u8; 1024];
     // SAFETY: an attended call has run `receive_outcome` when it returns; until then all objects
     // live.
     let code = unsafe {
         let (context, message): (*mut PendingXlaCollective, *mut [u8; 1024]) =
             (&raw mut waiting, &raw mut message);
-        (door.submit)(
+        (table.submit)(
             &raw const collective.call,
             requests.as_ptr(),
             count,
@@ -153,7 +154,7 @@ unsafe fn run_collective(
 }
 
 /// # Safety
-/// The door calls it once, with what `collect` waits for.
+/// The engine calls it once, with the `PendingXlaCollective` that `collect` waits for.
 unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const SubmissionOutcome) {
     // SAFETY: `collect` waits, and looks at it afterwards; the outcome lives for this call.
     let (waiting, outcome) = unsafe { (&mut *context.cast::<PendingXlaCollective>(), &*outcome) };
@@ -164,7 +165,7 @@ unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const Submi
     } else {
         // SAFETY: of this call.
         let brought = unsafe {
-            EngineOutput::from_outcome(waiting.door, outcome.outputs, outcome.output_count)
+            EngineOutput::from_outcome(waiting.table, outcome.outputs, outcome.output_count)
         };
         waiting.copy_outputs(&brought)
     };

@@ -7,7 +7,7 @@
 //! call    = kind "," reduction "," prescale "," postscale "," root "," process set "," ranks "," name { ";" tensor }
 //! tensor  = dtype ":" bytes of the output ":" [ extent { "," extent } ]
 //! ```
-//! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the door's
+//! Numbers are decimal; factors are doubles by their bits; kinds below 100 are the engine table's
 //! operations, from 100 on questions about the world; dtypes are TensorFlow's; ranks are how many
 //! the shapes were made for, 0 when they fit any number. The name is the rest of its part, without
 //! a semicolon.

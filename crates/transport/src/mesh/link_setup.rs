@@ -55,7 +55,7 @@ impl Mesh {
     ) -> Result<(u64, ArrivedConnection)> {
         let started = Instant::now();
         let deadline = wait.deadline;
-        let mut heard = started;
+        let mut last_progress = started;
         loop {
             let pause = deadline.min(Instant::now() + PROBE_INTERVAL);
             let waited = match self.shared.arrivals.await_connection(place, peer, pause) {
@@ -67,11 +67,11 @@ impl Mesh {
             }
             wait.check_give_up()?;
             match self.probe_peer(peer, deadline)? {
-                Some(true) => heard = Instant::now(),
+                Some(true) => last_progress = Instant::now(),
                 Some(false) => {
                     return Err(peer.loss_error_or("it no longer listens at any of its addresses"));
                 }
-                None if heard.elapsed() > self.shared.peer_timeout => {
+                None if last_progress.elapsed() > self.shared.peer_timeout => {
                     return Err(peer.loss_error_or("nothing answers at any of its addresses"));
                 }
                 None => {}
@@ -80,13 +80,15 @@ impl Mesh {
     }
 
     pub(super) fn probe_peer(&self, peer: &PeerState, deadline: Instant) -> Result<Option<bool>> {
-        let Some(card) = self.peer_addresses.get(peer.rank.index()) else { return Ok(None) };
-        let same_host = card.host.machine_name() == self.options.host.machine_name();
-        let local = (same_host && !card.unix_socket_name.is_empty())
-            .then_some(card.unix_socket_name.as_str());
+        let Some(their_addresses) = self.peer_addresses.get(peer.rank.index()) else {
+            return Ok(None);
+        };
+        let same_host = their_addresses.host.machine_name() == self.options.host.machine_name();
+        let local = (same_host && !their_addresses.unix_socket_name.is_empty())
+            .then_some(their_addresses.unix_socket_name.as_str());
         dial::probe_listener(
             local,
-            &addresses::order_for_dialing(&card.addresses, same_host),
+            &addresses::order_for_dialing(&their_addresses.addresses, same_host),
             deadline.min(Instant::now() + PROBE_INTERVAL),
         )
     }
@@ -99,18 +101,23 @@ impl Mesh {
         wait: &mut DialWait<'_>,
     ) -> Result<Link> {
         let capacity = RingSegment::round_capacity(capacity);
-        let card = self
+        let their_addresses = self
             .peer_addresses
             .get(peer.rank.index())
             .ok_or_else(|| peer.loss_error_or("it never joined"))?;
-        let same_host = card.host.machine_name() == self.options.host.machine_name();
+        let same_host = their_addresses.host.machine_name() == self.options.host.machine_name();
         if let Some(error) = peer.loss_error() {
             return Err(error);
         }
         if same_host
-            && !card.unix_socket_name.is_empty()
-            && let Some(link) =
-                self.dial_shared_memory(peer, &card.unix_socket_name, channel, capacity, wait)?
+            && !their_addresses.unix_socket_name.is_empty()
+            && let Some(link) = self.dial_shared_memory(
+                peer,
+                &their_addresses.unix_socket_name,
+                channel,
+                capacity,
+                wait,
+            )?
         {
             return Ok(link);
         }

@@ -101,7 +101,7 @@ pub(super) fn on_demand_link(
     peer: &Arc<PeerState>,
     channel: u32,
     capacity: usize,
-    way: PeerRoutes,
+    routes: PeerRoutes,
     congestion: &str,
 ) -> Link {
     let slot = Arc::new(OnDemandSlot {
@@ -110,7 +110,7 @@ pub(super) fn on_demand_link(
         peer: Arc::clone(peer),
         channel,
         capacity,
-        routes: way,
+        routes,
         congestion: congestion.to_owned(),
         state: Mutex::new(OnDemandState::Idle),
     });

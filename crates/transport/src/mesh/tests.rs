@@ -35,17 +35,17 @@ fn options() -> MeshOptions {
 fn open_to(serve: impl FnOnce(UnixStream) + Send) -> (Mesh, Error) {
     let (listener, local) = bind_unix_listener();
     let listener = listener.unwrap();
-    let meeting = MemoryRendezvous::default();
+    let rendezvous = MemoryRendezvous::default();
     let host = HostHash("here".to_owned());
-    let card = PeerAddresses {
+    let addresses = PeerAddresses {
         host,
         pid: 1,
         relay_world: 0,
         unix_socket_name: local,
         addresses: Vec::new(),
     };
-    meeting.publish_value("mesh/0/0", &card.encode());
-    let mesh = Mesh::join(options(), &meeting).unwrap();
+    rendezvous.publish_value("mesh/0/0", &addresses.encode());
+    let mesh = Mesh::join(options(), &rendezvous).unwrap();
     let error = thread::scope(|scope| {
         scope.spawn(move || serve(listener.accept().unwrap().0));
         mesh.open_links(1, &[Rank(0)], 4096).unwrap_err()
@@ -134,27 +134,27 @@ fn a_peer_that_is_lost_on_one_connection_hears_last_words_on_another() {
     assert_eq!(hear(), (3, b"why".to_vec()));
 }
 
-/// Adds an address without an answer to the card of rank 0.
+/// Adds an address without an answer to the addresses of rank 0.
 struct Misled(MemoryRendezvous, SocketAddr);
 
 impl Rendezvous for Misled {
     fn exchange_addresses(
         &self,
-        place: RendezvousPoint,
-        card: &[u8],
+        point: RendezvousPoint,
+        addresses: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
-        let mut cards = self.0.exchange_addresses(place, card, deadline)?;
-        let mut first = PeerAddresses::decode(&cards[0]).unwrap();
+        let mut all_addresses = self.0.exchange_addresses(point, addresses, deadline)?;
+        let mut first = PeerAddresses::decode(&all_addresses[0]).unwrap();
         first.addresses.insert(0, self.1.into());
-        cards[0] = first.encode();
-        Ok(cards)
+        all_addresses[0] = first.encode();
+        Ok(all_addresses)
     }
 }
 
 #[test]
 fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection() {
-    let (dead, meeting) = (crate::happy_eyeballs::tests::dead(), MemoryRendezvous::default());
+    let (dead, rendezvous) = (crate::happy_eyeballs::tests::dead(), MemoryRendezvous::default());
     let of = |rank| {
         let mut options = MeshOptions::new(Rank(rank), 2, HostHash("here".to_owned()), KEY);
         options.use_shared_memory = false;
@@ -163,16 +163,16 @@ fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection
         options
     };
     let times: Vec<Duration> = thread::scope(|scope| {
-        let (meeting, channels) = (&meeting, 1..=3);
+        let (rendezvous, channels) = (&rendezvous, 1..=3);
         let near = channels.clone();
         let far = scope.spawn(move || {
-            let mesh = Mesh::join(of(0), meeting).unwrap();
+            let mesh = Mesh::join(of(0), rendezvous).unwrap();
             let links: Vec<_> = channels
                 .map(|channel| mesh.open_links(channel, &[Rank(1)], 4096).unwrap())
                 .collect();
             (mesh, links)
         });
-        let mesh = Mesh::join(of(1), &Misled(meeting.clone(), dead.address)).unwrap();
+        let mesh = Mesh::join(of(1), &Misled(rendezvous.clone(), dead.address)).unwrap();
         let open = |channel| {
             let began = Instant::now();
             drop(mesh.open_links(channel, &[Rank(0)], 4096).unwrap());
@@ -190,21 +190,21 @@ fn a_dead_first_address_costs_a_moment_once_and_not_seconds_for_every_connection
 #[test]
 fn links_are_dialled_16_at_a_time_and_no_more_when_nobody_wants_them() {
     const OTHERS: u32 = 20;
-    let (dead, meeting) = (crate::happy_eyeballs::tests::dead(), MemoryRendezvous::default());
+    let (dead, rendezvous) = (crate::happy_eyeballs::tests::dead(), MemoryRendezvous::default());
     for rank in 0..OTHERS {
         let host = HostHash("here".to_owned());
         let addresses = vec![dead.address.into()];
-        let card = PeerAddresses {
+        let addresses = PeerAddresses {
             host,
             pid: 1,
             relay_world: 0,
             unix_socket_name: String::new(),
             addresses,
         };
-        meeting.publish_value(&format!("mesh/0/{rank}"), &card.encode());
+        rendezvous.publish_value(&format!("mesh/0/{rank}"), &addresses.encode());
     }
     let mesh =
-        Mesh::join(MeshOptions { rank: Rank(OTHERS), size: OTHERS + 1, ..options() }, &meeting)
+        Mesh::join(MeshOptions { rank: Rank(OTHERS), size: OTHERS + 1, ..options() }, &rendezvous)
             .unwrap();
     let (peers, deadline) = ((0..OTHERS).map(Rank).collect::<Vec<_>>(), Instant::now() + PATIENCE);
     let mut links = mesh.open_links_on_demand(1, &peers, 4096, deadline, &mut || false).unwrap();

@@ -131,16 +131,16 @@ impl PathSilence {
     pub(crate) fn update_silence(&mut self, lived: Duration, sight: TcpInfoSnapshot) -> Duration {
         self.0 = match sight {
             TcpInfoSnapshot { has_unconfirmed: false, .. } => Duration::ZERO,
-            TcpInfoSnapshot { since_last_ack: heard, .. } if heard < lived => heard,
-            TcpInfoSnapshot { unanswered_probes: 1, since_last_ack: heard, .. }
-                if heard < PROBE_ANSWER_INTERVAL =>
+            TcpInfoSnapshot { since_last_ack: since_ack, .. } if since_ack < lived => since_ack,
+            TcpInfoSnapshot { unanswered_probes: 1, since_last_ack: since_ack, .. }
+                if since_ack < PROBE_ANSWER_INTERVAL =>
             {
                 Duration::ZERO
             }
             // Two unanswered probes mean a dead path. It has been dead since the last answer,
             // because there was nothing to acknowledge before the first probe.
-            TcpInfoSnapshot { unanswered_probes: 2.., since_last_ack: heard, .. } => {
-                heard.max(self.0 + lived)
+            TcpInfoSnapshot { unanswered_probes: 2.., since_last_ack: since_ack, .. } => {
+                since_ack.max(self.0 + lived)
             }
             _ => self.0 + lived,
         };
@@ -272,10 +272,10 @@ mod tests {
 
     #[test]
     fn silence_is_what_follows_the_last_confirmation() {
-        let sight = |awaits, unanswered, heard| TcpInfoSnapshot {
+        let sight = |awaits, unanswered, since_ack| TcpInfoSnapshot {
             has_unconfirmed: awaits,
             unanswered_probes: unanswered,
-            since_last_ack: TICK * heard,
+            since_last_ack: TICK * since_ack,
             end_confirmed: false,
         };
         let mut silence = PathSilence::default();

@@ -51,12 +51,12 @@ impl Pair {
     }
 
     fn with(options: impl Fn(u32) -> MeshOptions + Sync, plan: Option<Plan>) -> Self {
-        let meeting = MemoryRendezvous::default();
-        let target = meeting.clone();
+        let rendezvous = MemoryRendezvous::default();
+        let target = rendezvous.clone();
         let proxy = Proxy::start(move || rank_zero_address(&target, 0), plan);
-        let diverted = DivertingRendezvous { meeting: meeting.clone(), to: proxy.address };
+        let diverted = DivertingRendezvous { rendezvous: rendezvous.clone(), to: proxy.address };
         let meshes = thread::scope(|scope| {
-            let zero = scope.spawn(|| Mesh::join(options(0), &meeting).unwrap());
+            let zero = scope.spawn(|| Mesh::join(options(0), &rendezvous).unwrap());
             let one = Mesh::join(options(1), &diverted).unwrap();
             vec![zero.join().unwrap(), one]
         });
@@ -322,17 +322,17 @@ fn a_recorded_handshake_is_useless_later() {
     let recorded: Vec<_> =
         [0, 1].map(|connection| pair.proxy.heard(connection, Way::ToAcceptor)).into();
     drop((zero, pair));
-    let meeting = MemoryRendezvous::default();
-    let (target, card) = (meeting.clone(), meeting.clone());
+    let rendezvous = MemoryRendezvous::default();
+    let (target, addresses) = (rendezvous.clone(), rendezvous.clone());
     let joining = thread::spawn(move || Mesh::join(options(0, 1), &target).unwrap());
-    let there = rank_zero_address(&card, 0);
-    let other = Mesh::join(options(1, 1), &meeting).unwrap();
+    let there = rank_zero_address(&addresses, 0);
+    let other = Mesh::join(options(1, 1), &rendezvous).unwrap();
     let mesh = joining.join().unwrap();
     for words in &recorded {
         let before = mesh.refused_connection_count();
         let mut stream = TcpStream::connect(there).unwrap();
         stream.set_read_timeout(Some(TEST_WAIT_LIMIT)).unwrap();
-        // The door may close in the middle.
+        // The mesh may close the connection in the middle.
         drop(stream.write_all(words));
         let mut heard = Vec::new();
         drop(stream.read_to_end(&mut heard));

@@ -17,7 +17,7 @@ pub(super) struct RankArrivals {
     /// Operations that it took part in.
     pub(super) operations: u64,
     /// Operations to which it came last.
-    pub(super) came_last: u64,
+    pub(super) arrived_last: u64,
     /// Microseconds for which all others waited for it alone.
     pub(super) waited_for_alone: i64,
     /// Microseconds for which it waited for others.
@@ -55,24 +55,24 @@ impl RankLateness {
         let mut lateness = Self { from: i64::MAX, until: i64::MIN, ..Self::default() };
         let mut waits = Vec::new();
         for ((tensor, _), parts) in operations {
-            let mut came: Vec<(i64, u32)> =
+            let mut ordered: Vec<(i64, u32)> =
                 parts.iter().map(|part| (arrival_time(part, clocks), part.rank)).collect();
-            came.sort_unstable();
-            let [.., (second, _), (last, latest)] = came[..] else {
+            ordered.sort_unstable();
+            let [.., (second, _), (last, latest)] = ordered[..] else {
                 continue;
             };
-            if came.first().is_some_and(|(first, _)| *first < known) {
+            if ordered.first().is_some_and(|(first, _)| *first < known) {
                 continue;
             }
             lateness.until = lateness.until.max(last);
-            for (at, rank) in &came {
+            for (at, rank) in &ordered {
                 lateness.from = lateness.from.min(*at);
                 let arrivals = lateness.ranks.entry(*rank).or_default();
                 arrivals.operations += 1;
                 arrivals.waited = arrivals.waited.saturating_add(last - at);
             }
             let arrivals = lateness.ranks.entry(latest).or_default();
-            arrivals.came_last += 1;
+            arrivals.arrived_last += 1;
             // Ranks outside of the operation's process set do not wait, and if a rank's part is
             // missing, it is unknown whether it waited.
             if parts.len() == ranks && last - second >= MIN_WAIT_SPAN_US {

@@ -35,10 +35,10 @@ struct ArrivingTimeline {
     size: u64,
 }
 
-/// The pieces that have arrived, in a folder that goes with this.
+/// The pieces that have arrived, in a folder that is deleted when this is dropped.
 pub struct TimelinePieces {
     folder: TempDir,
-    /// By the worker's task: a rank may be another worker's later.
+    /// By task and not by rank, because a later world may give a rank to another worker.
     files: BTreeMap<u32, ArrivingTimeline>,
     /// Bytes that may still come.
     pub(super) bytes_left: u64,

@@ -71,7 +71,7 @@ impl TimelineSummary {
                 rank: trace.rank,
                 host: trace.host.clone(),
                 operations: arrivals.operations,
-                last: arrivals.came_last,
+                last: arrivals.arrived_last,
                 waited_for_ms: arrivals.waited_for_alone as f64 / 1e3,
                 waited_ms: arrivals.waited as f64 / 1e3,
                 clock_shift_us: shift.map(|(shift, _)| shift),

@@ -70,7 +70,7 @@ def open_delta_table(
 
     Args:
         path: A path or URL.
-        version: Of the table; default: the newest.
+        version: Version of the table; default: the newest.
         timestamp: Chooses the newest version that is not younger.
 
     Raises:
@@ -121,7 +121,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     """Returns a table at the version that it has been loaded at.
 
     Args:
-        table: Of deltalake.
+        table: Table of deltalake.
 
     Raises:
         ValueError: The table has a feature that is not read; the message names both.
@@ -190,45 +190,54 @@ def _table_columns(table: Any, features: set[str], name: str) -> tuple[TableColu
     return tuple(TableColumn(one, (_stored_name(one),)) for one in fields)
 
 
-def _stored_name(one: pa.Field) -> str:
-    told = (one.metadata or {}).get(STORED_NAME_KEY)
-    return one.name if told is None else told.decode()
+def _stored_name(field: pa.Field) -> str:
+    stored_name = (field.metadata or {}).get(STORED_NAME_KEY)
+    return field.name if stored_name is None else stored_name.decode()
 
 
-def _arrow_field(told: dict[str, Any], mode: str, table: str) -> pa.Field:
+def _arrow_field(entry: dict[str, Any], mode: str, table: str) -> pa.Field:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     metadata: dict[bytes, bytes] = {}
     if mode != "none":
-        stored = told["metadata"].get("delta.columnMapping.physicalName", told["name"])
+        stored = entry["metadata"].get("delta.columnMapping.physicalName", entry["name"])
         metadata[STORED_NAME_KEY] = stored.encode()
     if mode == "id":
-        metadata[FIELD_ID_KEY] = str(told["metadata"]["delta.columnMapping.id"]).encode()
-    words = f"column {told['name']!r} of {table}"
-    kind = _arrow_type(told["type"], mode, words)
-    return pa.field(told["name"], kind, metadata=metadata or None)
+        metadata[FIELD_ID_KEY] = str(entry["metadata"]["delta.columnMapping.id"]).encode()
+    column_label = f"column {entry['name']!r} of {table}"
+    kind = _arrow_type(entry["type"], mode, column_label)
+    return pa.field(entry["name"], kind, metadata=metadata or None)
 
 
-def _arrow_type(told: Any, mode: str, words: str) -> pa.DataType:
+def _arrow_type(stored_type: Any, mode: str, column_label: str) -> pa.DataType:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    if isinstance(told, dict):
-        kind = told["type"]
+    if isinstance(stored_type, dict):
+        kind = stored_type["type"]
         if kind == "struct":
-            return pa.struct([_arrow_field(one, mode, words) for one in told["fields"]])
+            return pa.struct(
+                [_arrow_field(part, mode, column_label) for part in stored_type["fields"]]
+            )
         if kind == "array":
-            return pa.list_(pa.field("element", _arrow_type(told["elementType"], mode, words)))
+            return pa.list_(
+                pa.field("element", _arrow_type(stored_type["elementType"], mode, column_label))
+            )
         if kind == "map":
-            key, value = (_arrow_type(told[f"{one}Type"], mode, words) for one in ("key", "value"))
+            key, value = (
+                _arrow_type(stored_type[f"{part}Type"], mode, column_label)
+                for part in ("key", "value")
+            )
             return pa.map_(key, value)
-    elif told in _PRIMITIVE_TYPES:
-        return pa.type_for_alias(_PRIMITIVE_TYPES[told])
-    elif told in ("timestamp", "timestamp_ntz"):
-        return pa.timestamp("us", "UTC" if told == "timestamp" else None)
-    elif told.startswith("decimal("):
-        precision, scale = told[len("decimal(") : -1].split(",")
+    elif stored_type in _PRIMITIVE_TYPES:
+        return pa.type_for_alias(_PRIMITIVE_TYPES[stored_type])
+    elif stored_type in ("timestamp", "timestamp_ntz"):
+        return pa.timestamp("us", "UTC" if stored_type == "timestamp" else None)
+    elif stored_type.startswith("decimal("):
+        precision, scale = stored_type[len("decimal(") : -1].split(",")
         return pa.decimal128(int(precision), int(scale))
-    raise ValueError(f"{words} is a {told}, which is not read: read the table with Spark")
+    raise ValueError(
+        f"{column_label} is a {stored_type}, which is not read: read the table with Spark"
+    )
 
 
 def _partition_scalar(value: Any, kind: pa.DataType) -> Any:

@@ -41,8 +41,8 @@ class DeleteFiles:
     """The delete files of a snapshot.
 
     Args:
-        table: of pyiceberg.
-        name: of the table, for messages.
+        table: table of pyiceberg.
+        name: name of the table, for messages.
     """
 
     def __init__(self, table: Any, name: str) -> None:
@@ -56,7 +56,7 @@ class DeleteFiles:
         """Reads a delete file.
 
         Args:
-            entry: Of a manifest.
+            entry: Entry of a manifest.
 
         Raises:
             ValueError: A file of a format that is not read.
@@ -119,7 +119,7 @@ class DeleteFiles:
         none.
 
         Args:
-            entry: Of the data file, in a manifest.
+            entry: Entry of the data file, in a manifest.
 
         Raises:
             ValueError: A data file or delete file that cannot be read.
@@ -131,20 +131,20 @@ class DeleteFiles:
         listed = self._vectors.get(file.file_path) or self._positions.get(file.file_path, [])
         found = [rows for number, rows in listed if number >= sequence]
         older = [
-            one
-            for one in self._equality
-            if one.sequence > sequence and self._is_in_partition(one, file)
+            deletion
+            for deletion in self._equality
+            if deletion.sequence > sequence and self._is_in_partition(deletion, file)
         ]
         groups: dict[tuple[int, ...], list[_EqualityDelete]] = defaultdict(list)
-        for one in older:
-            groups[one.field_ids].append(one)
+        for deletion in older:
+            groups[deletion.field_ids].append(deletion)
         found += [self._equal_rows(file, ids, ones) for ids, ones in groups.items()]
         deleted = np.unique(np.concatenate(found)) if found else np.empty(0, np.uint64)
         return deleted if deleted.size else None
 
-    def _is_in_partition(self, one: _EqualityDelete, file: Any) -> bool:
-        is_global = not self._table.specs()[one.spec_id].fields
-        return is_global or (one.spec_id, one.partition) == (file.spec_id, file.partition)
+    def _is_in_partition(self, deletion: _EqualityDelete, file: Any) -> bool:
+        is_global = not self._table.specs()[deletion.spec_id].fields
+        return is_global or (deletion.spec_id, deletion.partition) == (file.spec_id, file.partition)
 
     def _equal_rows(
         self, file: Any, field_ids: tuple[int, ...], deletes: list[_EqualityDelete]
@@ -154,17 +154,19 @@ class DeleteFiles:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
         columns = tuple(self._find_column(number) for number in field_ids)
-        for one in deletes:
-            if one.values is None:
-                one.values = self._read_columns(one.path, {}, columns)
-        values = pa.concat_tables([one.values for one in deletes if one.values is not None])
+        for deletion in deletes:
+            if deletion.values is None:
+                deletion.values = self._read_columns(deletion.path, {}, columns)
+        values = pa.concat_tables(
+            [deletion.values for deletion in deletes if deletion.values is not None]
+        )
         defaults = self._partition_defaults(file, columns)
         rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
         return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
 
     def _partition_defaults(self, file: Any, columns: tuple[TableColumn, ...]) -> dict[str, Any]:
-        kinds = {one.field_id: one.arrow_field.type for one in columns}
-        names = {one.field_id: one.name for one in columns}
+        kinds = {column.field_id: column.arrow_field.type for column in columns}
+        names = {column.field_id: column.name for column in columns}
         values = partition_scalars(self._table, file, kinds)
         return {names[number]: value for number, value in values.items()}
 
@@ -172,10 +174,12 @@ class DeleteFiles:
         """Returns a column of the newest schema that has it; it may have been dropped."""
         schemas = self._table.schemas()
         current = self._table.metadata.current_schema_id
-        for schema_id in sorted(schemas, key=lambda one: (one == current, one), reverse=True):
-            for one in schema_columns(self._table, schemas[schema_id]):
-                if one.field_id == number:
-                    return one
+        for schema_id in sorted(
+            schemas, key=lambda column: (column == current, column), reverse=True
+        ):
+            for column in schema_columns(self._table, schemas[schema_id]):
+                if column.field_id == number:
+                    return column
         raise ValueError(
             f"{self._name} has rows deleted by column number {number}, which is not one of its "
             "columns or is within a struct: read it with Spark, and fit on the DataFrame"
@@ -191,10 +195,10 @@ class DeleteFiles:
 
         # Two columns of different schemas may have one name.
         unique = tuple(
-            TableColumn(one.arrow_field.with_name(str(one.field_id)), one.stored_names)
-            for one in columns
+            TableColumn(column.arrow_field.with_name(str(column.field_id)), column.stored_names)
+            for column in columns
         )
-        named = {str(one.field_id): one.name for one in columns}
+        named = {str(column.field_id): column.name for column in columns}
         file = TableFile(
             path, {number: defaults[name] for number, name in named.items() if name in defaults}
         )
@@ -202,12 +206,14 @@ class DeleteFiles:
         reader = pq.ParquetFile(
             path, filesystem=arrow_filesystem(path), coerce_int96_timestamp_unit="us"
         )
-        chosen = FileColumns(snapshot, file, reader.schema_arrow, [one.name for one in unique])
+        chosen = FileColumns(
+            snapshot, file, reader.schema_arrow, [column.name for column in unique]
+        )
         batches, first = [], 0
         for batch in reader.iter_batches(columns=chosen.stored_names):
             batches.append(chosen.convert_batch(batch, first))
             first += batch.num_rows
-        schema = pa.schema([one.with_nullable(True) for one in snapshot.schema])
+        schema = pa.schema([column.with_nullable(True) for column in snapshot.schema])
         return pa.Table.from_batches(batches, schema)
 
 
@@ -240,7 +246,8 @@ def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
     for name in values.schema.names:
         known = compute.unique(values[name])
         mine, theirs = (
-            compute.index_in(one[name], value_set=known).combine_chunks() for one in (rows, values)
+            compute.index_in(table[name], value_set=known).combine_chunks()
+            for table in (rows, values)
         )
         possible &= np.asarray(mine.is_valid())
         # Codes are renumbered for each column, so that their product with the next ones fits.

@@ -91,18 +91,18 @@ def iceberg_snapshot(
         version = _version_at(table, timestamp, name)
     snapshot = table.current_snapshot() if version is None else table.snapshot_by_id(version)
     if version is not None and snapshot is None:
-        known = ", ".join(str(one.snapshot_id) for one in table.snapshots()[-20:])
+        known = ", ".join(str(each.snapshot_id) for each in table.snapshots()[-20:])
         raise ValueError(f"{name} has no snapshot {version}, there are: {known or 'none'}")
     # As in Spark, a table has its current columns, and an older snapshot the columns of its time.
     is_past = version is not None and snapshot.schema_id is not None
     schema = table.schemas()[snapshot.schema_id] if is_past else table.schema()
     columns = tuple(
-        one for one in schema_columns(table, schema) if names is None or one.name in names
+        field for field in schema_columns(table, schema) if names is None or field.name in names
     )
     if snapshot is None:
         raise ValueError(f"{name} has no snapshot: nothing has been written to it")
     files = tuple(_data_files(table, snapshot, schema, columns, name))
-    told = [table.location(), metadata.table_uuid, snapshot.snapshot_id, schema.schema_id]
+    version_parts = [table.location(), metadata.table_uuid, snapshot.snapshot_id, schema.schema_id]
     chosen = "" if names is None else f" {' '.join(sorted(names))}"
     return TableSnapshot(
         name,
@@ -110,7 +110,7 @@ def iceberg_snapshot(
         str(snapshot.snapshot_id),
         columns,
         files,
-        f"iceberg {' '.join(map(str, told))}{chosen}",
+        f"iceberg {' '.join(map(str, version_parts))}{chosen}",
     )
 
 
@@ -170,12 +170,12 @@ def _data_files(
                 data.append(entry)
             else:
                 deletes.add_entry(entry)
-    kinds = {one.field_id: one.arrow_field.type for one in columns}
-    names = {one.field_id: one.name for one in columns}
+    kinds = {field.field_id: field.arrow_field.type for field in columns}
+    names = {field.field_id: field.name for field in columns}
     initial = {
-        one.field_id: typed_scalar(one.initial_default, kinds[one.field_id])
-        for one in schema.fields
-        if one.field_id in kinds and getattr(one, "initial_default", None) is not None
+        field.field_id: typed_scalar(field.initial_default, kinds[field.field_id])
+        for field in schema.fields
+        if field.field_id in kinds and getattr(field, "initial_default", None) is not None
     }
     files = []
     for entry in sorted(data, key=lambda entry: entry.data_file.file_path):

@@ -18,7 +18,7 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
     """Yields the columns of a schema of a table.
 
     Args:
-        table: Of pyiceberg.
+        table: Table of pyiceberg.
         schema: One of its schemas.
     """
     from pyiceberg.io.pyarrow import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
@@ -27,8 +27,8 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
 
     mapping = table.name_mapping()
     names = {one.field_id: tuple(one.names) for one in mapping.root} if mapping else {}
-    for one in schema_to_pyarrow(schema, include_field_ids=True):
-        yield TableColumn(one, names.get(int(one.metadata[FIELD_ID_KEY]), ()))
+    for field in schema_to_pyarrow(schema, include_field_ids=True):
+        yield TableColumn(field, names.get(int(field.metadata[FIELD_ID_KEY]), ()))
 
 
 def partition_scalars(
@@ -37,7 +37,7 @@ def partition_scalars(
     """Returns the values of the columns whose values partition a file as they are.
 
     Args:
-        table: Of pyiceberg.
+        table: Table of pyiceberg.
         file: A data file.
         kinds: Types by the number of the column.
     """
@@ -46,9 +46,9 @@ def partition_scalars(
     )
 
     values = {}
-    for index, one in enumerate(table.specs()[file.spec_id].fields):
-        if isinstance(one.transform, IdentityTransform) and one.source_id in kinds:
-            values[one.source_id] = typed_scalar(file.partition[index], kinds[one.source_id])
+    for index, field in enumerate(table.specs()[file.spec_id].fields):
+        if isinstance(field.transform, IdentityTransform) and field.source_id in kinds:
+            values[field.source_id] = typed_scalar(file.partition[index], kinds[field.source_id])
     return values
 
 
@@ -71,8 +71,8 @@ def check_parquet(file: Any, name: str) -> None:
     """Refuses a data file or delete file of another format.
 
     Args:
-        file: Of a manifest.
-        name: Of the table, for messages.
+        file: File of a manifest.
+        name: Name of the table, for messages.
 
     Raises:
         ValueError: Another format than Parquet.

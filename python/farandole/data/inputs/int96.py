@@ -29,7 +29,7 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
     """Returns a fragment that reads INT96 in a unit; other fragments as they are.
 
     Args:
-        fragment: Of a pyarrow dataset.
+        fragment: Fragment of a pyarrow dataset.
         unit: `us` or `ms`.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
@@ -49,7 +49,7 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
         fragment.path, fragment.filesystem, fragment.partition_expression
     )
     groups = fragment.row_groups
-    return remade if groups is None else remade.subset(row_group_ids=[one.id for one in groups])
+    return remade if groups is None else remade.subset(row_group_ids=[group.id for group in groups])
 
 
 def read_as_microseconds(dataset: Any) -> Any:
@@ -57,7 +57,7 @@ def read_as_microseconds(dataset: Any) -> Any:
     without INT96 as it is.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
@@ -82,8 +82,8 @@ def read_as_microseconds(dataset: Any) -> Any:
 
 
 def _with_filter_of(dataset: Any, remade: Any) -> Any:
-    kept = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public door
-    return remade if kept is None else remade.filter(kept)
+    condition = dataset._scan_options.get("filter")  # noqa: SLF001 - there is no public API
+    return remade if condition is None else remade.filter(condition)
 
 
 def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
@@ -92,11 +92,12 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
     For rows whose numbers in their file are unknown, because a filter or a query chooses them.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
         columns: Columns that are checked; `None` for all.
 
     Raises:
-        ValueError: Such a value; names column, file and row.
+        ValueError: A value that an int64 of microseconds cannot hold; the message names the
+            column, the file and the row.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
 
@@ -106,7 +107,7 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
         return
     for fragment in files_of_dataset(dataset).get_fragments():
         fine = with_int96_unit(fragment, "us")
-        wide = [one for one in _int96_columns(fine) if columns is None or one in columns]
+        wide = [column for column in _int96_columns(fine) if columns is None or column in columns]
         if not wide:
             continue
         chosen = {column: ds.field(column) for column in wide}
@@ -122,12 +123,13 @@ def check_int96_range(
 
     Args:
         batches: The rows, with INT96 in microseconds.
-        fragment: Of pyarrow: the file, or some of its row groups.
-        name: Of the file, for messages.
+        fragment: Fragment of pyarrow: the file, or some of its row groups.
+        name: Name of the file, for messages.
         rows: Rows of a batch, at most.
 
     Raises:
-        ValueError: Such a value; names column, file and row.
+        ValueError: A value that an int64 of microseconds cannot hold; the message names the
+            column, the file and the row.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
 
@@ -151,7 +153,7 @@ def _int96_columns(fragment: Any) -> list[str]:
     if metadata is None:
         return []
     leaves = (metadata.schema.column(index) for index in range(metadata.num_columns))
-    paths = [one.path for one in leaves if one.physical_type == "INT96"]
+    paths = [leaf.path for leaf in leaves if leaf.physical_type == "INT96"]
     schema = fragment.physical_schema
     return list(dict.fromkeys(name for path in paths for name in columns_of_leaf(path, schema)))
 
@@ -165,7 +167,8 @@ def _check_column(fine: Any, coarse: Any, column: str, name: str, row: int) -> N
     if not pa.types.is_timestamp(fine.type):
         return
     micros, millis = (
-        one.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False) for one in (fine, coarse)
+        column.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+        for column in (fine, coarse)
     )
     odd = np.flatnonzero(micros // _MICROSECONDS_PER_MILLISECOND != millis)
     if odd.size:

@@ -22,7 +22,7 @@ def lazy_frame_schema(frame: Any) -> pa.Schema:
     """Returns the types of a lazy frame's columns.
 
     Args:
-        frame: Of polars.
+        frame: A polars frame.
     """
     return frame.collect_schema().to_frame().to_arrow().schema
 
@@ -31,8 +31,8 @@ def lazy_frame_batches(frame: Any, columns: list[str]) -> Iterator[pa.RecordBatc
     """Runs the query of a lazy frame.
 
     Args:
-        frame: Of polars.
-        columns: That are wanted.
+        frame: A polars frame.
+        columns: Columns that are wanted.
     """
     chosen = frame.select(columns)
     # Earlier versions of polars have the whole result alone.

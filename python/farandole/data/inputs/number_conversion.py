@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Dates, times and decimals as the numbers of batches, as prepared data and the reader have them.
 
-Dates are days since 1970. Timestamps, times and durations are microseconds, whatever the unit of
-their source is: nanoseconds are rounded down, and coarser units that do not fit are refused.
+Dates are days since 1970. Timestamps, times and durations are microseconds, for any unit of
+their source: nanoseconds are rounded down, and coarser units that do not fit are refused.
 Decimals are the nearest float64.
 """
 
@@ -73,8 +73,8 @@ def _check_product_range(stored: Any, factor: int, name: str, kind: Any) -> None
 
     values = stored.fill_null(0).to_numpy(zero_copy_only=False)
     limits = np.iinfo(np.int64)
-    most = int(limits.max) // factor
-    odd = np.flatnonzero((values < -most) | (values > most))
+    max_value = int(limits.max) // factor
+    odd = np.flatnonzero((values < -max_value) | (values > max_value))
     if odd.size:
         raise ValueError(
             f"column {name!r}, row {odd[0]}: {values[odd[0]]} of {kind} are more microseconds than "

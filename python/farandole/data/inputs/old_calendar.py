@@ -38,11 +38,12 @@ def check_old_times(
 
     Args:
         batches: The rows.
-        fragment: Of pyarrow: the file, or some of its row groups.
-        name: Of the file, for messages.
+        fragment: Fragment of pyarrow: the file, or some of its row groups.
+        name: Name of the file, for messages.
 
     Raises:
-        ValueError: Such a value; names column, file and row.
+        ValueError: A value of unclear meaning; the message names the column, the
+            file and the row.
     """
     firsts = _first_clear_values(fragment)
     if not firsts:
@@ -63,11 +64,12 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
     For rows that a query engine reads, which are not checked one by one.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
         columns: Columns that are checked; `None` for all.
 
     Raises:
-        ValueError: Such a file; names column and file.
+        ValueError: A file that may have values of unclear meaning; the message names the
+            column and the file.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
 
@@ -99,13 +101,13 @@ def _is_clear(statistics: Any, first: int) -> bool:
 
     if statistics is None or not statistics.has_min_max:
         return False
-    least = statistics.min
-    if isinstance(least, dt.datetime):
-        return least.replace(tzinfo=dt.UTC) >= dt.datetime(1900, 1, 1, tzinfo=dt.UTC)
-    return isinstance(least, dt.date) and (least - dt.date(1970, 1, 1)).days >= first
+    minimum = statistics.min
+    if isinstance(minimum, dt.datetime):
+        return minimum.replace(tzinfo=dt.UTC) >= dt.datetime(1900, 1, 1, tzinfo=dt.UTC)
+    return isinstance(minimum, dt.date) and (minimum - dt.date(1970, 1, 1)).days >= first
 
 
-def _check_column(values: Any, first: int, words: str, row: int) -> None:
+def _check_column(values: Any, first: int, column_label: str, row: int) -> None:
     import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
     import pyarrow.compute as pc  # noqa: PLC0415 - as above
 
@@ -122,18 +124,18 @@ def _check_column(values: Any, first: int, words: str, row: int) -> None:
     )
     odd = compute.indices_nonzero(compute.less(numbers, first))
     if len(odd):
-        moment = _moment_text(flat[odd[0].as_py()])
+        moment = _timestamp_text(flat[odd[0].as_py()])
         when = "1582-10-15" if is_date else "1900-01-01"
         at = "a list" if is_list else f"row {row + odd[0].as_py()}"
         raise ValueError(
-            f"{words} has {moment} in {at}, before {when}, where Spark's calendar "
+            f"{column_label} has {moment} in {at}, before {when}, where Spark's calendar "
             "before version 3 (spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY) has other "
             "dates: write the file again with CORRECTED"
         )
 
 
-def _moment_text(value: Any) -> str:
-    """Returns a moment as text; as a number, if Python has no such date."""
+def _timestamp_text(value: Any) -> str:
+    """Returns a timestamp as text; as a number, if Python has no such date."""
     try:
         return str(value)
     except (OverflowError, ValueError):
@@ -143,12 +145,14 @@ def _moment_text(value: Any) -> str:
 def _first_clear_values(fragment: Any) -> dict[str, int]:
     """Returns the first value with a clear meaning, by column; nothing for most files."""
     metadata = getattr(fragment, "metadata", None)
-    told = {} if metadata is None else metadata.metadata or {}
-    if metadata is None or _VERSION_KEY not in told:
+    file_metadata = {} if metadata is None else metadata.metadata or {}
+    if metadata is None or _VERSION_KEY not in file_metadata:
         return {}
-    version = tuple(int(part) for part in told[_VERSION_KEY].split(b".")[:2] if part.isdigit())
-    old_dates = version < (3, 0) or _DATES_KEY in told
-    old_int96 = version < (3, 1) or _INT96_KEY in told
+    version = tuple(
+        int(part) for part in file_metadata[_VERSION_KEY].split(b".")[:2] if part.isdigit()
+    )
+    old_dates = version < (3, 0) or _DATES_KEY in file_metadata
+    old_int96 = version < (3, 1) or _INT96_KEY in file_metadata
     firsts = {}
     for index in range(metadata.num_columns):
         column = metadata.schema.column(index)

@@ -17,8 +17,8 @@ def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
     column `a`. If a file has both, both are returned.
 
     Args:
-        path: Of the leaf, as the footer has it.
-        schema: Of the file.
+        path: Path of the leaf, as the footer has it.
+        schema: Schema of the file.
     """
     return [
         field.name
@@ -39,7 +39,8 @@ def unnest_values(column: Any) -> Any:
     """Returns the values of an array of Arrow that are in lists, tensors and dictionaries.
 
     Args:
-        column: An array. One without such a wrapping, or of structs, is returned as it is.
+        column: An array. An array without lists, tensors and dictionaries, or of structs, is
+            returned unchanged.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
 
@@ -58,8 +59,8 @@ def files_of_dataset(dataset: Any) -> Any:
     """Returns a dataset of files with all rows: a filtered one does not tell its fragments.
 
     Args:
-        dataset: Of pyarrow.
+        dataset: Dataset of pyarrow.
     """
     whole = dataset.replace_schema(dataset.schema)
-    whole._scan_options = {}  # noqa: SLF001 - there is no public door to remove a filter
+    whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
     return whole

@@ -44,10 +44,10 @@ def partitioned_dataset(
     """Returns a pyarrow dataset of files, with the columns that the names of directories form.
 
     Args:
-        paths: Of the files.
+        paths: Paths of the files.
         base: Directory that contains all files. Its own name, and the names above, mean nothing.
-        file_format: Of pyarrow.
-        filesystem: Of pyarrow, for all files.
+        file_format: File format of pyarrow.
+        filesystem: File system of pyarrow, for all files.
         types: Types of some columns of directories.
 
     Raises:
@@ -95,7 +95,7 @@ def fragment_partitions(fragment: Any) -> dict[str, Any]:
     """Returns the values that all rows of a fragment have, by column.
 
     Args:
-        fragment: Of a pyarrow dataset.
+        fragment: Fragment of a pyarrow dataset.
     """
     import pyarrow.dataset as ds  # noqa: PLC0415 - as above
 
@@ -106,7 +106,7 @@ def partition_names(dataset: Any) -> list[str]:
     """Returns the columns whose values are not in the files of a pyarrow dataset.
 
     Args:
-        dataset: Of `partitioned_dataset`.
+        dataset: Result of `partitioned_dataset`.
     """
     return sorted(
         {name for fragment in dataset.get_fragments() for name in fragment_partitions(fragment)}

@@ -80,9 +80,9 @@ def open_source(
 
     Args:
         source: See `farandole.data.prepare_data`.
-        format: Of files.
+        format: Format of files.
         types: Types by column, for formats that have none.
-        options: Of CSV and JSON.
+        options: Options of CSV and JSON.
 
     Returns:
         Its columns and units; nothing but the beginnings or the footers of files has been read.
@@ -150,14 +150,14 @@ def list_datasets(
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
     paths = [os.fspath(one) for one in given_paths]
-    places = [found_files.find_files(path) for path in paths]
-    everything = [file for place in places for file in place.files]
+    locations = [found_files.find_files(path) for path in paths]
+    everything = [file for location in locations for file in location.files]
     kind, endings = given, found_files.file_extensions(everything)
     if kind is None:
-        kinds = {_FORMAT_BY_SUFFIX.get(ending) for ending in endings}
+        kinds = {_FORMAT_BY_SUFFIX.get(suffix) for suffix in endings}
         kind = kinds.pop() if len(kinds) == 1 else None
         if kind is None:
-            shown = ", ".join(sorted(f".{ending}" for ending in endings))
+            shown = ", ".join(sorted(f".{suffix}" for suffix in endings))
             raise ValueError(f"the format is unknown for names that end in {shown}: pass format=")
     if kind not in _FORMAT_BY_SUFFIX.values():
         raise ValueError(
@@ -169,12 +169,16 @@ def list_datasets(
     files = [file for file in everything if file.size > 0 or kind in _SELF_DESCRIBING_FORMATS]
     if not files:
         raise ValueError(f"all files are empty: {', '.join(paths)}")
-    base = common_directory(place.base for place in places)
+    base = common_directory(location.base for location in locations)
     chosen = sorted({file.path for file in files})
     datasets = [_open_dataset_files(chosen, base, kind, reading, types or {})]
-    told = [kind, repr(sorted((types or {}).items())), repr(sorted((options or {}).items()))]
-    told += sorted(file.version_text for file in everything)
-    print_ = "files " + hashlib.sha256("\n".join(told).encode()).hexdigest()
+    version_parts = [
+        kind,
+        repr(sorted((types or {}).items())),
+        repr(sorted((options or {}).items())),
+    ]
+    version_parts += sorted(file.version_text for file in everything)
+    print_ = "files " + hashlib.sha256("\n".join(version_parts).encode()).hexdigest()
     return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
@@ -203,11 +207,15 @@ def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     found = {}
-    for name, one in types.items():
+    for name, given_type in types.items():
         try:
-            found[name] = pa.type_for_alias(one) if isinstance(one, str) else one
+            found[name] = (
+                pa.type_for_alias(given_type) if isinstance(given_type, str) else given_type
+            )
         except ValueError as error:
-            raise ValueError(f"the type of column {name!r} is no type of Arrow: {one!r}") from error
+            raise ValueError(
+                f"the type of column {name!r} is no type of Arrow: {given_type!r}"
+            ) from error
     return found
 
 
@@ -316,9 +324,14 @@ def _dataset_source(dataset: Any) -> RowSource:
         return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
     versions = sorted(f"{info.path} {info.size} {info.mtime_ns}" for info in infos)
-    told = "\n".join([filesystem.type_name, str(dataset.format), str(dataset.schema), *versions])
+    version_text = "\n".join(
+        [filesystem.type_name, str(dataset.format), str(dataset.schema), *versions]
+    )
     return _fragments_source(
-        [dataset], "files " + hashlib.sha256(told.encode()).hexdigest(), typed=False, declared=True
+        [dataset],
+        "files " + hashlib.sha256(version_text.encode()).hexdigest(),
+        typed=False,
+        declared=True,
     )
 
 
@@ -371,7 +384,7 @@ def plain_dataset(table: TableSnapshot) -> Any:
 
 
 def _fragments_source(
-    datasets: list[Any], told: str, typed: bool, *, declared: bool = False
+    datasets: list[Any], fingerprint: str, typed: bool, *, declared: bool = False
 ) -> RowSource:
     """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
     there.
@@ -389,7 +402,7 @@ def _fragments_source(
             unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
         ]
 
-    return RowSource(schema, told, list_units)
+    return RowSource(schema, fingerprint, list_units)
 
 
 def _common_schema(
@@ -461,33 +474,33 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
     return field
 
 
-def _same_value_field(one: pa.Field, other: pa.Field) -> pa.Field | None:
-    """Returns a type for values of which only Arrow's storage or zone differs."""
+def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
+    """Returns a type for values that differ only in Arrow's storage or time zone."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     plain, other_plain = (
         each.type.value_type if pa.types.is_dictionary(each.type) else each.type
-        for each in (one, other)
+        for each in (first, second)
     )
     for kinds in (
         (pa.string(), pa.large_string(), pa.string_view()),
         (pa.binary(), pa.large_binary(), pa.binary_view()),
     ):
         if plain in kinds and other_plain in kinds:
-            return one.with_type(kinds[1])
+            return first.with_type(kinds[1])
     is_zoned = all(pa.types.is_timestamp(kind) and kind.tz for kind in (plain, other_plain))
     if is_zoned and plain.unit == other_plain.unit:
-        return one.with_type(pa.timestamp(plain.unit, "UTC"))  # zones only change how it is shown
-    return one.with_type(plain) if plain == other_plain else None
+        return first.with_type(pa.timestamp(plain.unit, "UTC"))  # zones only change how it is shown
+    return first.with_type(plain) if plain == other_plain else None
 
 
-def _merge_fields(one: pa.Field, other: pa.Field) -> pa.Field | None:
+def _merge_fields(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type that holds both guesses."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
     try:
         return pa.unify_schemas(
-            [pa.schema([one]), pa.schema([other])], promote_options="permissive"
+            [pa.schema([first]), pa.schema([second])], promote_options="permissive"
         ).field(0)
     except (pa.ArrowTypeError, pa.ArrowInvalid):
         return None

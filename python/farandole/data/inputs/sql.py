@@ -66,9 +66,9 @@ def query_source(
         source: As for `open_source`, the table `source`; or several by the names that the query has
             for them.
         sql: A select.
-        format: Of files.
+        format: Format of files.
         types: Types by column, for formats that have none.
-        options: Of CSV and JSON.
+        options: Options of CSV and JSON.
 
     Returns:
         The query's columns, and one stream of its rows.
@@ -90,10 +90,10 @@ def query_source(
     )
     context = datafusion.SessionContext(datafusion.SessionConfig(), runtime)
     prints = []
-    for name, one in (
+    for name, given_source in (
         source.items() if isinstance(source, Mapping) else [(DEFAULT_TABLE_NAME, source)]
     ):
-        prints.append((name, _register_table(context, name, one, format, types, options)))
+        prints.append((name, _register_table(context, name, given_source, format, types, options)))
     try:
         frame = context.sql(sql)
         schema = frame.schema()
@@ -105,7 +105,7 @@ def query_source(
     fixed = len(known) == len(prints) and not any(
         moment in sql.lower() for moment in _NONDETERMINISTIC_FUNCTIONS
     )
-    told = hashlib.sha256(
+    digest = hashlib.sha256(
         "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
     ).hexdigest()
 
@@ -113,7 +113,7 @@ def query_source(
         return [SourceUnit("the query", lambda: _stream_query(frame, columns, spill))]
 
     # Without ORDER BY, a query may return its rows in a different order each time.
-    return RowSource(schema, f"query {told}" if fixed else None, list_units, ordered=False)
+    return RowSource(schema, f"query {digest}" if fixed else None, list_units, ordered=False)
 
 
 def _register_table(
@@ -140,13 +140,13 @@ def _register_table(
         return at_version.fingerprint
     found = list_datasets(source, kind, types, options)
     if found is not None:
-        datasets, told, _ = found
+        datasets, table_fingerprint, _ = found
         datasets = [read_as_microseconds(dataset) for dataset in datasets]
         for dataset in datasets:
             check_int96_files(dataset)
             check_old_files(dataset)
         context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
-        return told
+        return table_fingerprint
     table = in_memory_table(source)
     if table is None:
         raise TypeError(

@@ -116,10 +116,10 @@ class TableSnapshot:
     """A table at one version.
 
     Attributes:
-        name: what it is and where, for messages: `the Delta table /data/t`.
+        name: description of the table for messages: `the Delta table /data/t`.
         location: path or URL of its directory.
         version: text that identifies the version.
-        columns: of the table.
+        columns: columns of the table.
         files: its data files, in the order of the rows.
         fingerprint: identity of its rows.
         is_widened: whether files may have columns in narrower types.
@@ -189,7 +189,7 @@ def full_file_path(location: str, path: str) -> str:
     """Returns the path or URL of a file of a table.
 
     Args:
-        location: Of the table; empty for a path that does not depend on it.
+        location: Location of the table; empty for a path that does not depend on it.
         path: As the table has it: absolute, or relative to the location.
     """
     if path.startswith("file:"):
@@ -204,7 +204,7 @@ class FileColumns:
 
     Args:
         snapshot: the table.
-        file: of the table.
+        file: file of the table.
         stored: schema of the file.
         names: the wanted columns.
 
@@ -220,13 +220,13 @@ class FileColumns:
     ) -> None:
         import pyarrow as pa  # noqa: PLC0415 - as above
 
-        columns = {one.name: one for one in snapshot.columns}
+        columns = {column.name: column for column in snapshot.columns}
         missing = [name for name in names if name not in columns]
         if missing:
             raise ValueError(f"no column {missing[0]!r} in {snapshot.name}")
-        has_ids = any(_field_id(one) is not None for one in stored)
+        has_ids = any(_field_id(column) is not None for column in stored)
         if not has_ids and all(
-            one.field_id is not None and not one.stored_names for one in snapshot.columns
+            column.field_id is not None and not column.stored_names for column in snapshot.columns
         ):
             raise ValueError(
                 f"{file.path} has no numbers of columns, and its table has no names for such files "
@@ -235,11 +235,12 @@ class FileColumns:
         self._file = file
         self._chosen = [columns[name] for name in names]
         self._stored = {
-            one.name: _find_field(one, list(stored), has_ids=has_ids) for one in self._chosen
+            column.name: _find_field(column, list(stored), has_ids=has_ids)
+            for column in self._chosen
         }
-        found = [one for one in self._stored.values() if one is not None]
-        self.stored_names = [one.name for one in found]
-        self.stored_schema = pa.schema([one.with_nullable(True) for one in found])
+        found = [column for column in self._stored.values() if column is not None]
+        self.stored_names = [column.name for column in found]
+        self.stored_schema = pa.schema([column.with_nullable(True) for column in found])
 
     def convert_batch(self, batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
         """Returns the rows that are left, with the columns of the table.
@@ -255,7 +256,7 @@ class FileColumns:
 
         keep, rows = self._living_rows(first, batch.num_rows), batch.num_rows
         if keep is not None:
-            # A batch without columns, of which the file has none, cannot be filtered.
+            # A batch without columns cannot be filtered: the file has none of the columns.
             rows = keep.true_count
             batch = batch.filter(keep) if batch.num_columns else batch
         arrays, fields = [], []
@@ -293,9 +294,9 @@ class FileColumns:
         return pa.array(keep)
 
 
-def _field_id(one: pa.Field) -> int | None:
-    told = (one.metadata or {}).get(FIELD_ID_KEY)
-    return None if told is None else int(told)
+def _field_id(field: pa.Field) -> int | None:
+    number = (field.metadata or {}).get(FIELD_ID_KEY)
+    return None if number is None else int(number)
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -305,11 +306,11 @@ def _is_list(kind: pa.DataType) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _plain_field(one: pa.Field) -> pa.Field:
+def _plain_field(arrow_field: pa.Field) -> pa.Field:
     """Returns a field without metadata, also in the fields within it."""
     import pyarrow as pa  # noqa: PLC0415 - as above
 
-    return pa.field(one.name, _plain_type(one.type), one.nullable)
+    return pa.field(arrow_field.name, _plain_type(arrow_field.type), arrow_field.nullable)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
@@ -330,9 +331,9 @@ def _find_field(
     if has_ids and column.field_id is not None:
         return next((one for one in stored if _field_id(one) == column.field_id), None)
     for name in column.stored_names:
-        for one in stored:
-            if one.name == name:
-                return one
+        for candidate in stored:
+            if candidate.name == name:
+                return candidate
     return None
 
 
@@ -348,16 +349,16 @@ def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Ar
         has_ids = any(_field_id(one) is not None for one in inside)
         arrays, fields = [], []
         for index in range(kind.num_fields):
-            one = kind.field(index)
-            told = (one.metadata or {}).get(STORED_NAME_KEY)
-            names = (one.name if told is None else told.decode(),)
-            found = _find_field(TableColumn(one, names), inside, has_ids=has_ids)
+            child = kind.field(index)
+            stored_name = (child.metadata or {}).get(STORED_NAME_KEY)
+            names = (child.name if stored_name is None else stored_name.decode(),)
+            found = _find_field(TableColumn(child, names), inside, has_ids=has_ids)
             arrays.append(
-                pa.nulls(len(array), _plain_type(one.type))
+                pa.nulls(len(array), _plain_type(child.type))
                 if found is None
-                else _convert_array(array.field(inside.index(found)), found, one)
+                else _convert_array(array.field(inside.index(found)), found, child)
             )
-            fields.append(_plain_field(one).with_nullable(True))
+            fields.append(_plain_field(child).with_nullable(True))
         return pa.StructArray.from_arrays(arrays, fields=fields, mask=array.is_null())
     if pa.types.is_list(kind) and pa.types.is_list(stored.type):
         values = _convert_array(array.values, stored.type.value_field, kind.value_field)

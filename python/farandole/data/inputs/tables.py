@@ -49,7 +49,7 @@ def relation_schema(relation: Any) -> pa.Schema:
     """Returns the types of a relation's columns.
 
     Args:
-        relation: Of DuckDB.
+        relation: Relation of DuckDB.
     """
     return _relation_reader(relation.limit(0)).schema
 
@@ -58,8 +58,8 @@ def relation_batches(relation: Any, columns: list[str]) -> Iterator[pa.RecordBat
     """Runs the query of a relation, whose result is never whole in memory.
 
     Args:
-        relation: Of DuckDB.
-        columns: That are wanted.
+        relation: Relation of DuckDB.
+        columns: Columns that are wanted.
     """
     quoted = ('"' + name.replace('"', '""') + '"' for name in columns)
     yield from _relation_reader(relation.project(", ".join(quoted)))

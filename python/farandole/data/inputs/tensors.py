@@ -129,7 +129,7 @@ def pack_nested_lists(column: pa.Array) -> pa.Array:
     columns as they are.
 
     Args:
-        column: Of a record batch.
+        column: Column of a record batch.
     """
     import pyarrow as pa  # noqa: PLC0415 - as above
 

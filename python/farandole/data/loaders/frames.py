@@ -61,15 +61,15 @@ def frame_loader(
             `farandole.data.prepare_data`. Spark ML vectors, dense or sparse, become float64 of
             shape `(rows, length)`.
         batch_size: Rows of one batch of each rank.
-        columns: Which columns; default: all that a batch can hold. Rank 0 logs a warning that names
-            the others.
+        columns: Columns to read; default: all that a batch can hold. Rank 0 logs a warning that
+            names the others.
         cache: The directory for the rows, which all processes that read or write them must see;
             default: the one for temporary files. A path or a `file://` URL.
-        ragged: What becomes of columns of lists of different lengths, as for `prepare_data`:
+        ragged: Treatment of columns of lists of different lengths, as for `prepare_data`:
             `{"tokens": Pad(max_length=512, buckets=8)}` pads them, and `{"tokens": Nested()}` makes
             nested tensors.
         types: Types of columns, as for `prepare_data`; not for a Spark DataFrame.
-        options: Of `ParquetLoader`.
+        options: Options of `ParquetLoader`.
 
     Raises:
         ValueError: A column that the frame does not have or has twice, or of a type that Parquet
@@ -86,17 +86,19 @@ def frame_loader(
     directory.parent.mkdir(parents=True, exist_ok=True)
     # The parent may be shared by users. Spark would create a directory that all of them can read.
     directory.mkdir(mode=0o700)
-    place = directory / "rows"
+    rows_directory = directory / "rows"
     try:
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
             chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
-            rows, lists = _write_from_executors(_batch_numbers(chosen, columns), place, wanted)
+            rows, lists = _write_from_executors(
+                _batch_numbers(chosen, columns), rows_directory, wanted
+            )
         else:
-            rows, lists = None, _write_rows(frame, columns, place, wanted, types)
-        loader = _FrameLoader(place, batch_size, columns, lists, **options)
+            rows, lists = None, _write_rows(frame, columns, rows_directory, wanted, types)
+        loader = _FrameLoader(rows_directory, batch_size, columns, lists, **options)
         if rows is not None:
-            _check_row_count(rows, loader.dataset.rows, place)
+            _check_row_count(rows, loader.dataset.rows, rows_directory)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -149,10 +151,10 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
 
     Args:
         frame: The DataFrame.
-        columns: Columns that were asked for, which batches must be able to hold.
+        columns: The requested columns, which batches must be able to hold.
 
     Raises:
-        ValueError: A column that was asked for has a user-defined type that is no vector.
+        ValueError: A requested column has a user-defined type that is no vector.
     """
     from pyspark.ml.functions import vector_to_array  # noqa: PLC0415 - only where there is Spark
     from pyspark.sql import functions, types  # noqa: PLC0415 - as above
@@ -174,7 +176,7 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
             probe = convert_column(functions.lit(None), kind.elementType)
             if probe is None:
                 return None
-            return functions.transform(value, lambda one: convert_column(one, kind.elementType))
+            return functions.transform(value, lambda each: convert_column(each, kind.elementType))
         convert = converters.get(kind.typeName())
         return None if convert is None else convert(value)
 
@@ -235,24 +237,24 @@ def _write_from_executors(
         counted = counted.toDF(*numbers).mapInArrow(encode, types.StructType(fields))
         counted = counted.toDF(*frame.columns)
     counted.write.parquet(directory.absolute().as_uri())
-    told = seen.get
+    observed = seen.get
     if not any(directory.glob("*.parquet")):
-        _check_row_count(told["rows"], 0, directory)
-    lengths = [max(1, told[f"longest {number}"] or 0) for number in range(len(wanted))]
+        _check_row_count(observed["rows"], 0, directory)
+    lengths = [max(1, observed[f"longest {number}"] or 0) for number in range(len(wanted))]
     known = zip(wanted.items(), lengths, strict=True)
-    return told["rows"], {name: one.known(kinds[name], length) for (name, one), length in known}
+    return observed["rows"], {name: one.known(kinds[name], length) for (name, one), length in known}
 
 
 def _element_dtypes(schema: pa.Schema, wanted: Mapping[str, Pad | Nested]) -> dict[str, str]:
     """Returns the type of the values in each ragged column."""
-    for name, one in wanted.items():
-        if not isinstance(one, Pad | Nested):
+    for name, layout in wanted.items():
+        if not isinstance(layout, Pad | Nested):
             raise TypeError(
-                f"ragged must be a dict of Pad or Nested by column: {name!r} is {one!r}"
+                f"ragged must be a dict of Pad or Nested by column: {name!r} is {layout!r}"
             )
     kinds = {name: list_element_dtype(schema.field(name).type, name) for name in wanted}
-    for name, one in wanted.items():
-        check_pad_value(one, kinds[name], name)
+    for name, layout in wanted.items():
+        check_pad_value(layout, kinds[name], name)
     return kinds
 
 
@@ -361,7 +363,7 @@ def _write_rows(
     import pyarrow.parquet as pq  # noqa: PLC0415
 
     kinds = _element_dtypes(schema, wanted)
-    kept, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
+    unbounded, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir()
     writer = None
     try:
@@ -369,12 +371,14 @@ def _write_rows(
             for batch in map(vector_free_batch, unit.batches()):
                 if not batch.num_rows:
                     continue
-                for name, one in kept.items():
+                for name, layout in unbounded.items():
                     longest[name] = max(
-                        longest[name], int(one.arrow_row_lengths(batch.column(name)).max())
+                        longest[name], int(layout.arrow_row_lengths(batch.column(name)).max())
                     )
                 packed = _packed_batch(batch)
-                for stored in _encode_ragged_batches([packed], kept) if kept else [packed]:
+                for stored in (
+                    _encode_ragged_batches([packed], unbounded) if unbounded else [packed]
+                ):
                     try:
                         writer = writer or pq.ParquetWriter(
                             directory / "rows.parquet", stored.schema, compression="none"
@@ -422,11 +426,11 @@ def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueEr
     for name in batch.schema.names:
         try:
             pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())
-        except pa.ArrowException as why:
+        except pa.ArrowException as column_error:
             return ValueError(
                 f"column {name!r} of the frame is {batch.schema.field(name).type}, which Parquet "
                 "cannot hold: cast it to numbers or strings, or leave it out of columns=[...] "
-                f"({why})"
+                f"({column_error})"
             )
     return ValueError(f"the rows of the frame cannot be written as Parquet: {error}")
 

@@ -43,7 +43,7 @@ class MixedLoader(BaseDataLoader):
             loaders: By name: `ParquetLoader`, `WeightedLoader` or `LengthLoader`, with the same
                 columns. Without `ratios`, all or none have `tail="pad"`, and all or none are
                 `LengthLoader`.
-            ratios: How many batches come from each loader, in proportion: `{"web": 3, "books": 1}`.
+            ratios: Share of the batches of each loader, in proportion: `{"web": 3, "books": 1}`.
             steps: Batches of one iteration; default: as many as one epoch of all loaders has, or of
                 the longest one without `ratios`.
 
@@ -131,7 +131,7 @@ class MixedLoader(BaseDataLoader):
                 return batch
         self._open_iterators[name] = iter(self.loaders[name])
         batch = next(self._open_iterators[name], None)
-        if batch is None:  # the rest of an epoch, of which nothing was left
+        if batch is None:  # the rest of an epoch, which was empty
             self._open_iterators[name] = iter(self.loaders[name])
             batch = next(self._open_iterators[name], None)
         if batch is None:
@@ -139,7 +139,7 @@ class MixedLoader(BaseDataLoader):
         return batch
 
     def _join_batches(self, batches: Mapping[str, Batch]) -> Batch:
-        """Returns the rows of several batches, one loader's after the other's."""
+        """Returns the rows of several batches, in the order of their loaders."""
         first = next(iter(batches))
         for name, batch in batches.items():
             if batch.keys() != batches[first].keys():
@@ -152,8 +152,8 @@ class MixedLoader(BaseDataLoader):
     def _produced_position(self) -> dict[str, Any]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: dict[str, Any]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: dict[str, Any]) -> None:
+        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer: the states of all loaders, and the number of
@@ -220,7 +220,7 @@ def _check_added_columns(loaders: Mapping[str, Any]) -> None:
     added: dict[str, set[str]] = {}
     for name, loader in loaders.items():
         pools = getattr(loader, "loader", loader)
-        lists = pools._nested_columns() if hasattr(pools, "_nested_columns") else []  # noqa: SLF001 - of one house
+        lists = pools._nested_columns() if hasattr(pools, "_nested_columns") else []  # noqa: SLF001 - internal to this package
         if lists:
             raise ValueError(
                 f"without ratios, lists of a mix must be padded: prepare {', '.join(lists)} with "
@@ -235,11 +235,11 @@ def _check_added_columns(loaders: Mapping[str, Any]) -> None:
     first = next(iter(added))
     for name, columns in added.items():
         if columns != added[first]:
-            one = min(columns ^ added[first])
-            has, lacks = (name, first) if one in columns else (first, name)
+            odd_column = min(columns ^ added[first])
+            has, lacks = (name, first) if odd_column in columns else (first, name)
             raise ValueError(
                 f"without ratios, batches of a mix must have the same columns: those of {has!r} "
-                f"have {one!r}, those of {lacks!r} do not"
+                f"have {odd_column!r}, those of {lacks!r} do not"
             )
 
 

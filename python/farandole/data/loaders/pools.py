@@ -51,7 +51,7 @@ class PoolLoader(BaseDataLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"batch_size must be a whole number, 1 or more: {batch_size!r}")
-        if lists := loader._nested_columns():  # noqa: SLF001 - of one house
+        if lists := loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
         self.loader, self.batch_size = loader, batch_size
         self._skipped_batches = 0
@@ -95,7 +95,7 @@ class PoolLoader(BaseDataLoader):
 
     def _pool_state(self) -> dict[str, Any]:
         """Returns the state of the pools' loader before the first batch of its next iteration."""
-        epoch, rows = self.loader._next_position  # noqa: SLF001 - of one house
+        epoch, rows = self.loader._next_position  # noqa: SLF001 - internal to this package
         return {**self.loader.state_dict(), "epoch": epoch, "rows": rows}
 
     @abstractmethod
@@ -131,8 +131,8 @@ class PoolLoader(BaseDataLoader):
     def _produced_position(self) -> tuple[dict[str, Any], int]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: tuple[dict[str, Any], int]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: tuple[dict[str, Any], int]) -> None:
+        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -165,12 +165,12 @@ class PoolLoader(BaseDataLoader):
             raise ValueError(
                 f"not a state of {type(self).__name__}: {state.get('kind')} {state.get('version')}"
             )
-        here = [self.loader.size, self.loader.batch_size, self.batch_size]
-        if state["taken"] and list(state["shape"]) != here:
+        own_shape = [self.loader.size, self.loader.batch_size, self.batch_size]
+        if state["taken"] and list(state["shape"]) != own_shape:
             raise ValueError(
                 "the state was taken within a pool, so ranks, pool and batch_size must be the "
                 "same: "
-                f"{list(state['shape'])} there, {here} here"
+                f"{list(state['shape'])} there, {own_shape} here"
             )
         self.loader.load_state_dict(state["loader"])
         self._skipped_batches = int(state["taken"])
@@ -326,7 +326,7 @@ class LengthLoader(PoolLoader):
         super().__init__(loader, batch_size)
         if even not in ("rows", "values"):
             raise ValueError(f"even must be rows or values: {even}")
-        ragged = loader._ragged  # noqa: SLF001 - of one house
+        ragged = loader._ragged  # noqa: SLF001 - internal to this package
         if column not in ragged:
             shown = ", ".join(ragged) or "none"
             raise ValueError(
@@ -344,14 +344,14 @@ class LengthLoader(PoolLoader):
                 f"a column is called {taken[0] + LENGTH_SUFFIX!r}, as the lengths of "
                 f"{taken[0]!r} are"
             )
-        loader._length_suffix = LENGTH_SUFFIX  # noqa: SLF001 - of one house
+        loader._length_suffix = LENGTH_SUFFIX  # noqa: SLF001 - internal to this package
         self._column, self._even = column, even
 
     def _batch_count(self, start: int) -> int:
         return -(-self._max_pool_row_count(start) // self.batch_size)
 
     def _cut_pool(self, pool: Batch, epoch: int, start: int) -> list[Batch]:
-        ragged = self.loader._ragged  # noqa: SLF001 - of one house
+        ragged = self.loader._ragged  # noqa: SLF001 - internal to this package
         lengths, count = np.asarray(pool[self._column + LENGTH_SUFFIX]), self._batch_count(start)
         mixed = self._random_generator(epoch, start, self.loader.rank).permutation(len(lengths))
         ordered = mixed[np.argsort(-lengths[mixed], kind="stable")]
@@ -375,9 +375,9 @@ class LengthLoader(PoolLoader):
 
     def _trim_batch(self, pool: Batch, rows: Array) -> Batch:
         part = {name: values[rows] for name, values in pool.items()}
-        for name, one in self.loader._ragged.items():  # noqa: SLF001 - of one house
+        for name, layout in self.loader._ragged.items():  # noqa: SLF001 - internal to this package
             longest = int(np.asarray(part[name + LENGTH_SUFFIX]).max(initial=0))
-            part[name] = part[name][:, : one.padded_width(longest)]
+            part[name] = part[name][:, : layout.padded_width(longest)]
         return part
 
 
@@ -386,7 +386,7 @@ def balance_batch_sizes(widths: Array, count: int) -> list[int]:
 
     Args:
         widths: Padded length of each row, the largest first.
-        count: Of batches.
+        count: Number of batches.
 
     Returns:
         Rows of each batch; some have none if there are fewer rows than batches.

@@ -60,12 +60,12 @@ class StreamLoader(BaseDataLoader):
                 set, from `ray.train.get_dataset_shard`: its rows are all for this rank, and a state
                 can be resumed only where a pass over them begins.
             batch_size: Rows of one batch of this rank.
-            columns: Which columns; default: all.
+            columns: Columns to read; default: all.
             steps_per_epoch: Batches of one iteration. The next one continues after them. Without
                 it, an iteration lasts until the stream ends.
             shuffle_rows: Rows of a window that is shuffled, a multiple of `size * batch_size`; 0:
                 in the order of the stream.
-            seed: Of the shuffle; the same on every rank.
+            seed: Seed of the shuffle; the same on every rank.
             rank: This rank; default: the rank in the running job, or 0; for a shard, 0.
             size: Number of ranks that share the stream; default: the size of the running job, or 1;
                 for a shard, 1.
@@ -81,13 +81,13 @@ class StreamLoader(BaseDataLoader):
                 several ranks are to share.
             TypeError: A source that holds no rows.
         """
-        for name, value, least in (
+        for name, value, minimum in (
             ("batch_size", batch_size, 1),
             ("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch, 1),
             ("shuffle_rows", shuffle_rows, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number, {least} or more: {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"{name} must be a whole number, {minimum} or more: {value!r}")
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
         shard = is_ray_shard(source)
@@ -96,10 +96,13 @@ class StreamLoader(BaseDataLoader):
                 "a shard of a Ray data set is one rank's already: pass no rank and no size: "
                 f"{rank}, {size}"
             )
-        here, everywhere = (
+        own_rank, world_size = (
             (0, 1) if shard else _rank_and_size() if rank is None or size is None else (rank, size)
         )
-        self.rank, self.size = here if rank is None else rank, everywhere if size is None else size
+        self.rank, self.size = (
+            own_rank if rank is None else rank,
+            world_size if size is None else size,
+        )
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
         self._steps = steps_per_epoch
@@ -146,7 +149,7 @@ class StreamLoader(BaseDataLoader):
         ends = 0
         while self._steps is None or done < self._steps:
             try:
-                place, batch = next(rounds)
+                position, batch = next(rounds)
             # a generator that has raised is over: the next iteration reads again from here
             except BaseException:
                 if self._rounds is rounds:
@@ -159,7 +162,7 @@ class StreamLoader(BaseDataLoader):
                     return
                 continue
             done += 1
-            self._produced_at = (*place, done % self._steps if self._steps else 0)
+            self._produced_at = (*position, done % self._steps if self._steps else 0)
             yield batch
 
     def _read_passes(self) -> Generator[tuple[tuple[int, int, int], Batch | None]]:
@@ -185,12 +188,12 @@ class StreamLoader(BaseDataLoader):
                 rows_of_all = order[taken : taken + self._round]
                 mine = rows_of_all[self.rank :: self.size]
                 taken = min(rows, taken + self._round)
-                place = (number, start, taken) if taken < rows else (number, start + rows, 0)
+                position = (number, start, taken) if taken < rows else (number, start + rows, 0)
                 if len(mine):
-                    yield place, self._make_batch(window.take(mine), window)
-                else:  # types and shapes are those of another rank's row
-                    one = self._make_batch(window.take(rows_of_all[:1]), window)
-                    yield place, {name: values[:0] for name, values in one.items()}
+                    yield position, self._make_batch(window.take(mine), window)
+                else:  # a row of another rank has the same types and shapes
+                    single_row = self._make_batch(window.take(rows_of_all[:1]), window)
+                    yield position, {name: values[:0] for name, values in single_row.items()}
             start, taken = start + rows, 0
 
     def _read_tables(self, start: int) -> Iterator[pa.Table]:
@@ -223,13 +226,13 @@ class StreamLoader(BaseDataLoader):
             name: column_from_arrow(name, table.column(name), "the stream")
             for name in table.column_names
         }
-        return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - asked for weights alone
+        return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - used for weights alone
 
     def _produced_position(self) -> tuple[int, int, int, int]:
         return self._produced_at
 
-    def _set_consumer_position(self, mark: tuple[int, int, int, int]) -> None:
-        self._consumed_at = mark
+    def _set_consumer_position(self, position: tuple[int, int, int, int]) -> None:
+        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of

@@ -25,22 +25,22 @@ class ThreadedAgentPool(ABC):
     """One thread for each worker that the job may have; each runs one worker after the other.
 
     Args:
-        most: Largest number of workers.
+        max_workers: Largest number of workers.
         thread: Makes a thread of a function and a name.
     """
 
     def __init__(
-        self, most: int, thread: Callable[[Callable[[], None], str], threading.Thread]
+        self, max_workers: int, thread: Callable[[Callable[[], None], str], threading.Thread]
     ) -> None:
         self._numbers = itertools.count()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
             thread(partial(self._run_workers, number), f"farandole-worker-{number}")
-            for number in range(most)
+            for number in range(max_workers)
         ]
         self._running: set[int] = set()
-        self._refusals_in_row = [0] * most
+        self._refusals_in_row = [0] * max_workers
         self.endings: dict[int, TaskOutcome] = {}
         self.refusals: list[str] = []
         self.dismissed: set[int] = set()
@@ -98,12 +98,12 @@ class ThreadedAgentPool(ABC):
                 0 if refused is None else self._refusals_in_row[number] + 1
             )
             self._stopped.wait(pause)
-            ending = self.endings.get(task)
-            if ending is not None and ending.has_succeeded:
+            outcome = self.endings.get(task)
+            if outcome is not None and outcome.has_succeeded:
                 if task not in self.dismissed:
                     return  # its function has returned
                 pause = _RESTART_DELAY
-            elif refused is None and ending is None:
+            elif refused is None and outcome is None:
                 pause = _RESTART_DELAY  # its host was lost
             else:
                 pause = min(2 * pause, _MAX_RESTART_DELAY)

@@ -48,7 +48,7 @@ class ElasticAgentPool(Protocol):
     Attributes:
         endings: Outcomes of workers, by task.
         refusals: Reasons why workers could not be started, in order.
-        dismissed: Tasks that were asked to leave.
+        dismissed: Tasks of workers that must leave.
     """
 
     endings: dict[int, TaskOutcome]
@@ -85,7 +85,7 @@ class PlannedDepartures(Protocol):
 
 def run_elastic_job(
     registrar: Registrar,
-    crew: ElasticAgentPool,
+    agent_pool: ElasticAgentPool,
     output: JobOutput,
     on_progress: Callable[[int, dict[str, Any]], None] | None,
     departures: PlannedDepartures | None = None,
@@ -97,8 +97,8 @@ def run_elastic_job(
 
     Args:
         registrar: The job's meeting point; closed when this returns or raises.
-        crew: The agent pool, which starts workers.
-        output: Where lines go.
+        agent_pool: The agent pool, which starts workers.
+        output: Receiver of the output lines.
         on_progress: Called with (rank, record) on this thread for every record of a worker.
         departures: Reports workers whose hosts are about to leave, if the cluster announces that.
         watcher: Receives the events of the job.
@@ -113,13 +113,13 @@ def run_elastic_job(
         FarandoleJobError: The job failed, or could not continue.
     """
     job = _ElasticJobRun(
-        registrar, crew, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+        registrar, agent_pool, output, on_progress, departures, watcher, ends_on_error=ends_on_error
     )
     try:
         return job.run()
     finally:
         registrar.close()
-        crew.end_workers()
+        agent_pool.end_workers()
         if output.files is not None:
             output.files.close()
 
@@ -128,7 +128,7 @@ class _ElasticJobRun(EventHandler):
     def __init__(
         self,
         registrar: Registrar,
-        crew: ElasticAgentPool,
+        agent_pool: ElasticAgentPool,
         output: JobOutput,
         on_progress: Callable[[int, dict[str, Any]], None] | None,
         departures: PlannedDepartures | None,
@@ -137,7 +137,7 @@ class _ElasticJobRun(EventHandler):
         ends_on_error: bool,
     ) -> None:
         super().__init__(registrar, output, on_progress, watcher)
-        self.pool = crew
+        self.pool = agent_pool
         self.departures = departures
         self.ends_on_error = ends_on_error
         self.worlds = 0
@@ -184,15 +184,15 @@ class _ElasticJobRun(EventHandler):
         while True:
             # Asked before the results: an agent that ends leaves its result first.
             running = any(self.pool.is_running(task) for task in missing)
-            left = {task for task in missing if self.task_outcome(task).result is None}
+            unfinished = {task for task in missing if self.task_outcome(task).result is None}
             now = time.monotonic()
-            progress = now if left != missing else progress
+            progress = now if unfinished != missing else progress
             seen_running = now if running else seen_running
-            if not left or now >= min(
+            if not unfinished or now >= min(
                 progress + _TRANSFER_TIMEOUT, max(progress, seen_running) + _RESULT_TIMEOUT
             ):
                 break
-            missing = left
+            missing = unfinished
             self.pump_events(_EVENT_WAIT_SECONDS)
             self.watcher.poll_updates()
         endings = [self.task_outcome(seat["task"], seat["rank"], seat["host"]) for seat in seats]

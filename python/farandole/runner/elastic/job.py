@@ -90,7 +90,7 @@ class ElasticRunOptions:
 
     def as_settings(self) -> dict[str, str]:
         """Returns the given arguments, as settings."""
-        told = {
+        settings = {
             "min_num_proc": self.min_num_proc,
             "max_num_proc": self.max_num_proc,
             "slots_per_host": self.slots,
@@ -104,7 +104,7 @@ class ElasticRunOptions:
             if isinstance(self.discovery, str | Path)
             else None,
         }
-        return {name: str(value) for name, value in told.items() if value is not None}
+        return {name: str(value) for name, value in settings.items() if value is not None}
 
     def discovery_object(self) -> HostDiscovery | None:
         """Returns the object that finds hosts, if it is one.
@@ -129,7 +129,7 @@ class ElasticBackend(LocalBackend):
     Args:
         elastic: The elastic arguments of the job.
         num_proc: Number of processes at the beginning of the job.
-        reach: The way to reach other hosts.
+        ssh_options: The way to reach other hosts.
         hosts: Hosts and slots, in the order of ranks.
         hostfile: A file with a host a line, which may change while the job runs.
         bind: Network whose address of this host the registrar listens on.
@@ -140,7 +140,7 @@ class ElasticBackend(LocalBackend):
         self,
         elastic: ElasticRunOptions,
         num_proc: int,
-        reach: SshOptions,
+        ssh_options: SshOptions,
         *,
         hosts: str | None = None,
         hostfile: str | Path | None = None,
@@ -149,7 +149,7 @@ class ElasticBackend(LocalBackend):
     ) -> None:
         super().__init__(num_proc, **kwargs)
         self._elastic = elastic
-        self._reach = reach
+        self._ssh_options = ssh_options
         self._hosts = hosts
         self._hostfile = hostfile
         self._bind = bind
@@ -172,8 +172,8 @@ class ElasticBackend(LocalBackend):
         changes: dict[str, str | None] = {**self._env, **(env or {})}
         if "OMP_NUM_THREADS" not in os.environ:
             changes.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // size)))
-        under_way = training.current_run()
-        changes |= under_way.worker_variables() | timelines.worker_variables()
+        observer = training.current_run()
+        changes |= observer.worker_variables() | timelines.worker_variables()
         options = self._elastic.as_settings() | {
             "start_timeout": str(start_timeout_seconds(self._start_timeout))
         }
@@ -192,11 +192,11 @@ class ElasticBackend(LocalBackend):
             discovery=self._elastic.discovery_object(),
             hosts=self._hosts,
             hostfile=self._hostfile,
-            ssh_command=self._reach.ssh_command,
-            ssh_port=self._reach.ssh_port,
-            ssh_identity_file=self._reach.ssh_identity_file,
+            ssh_command=self._ssh_options.ssh_command,
+            ssh_port=self._ssh_options.ssh_port,
+            ssh_identity_file=self._ssh_options.ssh_identity_file,
         )
-        return _NativeJobRun(job, output, under_way).run()
+        return _NativeJobRun(job, output, observer).run()
 
 
 class _NativeJobRun:
@@ -215,7 +215,8 @@ class _NativeJobRun:
             while self._outcomes is None:
                 self._handle_events(_EVENT_WAIT_SECONDS)
         except BaseException:
-            # Soon, as a job of a fixed number of workers ends.
+            # The first request gives workers time for last checkpoints. The second request shortens
+            # that time, so that the job ends as soon as a job with a fixed number of workers.
             self._job.request_end()
             self._job.request_end()
             deadline = time.monotonic() + _SHUTDOWN_TIMEOUT
@@ -228,22 +229,22 @@ class _NativeJobRun:
         return self._collect_results(self._outcomes)
 
     def _handle_events(self, timeout: float) -> None:
-        for kind, what in self._job.take_events(timeout):
+        for kind, value in self._job.take_events(timeout):
             match kind:
                 case "line":
-                    self._output.write_line(*what)
+                    self._output.write_line(*value)
                 case "metric":
-                    task, rank, name, data = what
+                    task, rank, name, data = value
                     event_handler.dispatch_record((task, rank), name, data, self._watcher)
                 case "loss":
-                    self._output.print_message(what)
-                    self._watcher.add_event("a worker or a host is out", what)
+                    self._output.print_message(value)
+                    self._watcher.add_event("a worker or a host is out", value)
                 case "world":
-                    generation, places = what
+                    generation, places = value
                     self._hosts = [host for _, host in places]
                     before, self._workers = self._workers, {task for task, _ in places}
-                    told = _describe_world(generation, self._workers, before)
-                    self._output.print_message(told, 1 if generation > 1 else 2)
+                    description = _describe_world(generation, self._workers, before)
+                    self._output.print_message(description, 1 if generation > 1 else 2)
                     self._watcher.set_placements(
                         [
                             {"rank": rank, "task": task, "host": host}
@@ -251,14 +252,14 @@ class _NativeJobRun:
                         ]
                     )
                     if generation > 1:
-                        self._watcher.record_restart(told)
+                        self._watcher.record_restart(description)
                     for rank, host in enumerate(self._hosts):
                         self._output.print_message(f"rank {rank} is on {host}", level=2)
                 case "ended":
-                    self._outcomes = what
+                    self._outcomes = value
                 case _:
                     self._outcomes = []
-                    raise what
+                    raise value
         self._output.flush()
 
     def _collect_results(self, outcomes: list[Outcome]) -> list[Any]:
@@ -274,12 +275,12 @@ class _NativeJobRun:
         endings = [
             TaskOutcome.from_agent(
                 task,
-                self._hosts[one.rank]
-                if one.rank is not None and one.rank < len(self._hosts)
+                self._hosts[exit_info.rank]
+                if exit_info.rank is not None and exit_info.rank < len(self._hosts)
                 else "",
-                one,
+                exit_info,
             )
-            for task, one in enumerate(outcomes)
+            for task, exit_info in enumerate(outcomes)
         ]
         return outcome.results_by_rank(endings, len(endings))
 
@@ -293,7 +294,7 @@ def _describe_world(generation: int, workers: set[int], before: set[int]) -> str
         workers: Workers of the world.
         before: Workers of the world before; empty when unknown.
     """
-    told = f"world {generation} has {len(workers)} ranks"
+    description = f"world {generation} has {len(workers)} ranks"
     if not before or workers & before:
-        return told
-    return f"{told}, all of them new: state that the script has not stored is lost"
+        return description
+    return f"{description}, all of them new: state that the script has not stored is lost"

@@ -7,7 +7,7 @@ An entry is `{"epoch": 0, "train": {"loss": 0.3, "all_metrics": [{"accuracy": 0.
 Every number is a mean over rows, of all processes together.
 """
 
-# ruff: noqa: PLC0415 - pandas is loaded when a frame is asked for
+# ruff: noqa: PLC0415 - pandas is loaded for frames only
 
 from __future__ import annotations
 

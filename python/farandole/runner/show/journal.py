@@ -159,15 +159,15 @@ class RunJournal(RunReporter):
 
     def _add_step(self, body: Mapping[str, Any]) -> None:
         epoch = int(body["epoch"])
-        place = epoch + body["step"] / max(body["steps"], 1)
+        position = epoch + body["step"] / max(body["steps"], 1)
         # After a restart an epoch comes again.
-        again = bool(self._steps) and self._steps[-1]["epoch"] >= place
+        again = bool(self._steps) and self._steps[-1]["epoch"] >= position
         if again or self._epoch_start[0] != epoch:
             self._epoch_start = (epoch, self._clock())
         before = sum(
-            one.get("seconds") or 0.0 for number, one in self._epochs.items() if number < epoch
+            entry.get("seconds") or 0.0 for number, entry in self._epochs.items() if number < epoch
         )
-        row = {"epoch": place, "seconds": before + self._clock() - self._epoch_start[1]}
+        row = {"epoch": position, "seconds": before + self._clock() - self._epoch_start[1]}
         numbers = {
             name: body[name] for name in ("loss", "rows_per_second") if _is_number(body.get(name))
         }
@@ -177,7 +177,7 @@ class RunJournal(RunReporter):
             "steps": body["steps"],
             **numbers,
         }
-        while self._steps and self._steps[-1]["epoch"] >= place:
+        while self._steps and self._steps[-1]["epoch"] >= position:
             self._steps.pop()
         self._skipped += 1
         if self._skipped < self._stride:
@@ -190,7 +190,7 @@ class RunJournal(RunReporter):
 
     def _add_epoch(self, body: Mapping[str, Any]) -> None:
         epoch = int(body["epoch"])
-        self._epochs = {number: one for number, one in self._epochs.items() if number < epoch}
+        self._epochs = {number: entry for number, entry in self._epochs.items() if number < epoch}
         self._epochs[epoch] = {**body["values"], "epoch": epoch, "seconds": body.get("seconds")}
 
     def _score_summary(self) -> dict[str, Any]:
@@ -206,7 +206,9 @@ class RunJournal(RunReporter):
         found: dict[str, Any] = {"done": last + 1, "last": scores}
         name = "val_loss" if "val_loss" in scores else "loss"
         known = [
-            (one[name], epoch) for epoch, one in self._epochs.items() if _is_number(one.get(name))
+            (entry[name], epoch)
+            for epoch, entry in self._epochs.items()
+            if _is_number(entry.get(name))
         ]
         if known:
             value, epoch = min(known)
@@ -232,10 +234,10 @@ class RunJournal(RunReporter):
             while not self._stopping and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def _log_failure(self, what: str, error: Exception, action: str = "written") -> None:
+    def _log_failure(self, subject: str, error: Exception, action: str = "written") -> None:
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
-        _LOG.log(level, "%s cannot be %s: %s: %s", what, action, self._remote.run_path, error)
+        _LOG.log(level, "%s cannot be %s: %s: %s", subject, action, self._remote.run_path, error)
 
     def _load_earlier_entries(self) -> None:
         """Adds the entries of earlier fits of the run. The files are not written before, because
@@ -250,10 +252,12 @@ class RunJournal(RunReporter):
             self._record["events"] = events[-_MAX_EVENTS:]
             first_epoch = min(self._epochs, default=math.inf)
             self._epochs = {
-                epoch: one for epoch, one in earlier.epochs.items() if epoch < first_epoch
+                epoch: entry for epoch, entry in earlier.epochs.items() if epoch < first_epoch
             } | self._epochs
             first_place = self._steps[0]["epoch"] if self._steps else math.inf
-            self._steps = [one for one in earlier.steps if one["epoch"] < first_place] + self._steps
+            self._steps = [
+                step for step in earlier.steps if step["epoch"] < first_place
+            ] + self._steps
             self._has_earlier_entries = True
 
     def _write_files(self) -> None:
@@ -262,7 +266,7 @@ class RunJournal(RunReporter):
         with self._lock:
             self._record["updated"] = int(time.time() * 1000)
             record = json.dumps(self._record | self._score_summary(), default=str).encode()
-            steps = "".join(json.dumps(one) + "\n" for one in self._steps).encode()
+            steps = "".join(json.dumps(step) + "\n" for step in self._steps).encode()
         if steps:
             self._remote.write(f"{self._remote.logs_subdir}/{STEPS_FILE}", steps)
         self._remote.write(RECORD_FILE, record)
@@ -339,12 +343,12 @@ class _EarlierEntries:
             record = small_files.read_json(run, RECORD_FILE) or {}
             events = list(record.get("events") or [])
         epochs: dict[int, dict[str, Any]] = {}
-        for place, entry in _read_log_lines(run, f"{remote.logs_subdir}/{HISTORY_FILE}"):
-            with _warn_of_damage(), small_files.name_damage(place):
+        for source_name, entry in _read_log_lines(run, f"{remote.logs_subdir}/{HISTORY_FILE}"):
+            with _warn_of_damage(), small_files.name_damage(source_name):
                 epochs[int(entry["epoch"])] = flatten_entry(entry)
         steps: list[dict[str, Any]] = []
-        for place, step in _read_log_lines(run, f"{remote.logs_subdir}/{STEPS_FILE}"):
-            with _warn_of_damage(), small_files.name_damage(place):
+        for source_name, step in _read_log_lines(run, f"{remote.logs_subdir}/{STEPS_FILE}"):
+            with _warn_of_damage(), small_files.name_damage(source_name):
                 if _is_number(step.get("epoch")):
                     steps.append(step)
         return cls(events, epochs, steps)

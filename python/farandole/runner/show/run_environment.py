@@ -60,13 +60,13 @@ def describe_code() -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _run_git(directory: Path, *words: str) -> str | None:
+def _run_git(directory: Path, *arguments: str) -> str | None:
     program = shutil.which("git")
     if program is None:
         return None
     try:
-        told = subprocess.run(  # noqa: S603 - the words are those above
-            [program, "-C", str(directory), *words],
+        completed = subprocess.run(  # noqa: S603 - the words are those above
+            [program, "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
             timeout=_GIT_TIMEOUT,
@@ -74,4 +74,4 @@ def _run_git(directory: Path, *words: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip() if told.returncode == 0 else None
+    return completed.stdout.strip() if completed.returncode == 0 else None

@@ -46,7 +46,7 @@ class TrainingRun(JobObserver):
     Args:
         shim: The plugin; `None` where there is none.
         name: The user's name for the run.
-        what: The estimator's class, or `run`.
+        kind: The estimator's class, or `run`.
         parameters: Plain values by name.
         others: Other receivers.
     """
@@ -55,7 +55,7 @@ class TrainingRun(JobObserver):
         self,
         shim: RunReporter | None,
         name: str = "",
-        what: str = "",
+        kind: str = "",
         parameters: Mapping[str, Any] = {},
         others: Iterable[RunReporter | None] = (),
     ) -> None:
@@ -64,7 +64,7 @@ class TrainingRun(JobObserver):
         self._id = f"{int(time.time() * 1000):x}-{secrets.token_hex(3)}"
         self._run: dict[str, Any] = {
             "name": name,
-            "what": what,
+            "what": kind,
             "state": "running",
             "started": _now_millis(),
             "restarts": 0,
@@ -173,11 +173,11 @@ class TrainingRun(JobObserver):
         if now - self._ranks_at >= _RANK_INTERVAL:
             self._put_ranks(logged=now - self._logged_at >= _LOGGED_RANK_INTERVAL)
 
-    def mark_worker_gone(self, task: int, how: str) -> None:
+    def mark_worker_gone(self, task: int, state: str) -> None:
         """Like `JobObserver.mark_worker_gone`."""
         if not self._reporters:
             return
-        self._exit_states[task] = how
+        self._exit_states[task] = state
         # All ranks of a gang may leave in one moment. The last report of the ranks is at the end of
         # the run.
         if time.monotonic() - self._ranks_at >= _RANK_INTERVAL:
@@ -185,19 +185,19 @@ class TrainingRun(JobObserver):
 
     def write_line(self, rank: int, stream: str, text: str) -> None:
         """Like `JobObserver.write_line`."""
-        for one in self._reporters:
-            one.write_line(rank, stream, text)
+        for reporter in self._reporters:
+            reporter.write_line(rank, stream, text)
 
-    def publish_timeline(self, place: str) -> None:
+    def publish_timeline(self, location: str) -> None:
         """Reports that the timeline of all ranks is written.
 
         Args:
-            place: Path or URL of the file.
+            location: Path or URL of the file.
         """
-        is_here = Path(place).is_file()
-        self._run |= {"timeline": place, "timeline_is_here": is_here}
-        for one in self._reporters if is_here else ():
-            one.publish_timeline(self._id, place)
+        is_here = Path(location).is_file()
+        self._run |= {"timeline": location, "timeline_is_here": is_here}
+        for reporter in self._reporters if is_here else ():
+            reporter.publish_timeline(self._id, location)
         self._put_run()
 
     def record_progress(self, record: Mapping[str, Any]) -> None:
@@ -230,17 +230,17 @@ class TrainingRun(JobObserver):
             )
             self._report_rate(record)
 
-    def add_event(self, what: str, reason: str | None) -> None:
+    def add_event(self, event_text: str, reason: str | None) -> None:
         """Shows an event: a rank was lost, an executor was removed, or the job started again.
 
         Args:
-            what: The event in a few words.
+            event_text: The event in a few words.
             reason: Reason of the event, if known.
         """
         self._events += 1
         body = {
             "time": _now_millis(),
-            "what": what[:_MAX_EVENT_CHARACTERS],
+            "what": event_text[:_MAX_EVENT_CHARACTERS],
             "reason": (reason or "")[:_MAX_EVENT_CHARACTERS],
         }
         self._put_row(f"event/{self._events:06d}", body)
@@ -281,8 +281,8 @@ class TrainingRun(JobObserver):
             self._set_gauge("rowsPerSecond", speed)
 
     def _set_gauge(self, name: str, value: float) -> None:
-        for one in self._reporters:
-            one.set_gauge(name, value)
+        for reporter in self._reporters:
+            reporter.set_gauge(name, value)
 
     def _put_ranks(self, *, logged: bool) -> None:
         self._ranks_at = time.monotonic()
@@ -301,24 +301,24 @@ class TrainingRun(JobObserver):
                 self._set_gauge(gauge, sum(known) / len(known))
 
     def _rank_state(self, seat: Mapping[str, Any]) -> dict[str, str]:
-        how = self._exit_states.get(seat["task"])
-        return {} if how is None else {"state": how}
+        state = self._exit_states.get(seat["task"])
+        return {} if state is None else {"state": state}
 
     def _put_run(self) -> None:
         self._put_row("run", self._run)
 
     def _put_row(self, key: str, body: Mapping[str, Any], *, logged: bool = True) -> None:
-        for one in self._reporters:
+        for reporter in self._reporters:
             # a record that JSON cannot hold: the training continues without it
             with contextlib.suppress(Exception):
-                one.put_row(self._id, key, json_safe(dict(body)), logged=logged)
+                reporter.put_row(self._id, key, json_safe(dict(body)), logged=logged)
 
 
 @contextlib.contextmanager
 def report_run(
     shim: RunReporter | None,
     name: str,
-    what: str,
+    kind: str,
     parameters: Mapping[str, Any] = {},
     *others: RunReporter | None,
 ) -> Iterator[TrainingRun]:
@@ -329,7 +329,7 @@ def report_run(
     Args:
         shim: The plugin; `None` where there is none.
         name: The user's name for the run.
-        what: The estimator's class, or `run`.
+        kind: The estimator's class, or `run`.
         parameters: Plain values by name.
         *others: Other receivers.
     """
@@ -340,7 +340,7 @@ def report_run(
     if shim is None and all(one is None for one in others):
         yield SILENT_RUN
         return
-    run = TrainingRun(shim, name, what, parameters, others)
+    run = TrainingRun(shim, name, kind, parameters, others)
     timelines.on_trace_written(run.publish_timeline)
     token = _CURRENT_RUN.set(run)
     try:

@@ -57,7 +57,7 @@ def _history_entry(values: dict[str, Any]) -> dict[str, Any]:
             parts["validation" if name.startswith("val_") else "train"][
                 name.removeprefix("val_")
             ] = value
-    told = {
+    entry_parts = {
         part: {
             "loss": scores.pop("loss", None),
             "all_metrics": [{name: value} for name, value in scores.items()],
@@ -65,7 +65,7 @@ def _history_entry(values: dict[str, Any]) -> dict[str, Any]:
         for part, scores in parts.items()
         if scores
     }
-    return {"epoch": values["epoch"], "seconds": values.get("seconds")} | told
+    return {"epoch": values["epoch"], "seconds": values.get("seconds")} | entry_parts
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def view_run(
     ui: bool | str | os.PathLike[str] | Store,
     function: Callable[..., Any] | str,
     size: int | None,
-    what: str = "run",
+    kind: str = "run",
     shim: RunReporter | None = None,
     *,
     writes_output: bool = False,
@@ -87,7 +87,7 @@ def view_run(
         ui: `True`, or the store that keeps the run; `False` shows nothing.
         function: The function that runs, or its name.
         size: Number of processes; `None` until the ranks have hosts.
-        what: Name of the public function that runs the job.
+        kind: Name of the public function that runs the job.
         shim: The Spark plugin, which receives the same events.
         writes_output: Whether the lines of ranks that reach the driver are written here; otherwise
             the caller does it.
@@ -117,7 +117,7 @@ def view_run(
         remote, {} if size is None else {"size": size}, output=folder if writes_output else None
     )
     try:
-        with report_run(shim, run, what, {}, journal):
+        with report_run(shim, run, kind, {}, journal):
             yield None if folder is None else str(folder)
     finally:
         try:
@@ -171,13 +171,13 @@ class Watch:
         """
         dispatch_record((task, rank), kind, data, self._training)
 
-    def loss(self, what: str) -> None:
+    def loss(self, description: str) -> None:
         """Reports the loss of a worker or a host.
 
         Args:
-            what: The worker or host, and the reason.
+            description: The worker or host, and the reason.
         """
-        self._training.add_event("a worker or a host is out", what)
+        self._training.add_event("a worker or a host is out", description)
 
     def ended(self, reason: str | None, interrupted: bool) -> None:
         """Reports the end of the job.

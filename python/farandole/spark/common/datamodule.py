@@ -4,8 +4,8 @@
 process.
 
 By default there is none, and batches come from the native reader. Your own class is created in
-every training process with the arguments below, entered as a context, and asked for `train_data()`
-and `val_data()`: iterables of batches, each a dict or a named tuple of columns, rows first.
+every training process with the arguments below, and entered as a context. Its `train_data()` and
+`val_data()` return iterables of batches, each a dict or a named tuple of columns, rows first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DataModule(ABC):
         steps_per_epoch_train: batches of an epoch.
         steps_per_epoch_val: batches of a validation.
         verbose: whether to say anything.
-        **kwargs: of later versions.
+        **kwargs: arguments of later versions.
     """
 
     short_name: str | None = None

@@ -49,8 +49,8 @@ def check_fill(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         wrong = [
             column
-            for column, one in value.items()
-            if not isinstance(column, str) or not isinstance(one, plain)
+            for column, entry in value.items()
+            if not isinstance(column, str) or not isinstance(entry, plain)
         ]
         if wrong:
             raise TypeError(f"{name} needs numbers, texts or booleans by column: {value!r}")
@@ -67,16 +67,19 @@ def check_categories(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         raise TypeError(f"{name} must be a list of column names, or a dict by name: {value!r}")
     by_name = dict(value) if isinstance(value, Mapping) else dict.fromkeys(value or ())
-    for column, one in by_name.items():
-        is_count = isinstance(one, Integral) and not isinstance(one, bool)
+    for column, categories in by_name.items():
+        is_count = isinstance(categories, Integral) and not isinstance(categories, bool)
         if not isinstance(column, str) or not (
-            one is None or is_count or isinstance(one, list | tuple)
+            categories is None or is_count or isinstance(categories, list | tuple)
         ):
             raise TypeError(
                 f"{name} of a column must be a list of values, a number of values, or None: "
-                f"{column!r}: {one!r}"
+                f"{column!r}: {categories!r}"
             )
-    return {column: list(one) if isinstance(one, tuple) else one for column, one in by_name.items()}
+    return {
+        column: list(entry) if isinstance(entry, tuple) else entry
+        for column, entry in by_name.items()
+    }
 
 
 def check_ragged(name: str, value: Any) -> dict[str, Any]:
@@ -84,7 +87,9 @@ def check_ragged(name: str, value: Any) -> dict[str, Any]:
     from farandole.data.ragged import Nested, Pad, Ragged
 
     kinds = (Pad, Nested, Ragged, Mapping)
-    if not isinstance(value, Mapping) or not all(isinstance(one, kinds) for one in value.values()):
+    if not isinstance(value, Mapping) or not all(
+        isinstance(entry, kinds) for entry in value.values()
+    ):
         raise TypeError(f"{name} must be a dict of Pad or Nested by column: {value!r}")
     return dict(value)
 
@@ -113,7 +118,7 @@ def parse_age(name: str, value: Any) -> float:
     """Returns an age, such as "30d", as seconds.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         value: a number with a unit, a `timedelta`, or seconds.
     """
     if isinstance(value, timedelta):
@@ -137,7 +142,7 @@ def parse_size(name: str, value: Any) -> int:
     """Returns a size, such as "20GiB", as bytes.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         value: a number with a unit, or bytes.
     """
     if isinstance(value, str):
@@ -173,8 +178,8 @@ def check_edit_fields(name: str, value: Any) -> list[tuple[str, str, tuple[int, 
     import numpy as np
 
     if not isinstance(value, list | tuple) or not all(
-        isinstance(one, list | tuple) and len(one) == 4  # noqa: PLR2004 - four parts
-        for one in value
+        isinstance(entry, list | tuple) and len(entry) == 4  # noqa: PLR2004 - four parts
+        for entry in value
     ):
         raise TypeError(f"{name} must be a list of (name, numpy type, shape, nullable): {value!r}")
     return [

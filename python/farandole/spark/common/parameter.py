@@ -99,7 +99,10 @@ class DeclaredParams(Params):
     def __init__(self, **given: Any) -> None:
         super().__init__()
         self._setDefault(
-            **{one.name: copy.copy(one.default) for one in declared_parameters(type(self))}
+            **{
+                parameter.name: copy.copy(parameter.default)
+                for parameter in declared_parameters(type(self))
+            }
         )
         # A default must not count as set: it would win over a param map.
         self.setParams(**{name: value for name, value in given.items() if value is not None})
@@ -173,18 +176,18 @@ def _build_constructor(kind: type[DeclaredParams]) -> Callable[..., None]:
         for name, text in inspect.get_annotations(base).items()
     }
     keywords = {
-        one.name: _optional_type(str(types.get(one.name, "Any")))
-        for one in declared_parameters(kind)
+        parameter.name: _optional_type(str(types.get(parameter.name, "Any")))
+        for parameter in declared_parameters(kind)
     }
     keywords |= dict.fromkeys(kind._UNUSED, "Any")
     lines = [
         textwrap.fill(
-            f"{one.name}: {one.doc_with_default}",
+            f"{parameter.name}: {parameter.doc_with_default}",
             _MAX_DOC_COLUMNS,
             initial_indent=" " * 4,
             subsequent_indent=" " * 8,
         )
-        for one in declared_parameters(kind)
+        for parameter in declared_parameters(kind)
     ]
     __init__.__doc__ = "\n".join(["Sets parameters.", "", "Args:", *lines])
     __init__.__qualname__, __init__.__module__ = f"{kind.__qualname__}.__init__", kind.__module__

@@ -30,13 +30,13 @@ class FitResources:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The job of a fit, and what its framework does with the result.
+    """The job of a fit, and the functions of its framework that use the result.
 
     Attributes:
         job: description of the job, with `store`, `run_id`, `data`, `labels` and `file_paths`.
-        fingerprint: of the fit.
+        fingerprint: fingerprint of the fit.
         train: trains one rank's part of the job; returns what rank 0 brings back.
-        inputs: of the model, with `columns`, `shape` and `dtype`.
+        inputs: inputs of the model, with `columns`, `shape` and `dtype`.
         output_sizes: elements of one row of each output; `None` if the first prediction must find
             out.
         load_result: returns the trained model, given the result of rank 0.
@@ -61,6 +61,6 @@ class TrainingPlan:
         if self.output_sizes is None:
             return None
         return [
-            ModelOutput(one.column.dtype, bool(one.column.shape), size)
-            for one, size in zip(self.job.labels, self.output_sizes, strict=True)
+            ModelOutput(label.column.dtype, bool(label.column.shape), size)
+            for label, size in zip(self.job.labels, self.output_sizes, strict=True)
         ]

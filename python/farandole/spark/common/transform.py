@@ -26,7 +26,7 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a `transformation_fn` that takes and returns whole batches.
 
     Args:
-        function: of a dict of arrays, rows first.
+        function: function of a dict of arrays, rows first.
     """
     setattr(function, "batched", True)  # noqa: B010 - functions have no such attribute for a type checker
     return function
@@ -90,7 +90,7 @@ class UserTransformation:
         """Returns the same for predictions, whose rows have no labels.
 
         Args:
-            names: of the features.
+            names: names of the features.
             labels: columns that training has besides.
         """
         others = [*labels, *(one[0] for one in self.edits), *self.removed]
@@ -102,7 +102,7 @@ class UserTransformation:
 
         Args:
             arrays: features by name, rows first; at least one row.
-            names: of the features that the model takes.
+            names: names of the features that the model takes.
 
         Raises:
             ValueError: as for a call; or the function needs a column that exists only in training,
@@ -136,12 +136,13 @@ class UserTransformation:
     def _transform_rows(self, arrays: Arrays, rows: int) -> Arrays:
         made: list[dict[str, Any]] = []
         for row in range(rows):
-            one = self.function({name: values[row] for name, values in arrays.items()})
-            if not isinstance(one, dict):
+            transformed = self.function({name: values[row] for name, values in arrays.items()})
+            if not isinstance(transformed, dict):
                 raise TypeError(
-                    f"transformation_fn must return a row, a dict by column: {type(one).__name__}"
+                    f"transformation_fn must return a row, a dict by column: "
+                    f"{type(transformed).__name__}"
                 )
-            made.append(one)
+            made.append(transformed)
         try:
             return {name: np.stack([np.asarray(one[name]) for one in made]) for name in made[0]}
         except (ValueError, KeyError) as error:

@@ -4,7 +4,7 @@
 `fit_on_parquet`.
 """
 
-# ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
+# ruff: noqa: PLC0415 - Spark is imported only by the functions that need it
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def prepare_data(
 
     Args:
         num_processes: training processes.
-        store: where to.
+        store: store that receives the data.
         df: the rows.
         label_columns: columns the outputs are compared with.
         feature_columns: columns for the model; default: all that have no other role.
@@ -87,7 +87,7 @@ def prepare_data(
         compress_sparse: whether to compress vectors, which are written dense.
         partitions_per_process: most files per process.
         verbose: whether to report the preparation.
-        fill: what replaces nulls and NaN, for all columns or a dict by column; without it they are
+        fill: replacement of nulls and NaN, for all columns or a dict by column; without it they are
             errors.
         allow_nan: takes NaN and infinities as values like any others.
 
@@ -129,7 +129,7 @@ def prepare_data(
     ) as prepared:
         _DATASET_PROPERTIES[prepared.index] = _dataset_properties(store, roles, prepared.index)
         if verbose:
-            print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - as asked for
+            print(f"train_rows={prepared.train_rows} val_rows={prepared.val_rows}")  # noqa: T201 - `verbose` requests it
         yield prepared.index
 
 
@@ -153,7 +153,7 @@ def get_simple_meta_from_parquet(
     """Returns the metadata of the data set in a store.
 
     Args:
-        store: where it is.
+        store: store of the data.
         label_columns: columns the outputs are compared with.
         feature_columns: columns for the model; default: all others.
         sample_weight_col: column with each row's weight.
@@ -221,7 +221,7 @@ def check_validation(validation: Any, df: DataFrame | None = None) -> None:
 
     Args:
         validation: a share of rows, the name of a column, or `None`.
-        df: where the column must be.
+        df: DataFrame that must have the column.
 
     Raises:
         ValueError: out of range, of another type, or not in the DataFrame.
@@ -252,9 +252,9 @@ def check_shape_compatibility(
         metadata: as `get_simple_meta_from_parquet` gives it.
         feature_columns: columns for the model.
         label_columns: columns the outputs are compared with.
-        input_shapes: of the model's inputs, -1 for rows.
-        output_shapes: of its outputs.
-        label_shapes: of the labels, instead of the outputs'.
+        input_shapes: shapes of the model's inputs, -1 for rows.
+        output_shapes: shapes of its outputs.
+        label_shapes: shapes of the labels, instead of the outputs'.
 
     Raises:
         ValueError: naming the column, its size and the shape.
@@ -310,7 +310,7 @@ def to_list(var: Any, length: int) -> list[Any] | None:
 
     Args:
         var: `None`, one for all, or a list.
-        length: how many.
+        length: number of elements.
 
     Raises:
         ValueError: a list of another length.

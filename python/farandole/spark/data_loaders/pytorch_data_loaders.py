@@ -87,7 +87,7 @@ class PytorchDataLoader(BaseDataLoader):
     def _epoch_batches(self) -> Iterator[Batch]:
         reset = getattr(self.reader, "reset", None)
         if reset is not None and getattr(self.reader, "last_row_consumed", False):
-            reset()  # petastorm's readers end for good
+            reset()  # a reader of petastorm does not start again without this
         return _rebatch_rows(self.reader, self.batch_size, self.shuffling_queue_capacity)
 
     def _iterate(self) -> Iterator[Batch]:
@@ -168,10 +168,12 @@ class PytorchInmemDataLoader(BaseDataLoader):
         self.limit_step_per_epoch = limit_step_per_epoch
         self.verbose = verbose
         self._epochs_done = 0
-        kept = list(_take_batches(_rebatch_rows(reader, batch_size * limit_step_per_epoch, 0), 1))
-        if not kept:
+        batches = list(
+            _take_batches(_rebatch_rows(reader, batch_size * limit_step_per_epoch, 0), 1)
+        )
+        if not batches:
             raise ValueError(f"the reader of {name or 'the loader'} gives no rows")
-        self._resident_rows = kept[0]
+        self._resident_rows = batches[0]
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -263,7 +265,7 @@ def _rebatch_rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iter
     """Yields batches of one size, with rows drawn at random from `capacity` rows of a reader."""
     pool: list[Batch] = []
     held = 0
-    least = max(capacity, batch_size)
+    min_rows = max(capacity, batch_size)
 
     def draw_batches(all_of_it: bool) -> Iterator[Batch]:
         """Yields batches while more than `least` rows are held, or until no row is left."""
@@ -279,7 +281,7 @@ def _rebatch_rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iter
             order = torch.randperm(held)
             whole = {name: column[order] for name, column in whole.items()}
         at = 0
-        while held > 0 and (all_of_it or held >= least):
+        while held > 0 and (all_of_it or held >= min_rows):
             count = min(batch_size, held)
             yield {name: column[at : at + count] for name, column in whole.items()}
             at, held = at + count, held - count
@@ -293,6 +295,6 @@ def _rebatch_rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iter
         pool.append(tensors)
         held += rows
         # Twice as many as must be held: each round of copies gives many batches.
-        if held >= (2 * least if capacity > 0 else least):
+        if held >= (2 * min_rows if capacity > 0 else min_rows):
             yield from draw_batches(all_of_it=False)
     yield from draw_batches(all_of_it=True)

@@ -45,7 +45,7 @@ class SparkAgents(GangAgents):
     properties.
 
     Attributes:
-        tag: Of the job.
+        tag: Tag of the job.
 
     Args:
         cluster: Spark.
@@ -53,7 +53,8 @@ class SparkAgents(GangAgents):
         size: Number of tasks.
         output: Receives messages for the user.
         profile: Resources of each task, for Spark's stage-level scheduling.
-        meeting: Rendezvous of the tasks if they cannot connect to the driver; `None` if they can.
+        rendezvous: Rendezvous of the tasks if they cannot connect to the driver; `None` if they
+            can.
     """
 
     def __init__(
@@ -63,21 +64,21 @@ class SparkAgents(GangAgents):
         size: int,
         output: JobOutput,
         profile: Any = None,
-        meeting: TaskRendezvous | None = None,
+        rendezvous: TaskRendezvous | None = None,
     ) -> None:
         self._cluster = cluster
         self._work = work
         self._size = size
         self._output = output
         self._profile = profile
-        self._rendezvous = meeting
+        self._rendezvous = rendezvous
         self.tag = f"farandole-{uuid.uuid4().hex[:12]}"
         self._cancelled = threading.Event()
         self._short_of: str | None = None
         self._endings: list[TaskOutcome] = []
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        spill = meeting.spill if meeting is not None else None
+        spill = rendezvous.spill if rendezvous is not None else None
         self._event_reader = StoredEventReader(spill) if spill is not None else None
         self._running = False
 
@@ -121,9 +122,11 @@ class SparkAgents(GangAgents):
         """
         if self._error is None:
             return self._endings
-        told = self._cluster.explain_failure(self._error)
+        explanation = self._cluster.explain_failure(self._error)
         reason = (
-            told if told is not None else f"the Spark job has failed: {error_headline(self._error)}"
+            explanation
+            if explanation is not None
+            else f"the Spark job has failed: {error_headline(self._error)}"
         )
         raise FarandoleJobError(reason) from self._error
 
@@ -188,7 +191,7 @@ class SparkAgents(GangAgents):
 
 
 def _make_agent(
-    work: WorkerSpec, meeting: TaskRendezvous | None
+    work: WorkerSpec, rendezvous: TaskRendezvous | None
 ) -> Callable[[Iterable[Any]], Iterator[Any]]:
     def run_agents(batches: Iterable[Any]) -> Iterator[Any]:
         from pyspark import BarrierTaskContext, TaskContext  # noqa: PLC0415 - runs in Spark's task
@@ -203,14 +206,14 @@ def _make_agent(
         owner = warm_workers.executor_pid() if work.warm is not None else None
         for number in task_numbers(batches):
             at_work, host = work, None
-            if meeting is not None:
+            if rendezvous is not None:
                 at_work, host = meetings.agree_on_registrar(
-                    work, meeting, number, BarrierTaskContext.get()
+                    work, rendezvous, number, BarrierTaskContext.get()
                 )
-            ending = agents.run_worker(at_work, number, fence, tasks.task_resources(), owner)
+            outcome = agents.run_worker(at_work, number, fence, tasks.task_resources(), owner)
             if host is not None:
                 host.wait_and_close()
-            for row in ending.to_rows():
+            for row in outcome.to_rows():
                 yield to_record_batch(row)
 
     return run_agents

@@ -5,7 +5,7 @@
 Classic Spark broadcasts large closures by itself. A Connect client puts them into the plan, and a
 plan of more than 128 MiB is refused. So a large object is uploaded once per session under the hash
 of its content, and the plan contains the hash. Each executor fetches the file once. Its content is
-unpickled, so it is used only if it has the hash that came with the plan.
+unpickled, so it is used only if it has the hash in the plan.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ExecutorDecommissions:
     def __init__(self, cluster: SparkCluster) -> None:
         self._scheduler = None
         if cluster.context is not None:
-            self._scheduler = cluster.context._jsc.sc().taskScheduler()  # noqa: SLF001 - pyspark has no door to it
+            self._scheduler = cluster.context._jsc.sc().taskScheduler()  # noqa: SLF001 - pyspark has no API for it
         self._executors: dict[int, str] = {}
         self._next_poll = 0.0
 

@@ -32,18 +32,18 @@ class SparkAgentPool(ThreadedAgentPool):
     """Workers in Spark's tasks: one Spark job for each.
 
     Attributes:
-        tag: Of these jobs.
+        tag: Tag of these jobs.
     """
 
     def __init__(
         self,
         cluster: SparkCluster,
         work: WorkerSpec,
-        most: int,
+        max_workers: int,
         output: JobOutput,
         profile: Any = None,
     ) -> None:
-        super().__init__(most, cluster.make_job_thread)
+        super().__init__(max_workers, cluster.make_job_thread)
         self._cluster = cluster
         self._work = work
         self._output = output
@@ -60,20 +60,24 @@ class SparkAgentPool(ThreadedAgentPool):
         try:
             rows = self._worker_rows(task).collect()
         except Exception as error:  # noqa: BLE001 - Spark's own tries are over: the next task is another worker
-            told = self._cluster.explain_failure(error)
-            return told if told is not None else f"a Spark job has failed: {error_headline(error)}"
-        told = TaskOutcome.from_rows(
+            explanation = self._cluster.explain_failure(error)
+            return (
+                explanation
+                if explanation is not None
+                else f"a Spark job has failed: {error_headline(error)}"
+            )
+        outcomes = TaskOutcome.from_rows(
             (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
         )
-        for ending in told:
-            if ending.refused is not None:
-                return f"{ending.host}: {ending.refused}"
-            self.endings[ending.task] = ending
+        for outcome in outcomes:
+            if outcome.refused is not None:
+                return f"{outcome.host}: {outcome.refused}"
+            self.endings[outcome.task] = outcome
         return None
 
     def _worker_rows(self, task: int) -> Any:
-        one = self._cluster.session.range(0, 1, 1, 1)
-        return map_agents(one, _make_worker_agent(self._work, task), self._profile)
+        single_row = self._cluster.session.range(0, 1, 1, 1)
+        return map_agents(single_row, _make_worker_agent(self._work, task), self._profile)
 
 
 def _make_worker_agent(work: WorkerSpec, task: int) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -89,8 +93,8 @@ def _make_worker_agent(work: WorkerSpec, task: int) -> Callable[[Iterable[Any]],
         if context is not None and context.attemptNumber() > 0:
             return  # the worker of this number is lost: the driver submits another one
         at_work = decommission.with_executor_id(work)
-        ending = agents.run_worker(at_work, task, 0, tasks.task_resources())
-        for row in ending.to_rows():
+        outcome = agents.run_worker(at_work, task, 0, tasks.task_resources())
+        for row in outcome.to_rows():
             yield to_record_batch(row)
 
     return run_worker_agent

@@ -25,54 +25,54 @@ class ExecutorLossReasons:
     Args:
         shim: The plugin; `None` without a plugin, and then there are no messages.
         tag: Tag of the job's Spark jobs.
-        told: Receives the events of the executors.
+        training: Receives the events of the executors.
         output: Receives messages for the user.
     """
 
     def __init__(
-        self, shim: SparkPlugin | None, tag: str, told: TrainingRun, output: JobOutput
+        self, shim: SparkPlugin | None, tag: str, training: TrainingRun, output: JobOutput
     ) -> None:
         self._plugin = shim
         self._tag = tag
-        self._training = told
+        self._training = training
         self._output = output
         self._next_poll = 0.0
         self._rank_stage: str | None = None
         self._reasons: dict[str, str] = {}
         if shim is not None:
-            shim.fetch_messages()  # what was said of jobs before
+            shim.fetch_messages()  # discards messages of earlier jobs
 
     def poll_messages(self) -> None:
-        """Asks for news, four times a second at most."""
+        """Polls Spark's messages, at most four times a second."""
         now = time.monotonic()
         if self._plugin is not None and now >= self._next_poll:
             self._next_poll = now + _MESSAGE_POLL_INTERVAL
-            for one in self._plugin.fetch_messages():
-                self._handle_message(one)
+            for message in self._plugin.fetch_messages():
+                self._handle_message(message)
 
-    def _handle_message(self, one: dict[str, str]) -> None:
-        executor, reason = one.get("executor", ""), one.get("reason", "")
-        match one["kind"]:
-            case "started" if one["tag"] == self._tag:
+    def _handle_message(self, message: dict[str, str]) -> None:
+        executor, reason = message.get("executor", ""), message.get("reason", "")
+        match message["kind"]:
+            case "started" if message["tag"] == self._tag:
                 # Ranks are in the first stage. The next one collects their rows by a task that may
                 # be elsewhere.
                 if self._rank_stage is None:
-                    self._rank_stage = one.get("stage", "")
-                if one.get("stage", "") == self._rank_stage:
-                    self._training.record_location(int(one["task"]), executor)
+                    self._rank_stage = message.get("stage", "")
+                if message.get("stage", "") == self._rank_stage:
+                    self._training.record_location(int(message["task"]), executor)
             case "removed" if self._training.has_executor(executor):
                 self._reasons[executor] = reason
                 self._report_event(f"Spark has removed executor {executor}", reason)
             case "decommissioning" if self._training.has_executor(executor):
                 self._report_event(f"Spark decommissions executor {executor}", None)
-            case "failed" if one["tag"] == self._tag:
-                self._training.add_event(f"task {one['task']} failed", reason)
-            case "stage" if one["tag"] == self._tag:
+            case "failed" if message["tag"] == self._tag:
+                self._training.add_event(f"task {message['task']} failed", reason)
+            case "stage" if message["tag"] == self._tag:
                 self._training.add_event("stage failed", reason)
 
-    def _report_event(self, what: str, reason: str | None) -> None:
-        self._output.print_message(f"{what}: {reason}" if reason else what)
-        self._training.add_event(what, reason)
+    def _report_event(self, event_text: str, reason: str | None) -> None:
+        self._output.print_message(f"{event_text}: {reason}" if reason else event_text)
+        self._training.add_event(event_text, reason)
 
     def add_loss_reason(self, error: FarandoleJobError) -> None:
         """Adds to a worker's death why Spark has removed its executor, if it has.
@@ -81,7 +81,7 @@ class ExecutorLossReasons:
         rank is known, the removal of an executor still becomes an event.
 
         Args:
-            error: Of the job.
+            error: Error of the job.
         """
         if self._plugin is None or error.exception_type is not None:
             return

@@ -37,8 +37,8 @@ def map_agents(
 
     Args:
         tasks: One row for each task.
-        agent: What each task runs.
-        profile: What each task needs; `None` is Spark's default.
+        agent: Function that each task runs.
+        profile: Resources of each task; `None` is Spark's default.
         **more: Other arguments of `mapInArrow`.
     """
     if profile is None:
@@ -78,7 +78,7 @@ class ProfiledRows:
         """Like `DataFrame.repartition`.
 
         Args:
-            number: Of partitions.
+            number: Number of partitions.
         """
         return ProfiledRows(self._context, self._pickled_rdd.repartition(number))
 

@@ -238,25 +238,25 @@ class SparkCluster:
                 "spark.speculation starts slow tasks twice, with dynamic allocation also the "
                 "processes of a job, which wait for each other: set spark.speculation=false"
             )
-        most = self.max_dynamic_slots()
-        if most is not None and most < size:
+        max_slots = self.max_dynamic_slots()
+        if max_slots is not None and max_slots < size:
             settings = ", ".join(
                 f"{key}={self.get_setting(key, default)}" for key, default in _SLOT_SETTINGS
             )
             raise ValueError(
                 f"num_proc={size} needs {size} task slots at the same time, but dynamic "
-                f"allocation gives at most {most}: {settings}"
+                f"allocation gives at most {max_slots}: {settings}"
             )
 
     def max_dynamic_slots(self) -> int | None:
         """Slots that dynamic allocation gives at most; `None` if unlimited or unknown."""
         try:
-            most, cores, cpus = (
+            max_executors, cores, cpus = (
                 int(self.get_setting(key, default)) for key, default in _SLOT_SETTINGS
             )
         except ValueError:
-            return None  # Spark itself says what is wrong with them
-        return most * (cores // cpus) if cores else None
+            return None  # Spark itself reports invalid values
+        return max_executors * (cores // cpus) if cores else None
 
     def check_profile_support(self) -> None:
         """Refuses resource profiles where pyspark has no way to them.
@@ -301,8 +301,8 @@ class SparkCluster:
                 "16 MiB travel by that store"
             )
         if any(
-            mark in text
-            for mark in (
+            phrase in text
+            for phrase in (
                 "SPARK_JOB_CANCELLED",
                 "OPERATION_CANCELED",
                 "cancelled part of",

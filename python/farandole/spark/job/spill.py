@@ -4,7 +4,7 @@
 their content.
 
 A job has its own directory there, which is removed with the job. Its files are unpickled, so a file
-is used only if it has the hash that came through Spark, like the closures and rows of the job.
+is used only if it has the hash that Spark transferred, like the closures and rows of the job.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class TaskSpill:
 
     def delete_directory(self) -> None:
         """Deletes the job's directory with all files, and its lease file."""
-        mark = _LEASE_FILE_BY_URL.pop(self.url, None)
+        lease_file = _LEASE_FILE_BY_URL.pop(self.url, None)
         self._native_store().delete_all()
-        if mark is not None:
-            mark.delete_if_held()
+        if lease_file is not None:
+            lease_file.delete_if_held()
 
     def pack_call(self, packed: bytes) -> bytes:
         """Returns a pickled `(fn, args, kwargs)`. If the call or its result is large, it is passed

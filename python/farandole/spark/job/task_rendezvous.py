@@ -56,7 +56,7 @@ class TaskRendezvous:
     """The data with which tasks find each other, sent in Spark's closure.
 
     Attributes:
-        addresses: Where the driver listens.
+        addresses: Addresses on which the driver listens.
         size: Number of tasks.
         spill: The job's directory in a store, if it was given one.
     """
@@ -71,9 +71,9 @@ class RendezvousHost:
     events to the store.
     """
 
-    def __init__(self, registrar: Registrar, meeting: TaskRendezvous) -> None:
+    def __init__(self, registrar: Registrar, rendezvous: TaskRendezvous) -> None:
         self._registrar = registrar
-        self._rendezvous = meeting
+        self._rendezvous = rendezvous
         self._ended_tasks: set[int] = set()
         self._record_until = float("inf")
         self._thread = threading.Thread(
@@ -112,13 +112,13 @@ class RendezvousHost:
             self._ended_tasks.add(event.task)
         if event.kind == "aborted":
             self._record_until = min(self._record_until, time.monotonic() + _GRACE_AFTER_ABORT)
-        told: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
+        fields: dict[str, Any] = {name: getattr(event, name) for name in _EVENT_FIELDS}
         # Results are not written: Spark's rows contain them.
         if event.kind == "metric":
-            told["data"] = base64.b64encode(event.data or b"").decode()
+            fields["data"] = base64.b64encode(event.data or b"").decode()
         if event.kind == "assigned":
-            told["seats"] = self._registrar.rank_assignment()
-        return told
+            fields["seats"] = self._registrar.rank_assignment()
+        return fields
 
 
 class _EventFiles:
@@ -139,13 +139,13 @@ class _EventFiles:
         self._unwritten: bytes | None = None
         self._has_warned = False
 
-    def add_event(self, told: dict[str, Any]) -> None:
+    def add_event(self, fields: dict[str, Any]) -> None:
         """Takes an event for the next file. If very many wait, the oldest output, then the oldest
         progress, is dropped.
         """
         if self._spill is None:
             return
-        self._waiting.append(told)
+        self._waiting.append(fields)
         if len(self._waiting) > _MAX_WAITING_LINES:
             for kind in ("log", "metric"):
                 found = next((one for one in self._waiting if one["kind"] == kind), None)
@@ -201,22 +201,22 @@ class StoredEventReader:
         for name in names:
             if name not in self._read_names:
                 try:
-                    told = self._spill.read_file(name).decode()
+                    text = self._spill.read_file(name).decode()
                 except OSError:
                     return  # the store is briefly unreachable
                 self._read_names.add(name)
-                for line in told.splitlines():
+                for line in text.splitlines():
                     yield _parse_event(json.loads(line))
 
 
 def agree_on_registrar(
-    work: WorkerSpec, meeting: TaskRendezvous, task: int, context: Any
+    work: WorkerSpec, rendezvous: TaskRendezvous, task: int, context: Any
 ) -> tuple[WorkerSpec, RendezvousHost | None]:
     """Decides with the other tasks which registrar the gang uses.
 
     Args:
         work: Work of the task.
-        meeting: Rendezvous of the gang.
+        rendezvous: Rendezvous of the gang.
         task: Number of this task.
         context: Spark's barrier context.
 
@@ -226,25 +226,25 @@ def agree_on_registrar(
     """
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-    own = Registrar(meeting.size, start_timeout=work.start_timeout) if task == 0 else None
-    told = [
+    own = Registrar(rendezvous.size, start_timeout=work.start_timeout) if task == 0 else None
+    answers = [
         json.loads(message)
         for message in context.allGather(
             json.dumps(
                 {
-                    "reaches": _can_dial_any(meeting.addresses),
+                    "reaches": _can_dial_any(rendezvous.addresses),
                     "ticket": own.ticket if own is not None else None,
                 }
             )
         )
     ]
-    if all(one["reaches"] for one in told):
+    if all(one["reaches"] for one in answers):
         if own is not None:
             own.close()
         return work, None
-    ticket = next(one["ticket"] for one in told if one["ticket"] is not None)
-    there = replace(work, ticket=ticket, keys=None if work.keys else False)
-    return there, RendezvousHost(own, meeting) if own is not None else None
+    ticket = next(one["ticket"] for one in answers if one["ticket"] is not None)
+    work_at_host = replace(work, ticket=ticket, keys=None if work.keys else False)
+    return work_at_host, RendezvousHost(own, rendezvous) if own is not None else None
 
 
 def _can_dial_any(addresses: Sequence[str]) -> bool:
@@ -262,7 +262,7 @@ def _can_dial_any(addresses: Sequence[str]) -> bool:
         return any(pool.map(can_dial, addresses))
 
 
-def _parse_event(told: dict[str, Any]) -> Any:
-    data = told.pop("data", None)
-    told.setdefault("seats", None)
-    return SimpleNamespace(data=base64.b64decode(data) if data is not None else None, **told)
+def _parse_event(fields: dict[str, Any]) -> Any:
+    data = fields.pop("data", None)
+    fields.setdefault("seats", None)
+    return SimpleNamespace(data=base64.b64decode(data) if data is not None else None, **fields)

@@ -71,12 +71,12 @@ def create_keras_inputs(
         order = sorted(names)  # as Keras has them
         stated = [stated[order.index(name)] for name in names]
     made = []
-    for index, (group, size, one) in enumerate(zip(groups, sizes, stated, strict=True)):
+    for index, (group, size, model_input) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(
             ModelInput(
                 tuple(group),
-                (-1, *_fit_row_shape(group, size, one.shape[1:], index)),
-                _supported_dtype(str(one.dtype)),
+                (-1, *_fit_row_shape(group, size, model_input.shape[1:], index)),
+                _supported_dtype(str(model_input.dtype)),
             )
         )
     return tuple(made), names
@@ -87,7 +87,7 @@ def input_keys(model: Any, groups: Sequence[Sequence[str]]) -> tuple[str, ...] |
     takes a dict.
 
     Args:
-        model: of Keras.
+        model: a Keras model.
         groups: the columns of each input; if each is one column with the name of an input, they are
             assigned by name.
     """
@@ -103,13 +103,13 @@ def refuse_nested_columns(ragged: Mapping[str, Any]) -> None:
     """Refuses nested columns, since Keras has no nested tensors.
 
     Args:
-        ragged: what becomes of lists of different lengths, by column.
+        ragged: treatment of lists of different lengths, by column.
 
     Raises:
         ValueError: naming the column.
     """
-    for name, one in ragged.items():
-        if is_nested(one):
+    for name, layout in ragged.items():
+        if is_nested(layout):
             raise ValueError(
                 f"Keras takes no nested tensors: use Pad instead of Nested for column {name!r}"
             )
@@ -131,7 +131,7 @@ def _fit_row_shape(
 
 
 def _columns_dtype(dtypes: Sequence[str]) -> str:
-    return "int64" if all(one in _INTEGER_DTYPES for one in dtypes) else "float32"
+    return "int64" if all(dtype in _INTEGER_DTYPES for dtype in dtypes) else "float32"
 
 
 def _supported_dtype(dtype: str) -> str:
@@ -144,16 +144,17 @@ def reader_casts(
     """Returns the columns to read, with the types that the reader can cast them to.
 
     Args:
-        shape: of the model.
-        labels: of the run.
+        shape: shape of the model.
+        labels: labels of the run.
         weight: column of rows' weights.
     """
     casts: dict[str, str | None] = {}
-    for one in shape.inputs:
+    for keras_input in shape.inputs:
         casts |= dict.fromkeys(
-            one.columns, one.dtype if one.dtype in ("float32", "float64", "int64") else None
+            keras_input.columns,
+            keras_input.dtype if keras_input.dtype in ("float32", "float64", "int64") else None,
         )
-    casts |= {one.column.name: one.dtype for one in labels}
+    casts |= {spec.column.name: spec.dtype for spec in labels}
     return casts | ({} if weight is None else {weight: "float32"})
 
 
@@ -161,7 +162,7 @@ def model_inputs(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
     """Returns the model's argument.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         columns: arrays by name, rows first.
         rows: in each.
     """
@@ -172,19 +173,21 @@ def input_arrays(shape: KerasModelShape, columns: Mapping[str, Array], rows: int
     """Returns the array of each input.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         columns: arrays by name, rows first.
         rows: in each.
     """
     made: list[Array] = []
-    for one in shape.inputs:
-        if len(one.columns) == 1:
-            values = columns[one.columns[0]]
+    for keras_input in shape.inputs:
+        if len(keras_input.columns) == 1:
+            values = columns[keras_input.columns[0]]
         else:
             values = np.concatenate(
-                [columns[name].reshape(rows, -1) for name in one.columns], axis=1
+                [columns[name].reshape(rows, -1) for name in keras_input.columns], axis=1
             )
-        made.append(values.astype(one.dtype, copy=False).reshape(rows, *one.shape[1:]))
+        made.append(
+            values.astype(keras_input.dtype, copy=False).reshape(rows, *keras_input.shape[1:])
+        )
     return made
 
 
@@ -193,7 +196,7 @@ def model_argument(arrays: Sequence[Any], keys: Sequence[str] | None) -> Any:
 
     Args:
         arrays: in order.
-        keys: of the dict, where the model takes one.
+        keys: keys of the dict, if the model takes a dict.
     """
     if keys is not None:
         return dict(zip(keys, arrays, strict=True))
@@ -206,14 +209,14 @@ def model_labels(
     """Returns the labels with which the model's outputs are compared.
 
     Args:
-        shape: of the model.
-        labels: of the run.
+        shape: shape of the model.
+        labels: labels of the run.
         columns: arrays by name, rows first.
         rows: in each.
     """
     made = [
-        columns[one.column.name].astype(one.dtype, copy=False).reshape(rows, *one.shape[1:])
-        for one in labels
+        columns[spec.column.name].astype(spec.dtype, copy=False).reshape(rows, *spec.shape[1:])
+        for spec in labels
     ]
     return model_argument(made, shape.output_keys)
 
@@ -222,12 +225,12 @@ def zero_batch(shape: KerasModelShape, labels: Sequence[KerasLabel], rows: int) 
     """Inputs and labels of nothing but zeros, to try a model with.
 
     Args:
-        shape: of the model.
-        labels: of the run.
-        rows: how many.
+        shape: shape of the model.
+        labels: labels of the run.
+        rows: number of rows.
     """
-    x = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in shape.inputs]
-    y = [np.zeros((rows, *one.shape[1:]), one.dtype) for one in labels]
+    x = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in shape.inputs]
+    y = [np.zeros((rows, *spec.shape[1:]), spec.dtype) for spec in labels]
     return model_argument(x, shape.input_keys), model_argument(y, shape.output_keys) if y else None
 
 
@@ -272,7 +275,7 @@ def create_label(
     """Returns the array of one label column.
 
     Args:
-        column: of the label.
+        column: column of the label.
         output: shape of one row of the model's output.
         stated: shape as the user set it.
     """

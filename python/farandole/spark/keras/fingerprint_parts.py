@@ -37,16 +37,16 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     """
     known = compile_arguments(model)
     weights = {
-        str(index): np.asarray(keras.ops.convert_to_numpy(one))
-        for index, one in enumerate(model.weights)
+        str(index): np.asarray(keras.ops.convert_to_numpy(weight))
+        for index, weight in enumerate(model.weights)
     }
     numbers = sum(value.size for value in weights.values())
     shapes = [[list(value.shape), str(value.dtype)] for value in weights.values()]
-    words = arrays_digest(weights)
-    used, told = _used_optimizer(model, optimizer)
+    digest = arrays_digest(weights)
+    used, config = _used_optimizer(model, optimizer)
     lost = known.get("loss") if loss is None else loss
-    code = training_objects(model, known, lost)  # of which the architecture says the names alone
-    rate = told.get("learning_rate")
+    code = training_objects(model, known, lost)  # the architecture has only their names
+    rate = config.get("learning_rate")
     rate = f"{rate:.6g}" if isinstance(rate, int | float) else short_text(rate)
     parts = [
         FingerprintPart(
@@ -54,10 +54,10 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
             value_digest([_describe_architecture(model), shapes, code]),
             f"{class_name(model)} of {numbers:,} numbers",
         ),
-        FingerprintPart(INITIAL_WEIGHTS, words, words[:8]),
+        FingerprintPart(INITIAL_WEIGHTS, digest, digest[:8]),
         FingerprintPart(
             "optimizer",
-            value_digest([type(used), told]),
+            value_digest([type(used), config]),
             f"{class_name(used)}(learning_rate={rate})",
         ),
     ]
@@ -71,21 +71,21 @@ def optimizer_totals(model: Any, optimizer: Any, processes: int) -> dict[str, st
     Args:
         model: a compiled copy of the user's.
         optimizer: the estimator's; `None` takes the compiled model's.
-        processes: of the fit.
+        processes: number of processes of the fit.
     """
-    used, told = _used_optimizer(model, optimizer)
-    rate = told.get("learning_rate")
+    used, config = _used_optimizer(model, optimizer)
+    rate = config.get("learning_rate")
     if not isinstance(rate, int | float):
         return {}
     # Rates are float32, and a quotient of one is not the nearest.
-    told = told | {"learning_rate": f"{rate * processes:.5g}"}
-    return {"optimizer": value_digest([type(used), told])}
+    config = config | {"learning_rate": f"{rate * processes:.5g}"}
+    return {"optimizer": value_digest([type(used), config])}
 
 
 def _used_optimizer(model: Any, optimizer: Any) -> tuple[Any, dict[str, Any]]:
     """Returns the optimizer of a fit, and its configuration without its name."""
     used: Any = keras.optimizers.get(optimizer) if optimizer is not None else model.optimizer
-    return used, {name: one for name, one in used.get_config().items() if name != "name"}
+    return used, {name: entry for name, entry in used.get_config().items() if name != "name"}
 
 
 def _describe_architecture(model: Any) -> Any:
@@ -93,20 +93,20 @@ def _describe_architecture(model: Any) -> Any:
     try:
         config = json.loads(model.to_json())
     except Exception:  # noqa: BLE001 - a class of the user's that cannot tell: then its layers do
-        return [type(one).__qualname__ for one in model._flatten_layers()]  # noqa: SLF001 - no public door
+        return [type(layer).__qualname__ for layer in model._flatten_layers()]  # noqa: SLF001 - no public API
     layers = list(model._flatten_layers())  # noqa: SLF001 - as above
-    names = {one.name: f"#{index}" for index, one in reversed(list(enumerate(layers)))}
+    names = {layer.name: f"#{index}" for index, layer in reversed(list(enumerate(layers)))}
     return _strip_names(config, names)
 
 
 def _strip_names(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, dict):
         named = {
-            key: one
-            for key, one in value.items()
-            if key not in _IGNORED_CONFIG_KEYS and (key != "name" or one in names)
+            key: entry
+            for key, entry in value.items()
+            if key not in _IGNORED_CONFIG_KEYS and (key != "name" or entry in names)
         }
-        return {str(key): _strip_names(one, names) for key, one in named.items()}
+        return {str(key): _strip_names(entry, names) for key, entry in named.items()}
     if isinstance(value, list):
-        return [_strip_names(one, names) for one in value]
+        return [_strip_names(entry, names) for entry in value]
     return names.get(value, value) if isinstance(value, str) else value

@@ -65,7 +65,7 @@ def check_loss_form(
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
 
@@ -153,7 +153,7 @@ def _added_reductions(
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         unknown: reduction of a loss that is neither a mean nor a sum over rows; `None` refuses it.
 
     Raises:
@@ -206,7 +206,7 @@ def _computes_own_loss(model: Any) -> bool:
 
 
 def _inner_layers(model: Any) -> list[Any]:
-    return list(model._flatten_layers(include_self=False))  # noqa: SLF001 - layers of layers have no public door
+    return list(model._flatten_layers(include_self=False))  # noqa: SLF001 - layers of layers have no public API
 
 
 def _is_mean_of_rows(loss: Any) -> bool:

@@ -46,7 +46,7 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     """Returns the arguments that a model was compiled with; empty when it was not.
 
     Args:
-        model: of Keras.
+        model: a Keras model.
     """
     config = getattr(model, "_compile_config", None)
     return dict(config.config) if config is not None and model.compiled else {}
@@ -99,8 +99,8 @@ def build_model(model: Any, shape: KerasModelShape) -> None:
     """Builds a model that has not been, by a call.
 
     Args:
-        model: of the user.
-        shape: of its inputs.
+        model: model of the user.
+        shape: shape of its inputs.
 
     Raises:
         ValueError: it does not take them.
@@ -176,8 +176,8 @@ def try_model(
 
     Args:
         compiled: the copy.
-        shape: of its inputs.
-        columns: of the labels.
+        shape: shape of its inputs.
+        columns: columns of the labels.
         label_shapes: as the user set them.
         weighted: whether rows have weights.
 
@@ -213,21 +213,21 @@ def _try_losses(
     model: Any, shape: KerasModelShape, labels: Sequence[KerasLabel], value: Any, weighted: bool
 ) -> None:
     x, y = (
-        keras.tree.map_structure(keras.ops.convert_to_tensor, one)
-        for one in zero_batch(shape, labels, 2)
+        keras.tree.map_structure(keras.ops.convert_to_tensor, part)
+        for part in zero_batch(shape, labels, 2)
     )
     weights = keras.ops.ones((2,)) if weighted else None
     try:
         loss = model.compute_loss(x=x, y=y, y_pred=value, sample_weight=weights)
         model.compute_metrics(x, y, value, weights)
     except Exception as error:
-        told = ", ".join(
-            f"{one.column.name} {one.dtype} (2, {', '.join(map(str, one.shape[1:]))})"
-            for one in labels
+        labels_text = ", ".join(
+            f"{spec.column.name} {spec.dtype} (2, {', '.join(map(str, spec.shape[1:]))})"
+            for spec in labels
         )
         raise ValueError(
-            f"the loss or a metric does not take the model's output and the labels ({told}): "
-            f"{error}"
+            f"the loss or a metric does not take the model's output and the labels "
+            f"({labels_text}): {error}"
         ) from error
     model.reset_metrics()
     if tuple(loss.shape):
@@ -292,7 +292,7 @@ def ignored_class(loss: Any) -> int | None:
     """Returns the class that a loss of Keras ignores; `None` if it ignores none.
 
     Args:
-        loss: of Keras.
+        loss: a Keras loss.
     """
     found = getattr(loss, "ignore_class", None)
     if found is None:

@@ -29,9 +29,9 @@ def _check_loss(name: str, value: Any) -> Any:
         if isinstance(value, dict)
         else (value if isinstance(value, list | tuple) else [value])
     )
-    for one in parts:
-        if one is not None and not isinstance(one, str) and not callable(one):
-            raise TypeError(f"{name} must be a Keras loss, or a list or dict of them: {one!r}")
+    for part in parts:
+        if part is not None and not isinstance(part, str) and not callable(part):
+            raise TypeError(f"{name} must be a Keras loss, or a list or dict of them: {part!r}")
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -44,7 +44,7 @@ def _check_metrics(_name: str, value: Any) -> Any:
 
 def _check_custom_objects(name: str, value: Any) -> dict[str, Any]:
     """Classes and functions by name."""
-    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, dict) or not all(isinstance(part, str) for part in value):
         raise TypeError(f"{name} must be a dict of classes and functions by name: {value!r}")
     return dict(value)
 
@@ -52,7 +52,7 @@ def _check_custom_objects(name: str, value: Any) -> dict[str, Any]:
 def _check_environment(name: str, value: Any) -> dict[str, str]:
     """Variables by name."""
     if not isinstance(value, dict) or not all(
-        isinstance(one, str) for pair in value.items() for one in pair
+        isinstance(part, str) for pair in value.items() for part in pair
     ):
         raise TypeError(f"{name} must be a dict of strings: {value!r}")
     return dict(value)

@@ -45,7 +45,7 @@ def read_probe_batches(job: KerasTrainingJob, transformation: Any) -> list[Probe
 
     Args:
         job: the run.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
     """
     found = []
     for columns, rows in job.data.read_probe_parts(transformation):
@@ -84,7 +84,7 @@ class PartValues:
         """Returns the values of all batches.
 
         Args:
-            values: of each batch.
+            values: values of each batch.
             policy: Keras's dtype policy.
         """
         is_half = "float16" in policy
@@ -95,7 +95,7 @@ class PartValues:
         """Returns the mean over rows, or the sum, of a value of the parts.
 
         Args:
-            index: of the value.
+            index: index of the value.
             word: `"mean"` or `"sum"`.
         """
         values = [part[index] for part in self.parts]
@@ -113,14 +113,14 @@ class PartValues:
         return next((word for word in ("mean", "sum") if self.is_reduced(index, word)), None)
 
 
-def are_close(one: npt.ArrayLike, other: npt.ArrayLike, tolerance: float) -> bool:
+def are_close(first: npt.ArrayLike, second: npt.ArrayLike, tolerance: float) -> bool:
     """Returns whether two numbers, or two arrays by their lengths as vectors, are equal.
 
     Args:
-        one: a number or an array.
-        other: of the same shape.
+        first: a number or an array.
+        second: a number or an array of the same shape.
         tolerance: largest relative difference.
     """
-    one, other = np.ravel(one).astype(np.float64), np.ravel(other).astype(np.float64)
-    length = max(np.linalg.norm(one), np.linalg.norm(other), 1e-12)
-    return bool(np.linalg.norm(one - other) <= tolerance * length)
+    first, second = np.ravel(first).astype(np.float64), np.ravel(second).astype(np.float64)
+    length = max(np.linalg.norm(first), np.linalg.norm(second), 1e-12)
+    return bool(np.linalg.norm(first - second) <= tolerance * length)

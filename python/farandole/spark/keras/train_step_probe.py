@@ -40,14 +40,15 @@ def check_train_step(
     wanted: str | None,
     processes: int,
 ) -> None:
-    """Refuses a `train_step` whose gradients of all rows are not the mean of those of parts.
+    """Refuses a `train_step` if its gradient of all rows is not the mean of the gradients of parts.
 
-    A warning says if it cannot be tried: it raises, or two calls give different gradients.
+    A warning is logged if the step cannot be tried: it raises, or two calls give different
+    gradients.
 
     Args:
         job: the run.
         model: a compiled copy of the user's.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
 
@@ -62,8 +63,8 @@ def check_train_step(
     batches = read_probe_batches(job, transformation)
     try:
         with _infer_in_layers(model):
-            gradients = [_step_gradients(model, one) for one in [batches[0], *batches]]
-    except Exception as error:  # noqa: BLE001 - whatever a step outside of fit raises
+            gradients = [_step_gradients(model, batch) for batch in [batches[0], *batches]]
+    except Exception as error:  # noqa: BLE001 - a step outside of fit may raise any exception
         _warn_untried(name, f"{type(error).__name__}: {error}")
         return
     again, *gradients = gradients
@@ -73,8 +74,8 @@ def check_train_step(
             "model of its own. Call self.optimizer.apply(gradients, variables), or on JAX "
             "self.optimizer.stateless_apply(...)"
         )
-    found = PartValues.from_batches([[one] for one in gradients], job.policy)
-    if len({one.size for one in gradients}) > 1 or not are_close(
+    found = PartValues.from_batches([[gradient] for gradient in gradients], job.policy)
+    if len({gradient.size for gradient in gradients}) > 1 or not are_close(
         again, found.whole[0], found.tolerance
     ):
         _warn_untried(name, "two calls with the same rows give different gradients")
@@ -122,9 +123,9 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 
     def record_gradients(grads: Any, *_variables: Any, **_options: Any) -> None:
         found.extend(
-            as_array(keras.ops.convert_to_tensor(one)).astype(np.float64).reshape(-1)
-            for one in grads
-            if one is not None
+            as_array(keras.ops.convert_to_tensor(gradient)).astype(np.float64).reshape(-1)
+            for gradient in grads
+            if gradient is not None
         )
 
     data = (batch.x, batch.y) if batch.weights is None else (batch.x, batch.y, batch.weights)
@@ -138,7 +139,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
                 optimizer.variables,
                 model.metrics_variables,
             )
-            model.train_step(tuple([one.value for one in part] for part in state), data)
+            model.train_step(tuple([variable.value for variable in part] for part in state), data)
         else:
             model.train_step(data)
     finally:
@@ -151,7 +152,7 @@ def _step_gradients(model: Any, batch: ProbeBatch) -> Any:
 def _infer_in_layers(model: Any) -> Iterator[None]:
     """Lets all layers compute as in inference."""
     changed = []
-    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public door
+    for layer in model._flatten_layers():  # noqa: SLF001 - layers of layers have no public API
         if "training" not in inspect.signature(layer.call).parameters:
             continue
         plain_call = layer.call

@@ -31,8 +31,8 @@ class ReadBatch:
 
     Attributes:
         valid: rows that count; 0 for a batch of padding.
-        counts: what the losses of its step are divided by, if labels are counted; of all ranks.
-        own: what the losses of this batch are divided by, if labels are counted.
+        counts: divisors of the losses of its step on all ranks, if labels are counted.
+        own: divisors of the losses of this batch, if labels are counted.
     """
 
     valid: int
@@ -48,11 +48,11 @@ class LightningLoader:
     one.
 
     Args:
-        source: of the rows.
+        source: source of the rows.
         job: says what columns become.
-        steps: of one epoch; `None` takes one pass.
+        steps: number of steps of one epoch; `None` takes one pass.
         epoch: the first.
-        place: where the first continues.
+        position: position at which the first epoch continues.
         size: ranks.
         passes: batches that make one step of the optimizer.
         counter: counts the labels of training batches, for a module whose losses are known.
@@ -64,7 +64,7 @@ class LightningLoader:
         job: TorchTrainingJob,
         steps: int | None,
         epoch: int,
-        place: EpochPosition | None = None,
+        position: EpochPosition | None = None,
         *,
         size: int = 1,
         passes: int = 1,
@@ -74,19 +74,19 @@ class LightningLoader:
         self._job = job
         self._steps = steps
         self._epoch = epoch
-        self._place = place or EpochPosition()
+        self._position = position or EpochPosition()
         self._size = size
         self._passes = passes
         self._counter = counter
         self._read: dict[int, ReadBatch] = {}
-        source.set_epoch_start(self._place)
+        source.set_epoch_start(self._position)
         self.checked = False
 
     def __len__(self) -> int:
         """Steps that are left of the next epoch, or of the one in progress were it to begin
         again.
         """
-        return self._epoch_step_count() - self._place.steps
+        return self._epoch_step_count() - self._position.steps
 
     def position_after_steps(self, epoch: int, steps: int) -> EpochPosition:
         """Returns the position of all processes.
@@ -95,13 +95,13 @@ class LightningLoader:
             epoch: epoch in progress.
             steps: steps of this epoch that this loader has yielded.
         """
-        return self._source.position_after_steps(epoch, self._place.steps + steps)
+        return self._source.position_after_steps(epoch, self._position.steps + steps)
 
     def read_batch(self, index: int) -> ReadBatch:
-        """Returns what is known of a batch that was yielded lately.
+        """Returns the record of a batch that this loader has yielded.
 
         Args:
-            index: number in the epoch as far as this loader yields it.
+            index: number of the batch in the epoch, counted by this loader.
         """
         return self._read[index]
 
@@ -112,7 +112,9 @@ class LightningLoader:
             first: number of a batch of this loader.
             last: number of a later batch.
         """
-        found = self._source.row_count_in_steps(self._place.steps + first, self._place.steps + last)
+        found = self._source.row_count_in_steps(
+            self._position.steps + first, self._position.steps + last
+        )
         return max(1, found or 0)
 
     def filled_batches(self, first: int, last: int) -> int:
@@ -122,12 +124,14 @@ class LightningLoader:
             first: number of a batch of this loader.
             last: number of a later batch.
         """
-        return sum(min(self._size, self.global_rows(one, one + 1)) for one in range(first, last))
+        return sum(
+            min(self._size, self.global_rows(index, index + 1)) for index in range(first, last)
+        )
 
     def rewind_to_start(self) -> None:
         """Lets the next epoch begin at its first row."""
-        self._place = EpochPosition()
-        self._source.set_epoch_start(self._place)
+        self._position = EpochPosition()
+        self._source.set_epoch_start(self._position)
 
     def _epoch_step_count(self) -> int:
         return self._source.steps_until_end() if self._steps is None else self._steps
@@ -146,16 +150,17 @@ class LightningLoader:
             self._read.pop(index - _REMEMBERED_BATCHES, None)
             count = rows.valid or 1
             if not (self.checked or allow_nan):
-                for one in self._job.inputs:
-                    check_finite_inputs(rows.columns, one, count)
+                for spec in self._job.inputs:
+                    check_finite_inputs(rows.columns, spec, count)
             batch: dict[str, Any] = {
-                one.name: input_tensor(rows.columns, one, count, host) for one in self._job.inputs
+                model_input.name: input_tensor(rows.columns, model_input, count, host)
+                for model_input in self._job.inputs
             }
-            for one in self._job.labels:
+            for spec in self._job.labels:
                 label = label_tensor(
-                    rows, one, count, host, checked=not self.checked, allow_nan=allow_nan
+                    rows, spec, count, host, checked=not self.checked, allow_nan=allow_nan
                 )
-                batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
+                batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)
             if self._job.weight is not None:
                 batch[self._job.weight] = rows.columns[self._job.weight][:count].float().reshape(-1)
             yield batch
@@ -172,7 +177,7 @@ class LightningLoader:
             self._source,
             self._counter,
             self._size,
-            step=self._place.steps,
+            step=self._position.steps,
             steps=steps,
             passes=self._passes,
         )

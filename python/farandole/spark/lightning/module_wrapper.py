@@ -49,8 +49,8 @@ class _PlainModuleSteps:
         self.model = model
         self._optimizer_parts = (optimizer, scheduler, interval)
         self._losses = [
-            LabelLoss(loss, one, reduction, share, weighted=weight is not None)
-            for loss, one, share in zip(losses, labels, loss_weights, strict=True)
+            LabelLoss(loss, torch_label, reduction, share, weighted=weight is not None)
+            for loss, torch_label, share in zip(losses, labels, loss_weights, strict=True)
         ]
         self._metrics = [(list(group) * len(labels))[: len(labels)] for group in metrics]
         self._inputs = tuple(inputs)
@@ -70,8 +70,8 @@ class _PlainModuleSteps:
         """Takes the loaders, which know the rows and counts of their batches.
 
         Args:
-            train: of training batches.
-            val: of validation batches.
+            train: loader of training batches.
+            val: loader of validation batches.
         """
         self._loaders = {"train": train, "val": val}
         self._step_loss: torch.Tensor | None = None
@@ -107,11 +107,12 @@ class _PlainModuleSteps:
 
     def _batch_loss(self, batch: dict[str, torch.Tensor], stage: str, index: int) -> torch.Tensor:
         outputs = flat_outputs(
-            self.forward(*(batch[one.name] for one in self._inputs)), len(self._labels)
+            self.forward(*(batch[torch_input.name] for torch_input in self._inputs)),
+            len(self._labels),
         )
         labels = [
-            shape_label(batch[one.column.name], output, one.shape)
-            for one, output in zip(self._labels, outputs, strict=True)
+            shape_label(batch[torch_label.column.name], output, torch_label.shape)
+            for torch_label, output in zip(self._labels, outputs, strict=True)
         ]
         weights = None if self._weight is None else batch[self._weight]
         loader = self._loaders[stage]
@@ -138,21 +139,21 @@ class _PlainModuleSteps:
             sums[position] = sums[position] + term.value.detach().double() * term.scale
             counts[position] += term.count
         loss = mean_of_terms(terms)
-        told = {f"{stage}_loss": loss} | {
+        values = {f"{stage}_loss": loss} | {
             f"{stage}_{name}": value for name, value in self._metric_values(outputs, labels)
         }
-        self.log_dict(told, on_step=False, on_epoch=True, batch_size=len(labels[0]))
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=len(labels[0]))
         return loss
 
     def _metric_values(
         self, outputs: list[torch.Tensor], labels: list[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for group in self._metrics:
-            for one, function, output, label in zip(
+            for torch_label, function, output, label in zip(
                 self._labels, group, outputs, labels, strict=True
             ):
                 name = getattr(function, "__name__", type(function).__name__).strip("<>")
-                key = name if len(self._labels) == 1 else f"{name}_{one.column.name}"
+                key = name if len(self._labels) == 1 else f"{name}_{torch_label.column.name}"
                 yield key, torch.as_tensor(function(output.detach(), label), dtype=torch.float32)
 
 

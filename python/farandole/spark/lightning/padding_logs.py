@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Undoes what a module logs for a batch of padding.
+"""Removes the values that a module logs for a batch of padding.
 
 Every rank has the same number of steps, so a rank without a row in the last step repeats one. The
 module computes on it as on any other batch. Afterwards, logged values and the states of
@@ -21,7 +21,7 @@ class PaddingLogs:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._results = trainer._results  # noqa: SLF001 - there is no public door to logged values
+        self._results = trainer._results  # noqa: SLF001 - there is no public API for logged values
         self._values = {key: _result_state(result) for key, result in (self._results or {}).items()}
         self._metrics = [
             (metric, copy.deepcopy(metric.metric_state))
@@ -30,7 +30,7 @@ class PaddingLogs:
         ]
 
     def restore(self) -> None:
-        """Undoes what was logged since this object was created."""
+        """Removes the values that were logged since this object was created."""
         for key, result in (self._results or {}).items():
             if not result.is_tensor:
                 continue

@@ -49,8 +49,8 @@ class LightningRunRecorder:
     Args:
         job: the run.
         scratch: local directory.
-        history: of epochs before.
-        rank: of this process.
+        history: history of earlier epochs.
+        rank: rank of this process.
         size: processes.
         halt: check whether the user has stopped the fit.
         begun: rows of the epoch in progress that were counted in other worlds, and the sum of their
@@ -94,8 +94,9 @@ class LightningRunRecorder:
         """Takes the loaders, which know the rows of their batches.
 
         Args:
-            train: of training batches; `None` if a data module reads them.
-            val: of validation batches; `None` if there are none, or a data module reads them.
+            train: loader of training batches; `None` if a data module reads them.
+            val: loader of validation batches; `None` if there are none, or a data module reads
+                them.
         """
         self._loaders = {"train": train, "val": val}
         reduction = self.job.loss_reduction or "mean"
@@ -125,7 +126,8 @@ class LightningRunRecorder:
         self._padding_scope.close()
 
     def batch_rows(self, batch: Any, stage: str, index: int) -> int:
-        """Returns the rows of a batch that count, and undoes what was logged for padding.
+        """Returns the rows of a batch that count, and removes the values that were logged for
+        padding.
 
         Args:
             batch: the batch.
@@ -186,19 +188,19 @@ class LightningRunRecorder:
             if value.numel() == 1
         }
         module = trainer.lightning_module
-        told = allgather_plain(
+        records = allgather_plain(
             (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
         )
-        rows = sum(one[1] for one in told)
+        rows = sum(record[1] for record in records)
         before, loss_before = self._earlier_totals
         self._earlier_totals = (0, 0.0)
         parts: dict[str, dict[str, float]] = {"train": {}, "validation": {}}
         for name in logged:
             is_val = name.startswith("val_")
-            weights = [one[2] if is_val else one[1] for one in told]
+            weights = [record[2] if is_val else record[1] for record in records]
             total = sum(
-                one[0].get(name, 0.0) * weight
-                for one, weight in zip(told, weights, strict=True)
+                record[0].get(name, 0.0) * weight
+                for record, weight in zip(records, weights, strict=True)
                 if weight
             )
             parts["validation" if is_val else "train"][
@@ -206,10 +208,10 @@ class LightningRunRecorder:
             ] = total / max(sum(weights), 1)
         rows += before
         parts["train"].setdefault(
-            "loss", (loss_before + sum(one[3] for one in told)) / max(rows, 1)
+            "loss", (loss_before + sum(record[3] for record in records)) / max(rows, 1)
         )
         if not before:
-            for part, loss in _known_losses([one[4] for one in told]).items():
+            for part, loss in _known_losses([record[4] for record in records]).items():
                 parts[part]["loss"] = loss
         entry: dict[str, Any] = {"epoch": len(self.history)}
         for part, numbers in parts.items():
@@ -344,21 +346,21 @@ class _RecorderCallback:
         self.watch.end_padding()
 
     def on_fit_end(self, *_: Any) -> None:
-        self.watch.publish_files()  # Lightning's own checkpoint of the last epoch comes after ours
+        self.watch.publish_files()  # Lightning writes its own checkpoint of the last epoch later
 
     def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["farandole_history"] = self.watch.history
 
 
-def _known_losses(told: list[dict[str, Any]]) -> dict[str, float]:
+def _known_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the losses of a plain module over the rows of all ranks, by part of the history.
 
     Args:
-        told: sums and counts by stage, one per rank.
+        sums_by_stage: sums and counts by stage, one per rank.
     """
     found: dict[str, float] = {}
     for stage, part in (("train", "train"), ("val", "validation")):
-        ranks = [one[stage] for one in told if stage in one]
+        ranks = [one[stage] for one in sums_by_stage if stage in one]
         sums = [sum(each) for each in zip(*(one[0] for one in ranks), strict=True)]
         counts = [sum(each) for each in zip(*(one[1] for one in ranks), strict=True)]
         if any(counts):

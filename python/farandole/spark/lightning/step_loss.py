@@ -22,7 +22,7 @@ class StepLossScaler:
 
     Args:
         loader: training loader; `None` if a data module reads the rows, which are then unknown.
-        reduction: what the module's loss is for a batch: `"mean"`, `"sum"` or `"per_batch"`.
+        reduction: reduction of the module's loss over a batch: `"mean"`, `"sum"` or `"per_batch"`.
         size: ranks.
 
     Attributes:

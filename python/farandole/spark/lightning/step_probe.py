@@ -35,8 +35,8 @@ def check_training_step(
     Args:
         job: the run.
         module: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: the loss is no mean over rows; the message names the options.
@@ -69,9 +69,9 @@ def _step_loss(
     """Returns the loss of some rows; `None` if the step does not work without a trainer."""
     host = torch.device("cpu")
     batch: dict[str, Any] = {one.name: input_tensor(part, one, rows, host) for one in job.inputs}
-    for one in job.labels:
-        label = part[one.column.name].to(getattr(torch, one.dtype))
-        batch[one.column.name] = label if one.shape is None else label.reshape(one.shape)
+    for spec in job.labels:
+        label = part[spec.column.name].to(getattr(torch, spec.dtype))
+        batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)
     if job.weight is not None:
         batch[job.weight] = part[job.weight].float().reshape(-1)
     training = module.training
@@ -81,7 +81,7 @@ def _step_loss(
             warnings.simplefilter("ignore")  # `self.log` without a trainer
             torch.manual_seed(0)  # a step with random parts has the same in each call
             found = module.training_step(batch, 0)
-    except Exception:  # noqa: BLE001 - whatever a step without a trainer raises
+    except Exception:  # noqa: BLE001 - a step without a trainer may raise any exception
         return None
     finally:
         module.train(training)

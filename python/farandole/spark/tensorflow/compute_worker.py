@@ -27,9 +27,9 @@ def main(
     """Runs the work of the driver.
 
     Args:
-        output_filename: Where trainers will look.
+        output_filename: File in which trainers look for the service.
         dispatchers: Number of dispatchers, which must divide the number of workers.
-        dispatcher_side: Where they are, `"compute"` or `"training"`.
+        dispatcher_side: Side of the dispatchers, `"compute"` or `"training"`.
         timeout: Seconds that waits for each other last at most.
         num_proc: Number of workers, by default all that Spark has room for.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
@@ -55,11 +55,11 @@ def main(
 
 
 if __name__ == "__main__":
-    told = create_parser().parse_args()
+    options = create_parser().parse_args()
     main(
-        told.configfile,
-        told.dispatchers,
-        told.dispatcher_side,
-        told.timeout,
-        open_to_the_network=told.open_to_the_network,
+        options.configfile,
+        options.dispatchers,
+        options.dispatcher_side,
+        options.timeout,
+        open_to_the_network=options.open_to_the_network,
     )

@@ -32,10 +32,10 @@ class TrainingState:
     Attributes:
         model: the module, on its device.
         optimizer: the distributed optimizer; its learning rates are multiplied by `size`.
-        rank: of this process.
+        rank: rank of this process.
         size: processes.
         epoch: the running epoch, from 0.
-        epochs: how many there will be.
+        epochs: number of epochs of the training.
         step: batches of the epoch so far.
         loss: mean loss of this process in the epoch so far, at the end of batches.
         history: entries of complete epochs; at the end of an epoch the last is its own.
@@ -120,28 +120,30 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     Raises:
         TypeError: naming the object.
     """
-    for one in callbacks:
-        if not callable(one) and not any(hasattr(one, moment) for moment in _CALLBACK_METHODS):
+    for callback in callbacks:
+        if not callable(callback) and not any(
+            hasattr(callback, moment) for moment in _CALLBACK_METHODS
+        ):
             raise TypeError(
                 f"a callback must be a function or have one of the methods "
                 f"{', '.join(_CALLBACK_METHODS)}: "
-                f"{one!r}"
+                f"{callback!r}"
             )
 
 
 def _callbacks_of_method(callbacks: Sequence[Any], moment: str) -> list[Any]:
     found: list[Any] = []
-    for one in callbacks:
-        method = getattr(one, moment, None)
-        overridden = method is not None and getattr(type(one), moment, None) is not getattr(
+    for callback in callbacks:
+        method = getattr(callback, moment, None)
+        overridden = method is not None and getattr(type(callback), moment, None) is not getattr(
             Callback, moment
         )
         if overridden:
             found.append(method)
         elif (
             moment == "on_epoch_end"
-            and callable(one)
-            and not any(hasattr(one, name) for name in _CALLBACK_METHODS)
+            and callable(callback)
+            and not any(hasattr(callback, name) for name in _CALLBACK_METHODS)
         ):
-            found.append(one)
+            found.append(callback)
     return found

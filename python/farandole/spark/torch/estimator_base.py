@@ -47,7 +47,7 @@ class SampledColumns:
         columns: by name.
         rows: tensors of some rows, by name.
         inputs: arguments of the model.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
     """
 
     columns: dict[str, PreparedColumn]
@@ -85,9 +85,9 @@ class TorchEstimatorBase(
         losses = list(given) if isinstance(given, list | tuple) else [given]
         count = len(self.getLabelCols())
         losses = losses * count if len(losses) == 1 else losses
-        for one in losses:
-            if not callable(one):
-                raise TypeError(f"loss must be a function of (output, label): {one!r}")
+        for label_loss in losses:
+            if not callable(label_loss):
+                raise TypeError(f"loss must be a function of (output, label): {label_loss!r}")
         if len(losses) != count:
             raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
         return losses

@@ -30,15 +30,15 @@ def model_parts(
     """
     state = model.state_dict()
     numbers = sum(value.numel() for value in state.values() if hasattr(value, "numel"))
-    words = arrays_digest(state)
-    frozen = [name for name, one in model.named_parameters() if not one.requires_grad]
+    digest = arrays_digest(state)
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parts = [
         FingerprintPart(
             "model",
             value_digest([describe_module(model), frozen]),
             f"{class_name(model)} of {numbers:,} numbers",
         ),
-        FingerprintPart(INITIAL_WEIGHTS, words, words[:8]),
+        FingerprintPart(INITIAL_WEIGHTS, digest, digest[:8]),
     ]
     if optimized is not None:
         parts.append(
@@ -56,12 +56,12 @@ def optimizer_totals(optimized: torch.optim.Optimizer, processes: int) -> dict[s
 
     Args:
         optimized: the user's optimizer.
-        processes: of the fit.
+        processes: number of processes of the fit.
     """
     groups = [
         {
-            name: one * processes if name in ("lr", "initial_lr") else one
-            for name, one in group.items()
+            name: entry * processes if name in ("lr", "initial_lr") else entry
+            for name, entry in group.items()
         }
         for group in describe_optimizer(optimized)
     ]
@@ -70,14 +70,21 @@ def optimizer_totals(optimized: torch.optim.Optimizer, processes: int) -> dict[s
 
 def _describe_optimizer(optimized: torch.optim.Optimizer) -> str:
     """Returns the optimizer's class, and the options that differ from the class's defaults."""
-    import inspect  # noqa: PLC0415 - asked for in messages alone
+    import inspect  # noqa: PLC0415 - needed for messages only
 
     usual = {
-        name: one.default for name, one in inspect.signature(type(optimized)).parameters.items()
+        name: parameter.default
+        for name, parameter in inspect.signature(type(optimized)).parameters.items()
     }
     groups: list[Any] = []
     for group in optimized.param_groups:
-        options = {name: one for name, one in group.items() if name not in ("params", "initial_lr")}
-        own = {name: one for name, one in options.items() if name == "lr" or one != usual.get(name)}
-        groups.append(", ".join(f"{name}={one}" for name, one in own.items()))
+        options = {
+            name: entry for name, entry in group.items() if name not in ("params", "initial_lr")
+        }
+        own = {
+            name: entry
+            for name, entry in options.items()
+            if name == "lr" or entry != usual.get(name)
+        }
+        groups.append(", ".join(f"{name}={entry}" for name, entry in own.items()))
     return f"{class_name(optimized)}({'; '.join(groups)})"

@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Tries a loss of an unknown form on parts of real rows, before workers start.
 
-Gradients of processes can be averaged to what one process computes if the loss of all rows is the
-mean of the losses of parts, weighted by what each part counts. Labels of real rows are compared
-with outputs of the model, which need not belong to the same rows.
+The average of the gradients of processes equals the gradient of one process if the loss of all rows
+is the mean of the losses of parts, weighted by the count of each part. Labels of real rows are
+compared with outputs of the model, which need not belong to the same rows.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ class PartLoss:
 
 
 def needs_probe(loss: Any, reduction: str | None) -> bool:
-    """Returns whether only a trial shows what a loss returns.
+    """Returns whether only a trial shows the form of the result of a loss.
 
     Args:
-        loss: of one label.
+        loss: loss of one label.
         reduction: the user's word for it.
     """
     return reduction is None and loss_sums.known_reduction(loss) is None
 
 
 def check_loss_parts(
-    one: TorchLabel, loss: Any, output: torch.Tensor, parts: Sequence[ProbePart], name: str
+    torch_label: TorchLabel, loss: Any, output: torch.Tensor, parts: Sequence[ProbePart], name: str
 ) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
-        one: the label.
+        torch_label: the label.
         loss: its loss.
         output: output of the model, whose rows are compared with the labels in turn.
         parts: all rows, and then the parts of these rows.
@@ -71,14 +71,14 @@ def check_loss_parts(
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    label_loss, first = LabelLoss(loss, one), 0
+    label_loss, first = LabelLoss(loss, torch_label), 0
     found: list[PartLoss] = []
     for columns, rows in parts:
         first = 0 if len(found) <= 1 else first  # all rows, and the first part
         some = output[torch.arange(first, first + rows) % len(output)]
         first += rows
-        label = columns[one.column.name].to(getattr(torch, one.dtype))
-        count, shaped = label_loss.count(label, rows), shape_label(label, some, one.shape)
+        label = columns[torch_label.column.name].to(getattr(torch, torch_label.dtype))
+        count, shaped = label_loss.count(label, rows), shape_label(label, some, torch_label.shape)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # a loss with random parts has the same in each call
@@ -136,8 +136,8 @@ def check_loss_forms(
         job: the run.
         losses: one per label.
         model: a copy of the user's.
-        transformation: of rows, by the user; or `None`.
-        processes: of the job.
+        transformation: the user's transformation of rows, or `None`.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: a loss is no mean over rows; the message names the label and the options.
@@ -147,10 +147,10 @@ def check_loss_forms(
         return
     parts = job.data.read_probe_parts(transformation, to_tensors)
     outputs = model_outputs(job.inputs, job.labels, model, parts[0].columns, _MODEL_ROWS)
-    for one, loss, output, is_tried in zip(job.labels, losses, outputs, tried, strict=True):
+    for label, loss, output, is_tried in zip(job.labels, losses, outputs, tried, strict=True):
         if is_tried:
-            name = f"the loss {loss_sums.loss_name(loss)} of column {one.column.name!r}"
-            check_loss_parts(one, loss, output, parts, name)
+            name = f"the loss {loss_sums.loss_name(loss)} of column {label.column.name!r}"
+            check_loss_parts(label, loss, output, parts, name)
 
 
 def _is_close(whole: float, parts: Sequence[float]) -> bool:

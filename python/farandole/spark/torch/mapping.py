@@ -46,7 +46,11 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"optimizer must be a torch.optim.Optimizer: {optimizer!r}")
     own = {id(parameter) for parameter in model.parameters()}
-    strange = sum(id(one) not in own for group in optimizer.param_groups for one in group["params"])
+    strange = sum(
+        id(parameter) not in own
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
     if strange:
         raise ValueError(f"the optimizer has parameters that the model does not have: {strange}")
 
@@ -56,7 +60,7 @@ def check_embeddings(model: torch.nn.Module, processes: int) -> None:
 
     Args:
         model: the user's.
-        processes: of the job.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: an embedding has a `max_norm`.
@@ -90,7 +94,7 @@ def check_batch_norms(
         job: the run.
         model: the user's.
         rows: some rows.
-        processes: of the job.
+        processes: number of processes of the job.
 
     Raises:
         ValueError: a layer is torch's `SyncBatchNorm`, or would get one value per channel.
@@ -175,7 +179,7 @@ def map_labels(
     classes.
 
     Args:
-        names: of the columns.
+        names: names of the columns.
         columns: by name.
         losses: one per label.
         shapes: as the user set them.
@@ -213,18 +217,18 @@ def find_index_lists(
     """
     candidates = [
         takes_class_indices(loss)
-        and not one.indexes
-        and one.column.dtype.startswith(("int", "uint"))
-        for one, loss in zip(labels, losses, strict=True)
+        and not spec.indexes
+        and spec.column.dtype.startswith(("int", "uint"))
+        for spec, loss in zip(labels, losses, strict=True)
     ]
     if not any(candidates):
         return tuple(labels)
     outputs = model_outputs(inputs, labels, model, rows)
     return tuple(
-        replace(one, dtype="int64", indexes=True)
-        if is_candidate and output[0].numel() != one.column.element_count
-        else one
-        for one, output, is_candidate in zip(labels, outputs, candidates, strict=True)
+        replace(spec, dtype="int64", indexes=True)
+        if is_candidate and output[0].numel() != spec.column.element_count
+        else spec
+        for spec, output, is_candidate in zip(labels, outputs, candidates, strict=True)
     )
 
 
@@ -232,14 +236,14 @@ def column_ranges(url: str) -> dict[str, tuple[float, float]]:
     """Returns the smallest and the largest value of each column that a preparation took note of.
 
     Args:
-        url: of the data set.
+        url: URL of the data set.
     """
     manifest = native.read_manifest(url)
     columns = [] if manifest is None else json.loads(manifest)["columns"]
     return {
-        one["name"]: (one["min"], one["max"])
-        for one in columns
-        if one.get("min") is not None and one.get("max") is not None
+        column["name"]: (column["min"], column["max"])
+        for column in columns
+        if column.get("min") is not None and column.get("max") is not None
     }
 
 
@@ -305,9 +309,9 @@ def try_model(
     """
     ScoreSums(objects.metrics, job.labels)  # refuses metrics that do not go with the labels
     outputs = model_outputs(job.inputs, job.labels, objects.model, tensors)
-    for one, loss, found in zip(job.labels, losses, outputs, strict=True):
-        _check_known_classes(job, one, loss, found)
-        _try_loss(one, loss, found)
+    for torch_label, loss, found in zip(job.labels, losses, outputs, strict=True):
+        _check_known_classes(job, torch_label, loss, found)
+        _try_loss(torch_label, loss, found)
     return outputs
 
 
@@ -347,70 +351,72 @@ def model_outputs(
         labels: one per output.
         model: the model.
         rows: columns by name.
-        count: how many of the first rows.
+        count: number of rows to use, from the first row on.
 
     Raises:
         ValueError: it does not take them, or returns something else than a row of outputs for each.
     """
-    tensors = [input_tensor(rows, one, count, torch.device("cpu")) for one in inputs]
+    tensors = [input_tensor(rows, spec, count, torch.device("cpu")) for spec in inputs]
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             value = model(*tensors)
     except Exception as error:
-        raise ValueError(describe_misfit([one.name for one in inputs], tensors, error)) from error
+        raise ValueError(describe_misfit([spec.name for spec in inputs], tensors, error)) from error
     finally:
         model.train(training)
     outputs = flat_outputs(value, len(labels))
-    for one, output in zip(labels, outputs, strict=True):
+    for torch_label, output in zip(labels, outputs, strict=True):
         if output.shape[:1] != (count,):
             raise ValueError(
                 f"the model must return one row per row of its input: for {count} rows, its "
-                f"output for column {one.column.name!r} has shape {tuple(output.shape)}"
+                f"output for column {torch_label.column.name!r} has shape {tuple(output.shape)}"
             )
     return outputs
 
 
 def _check_known_classes(
-    job: TorchTrainingJob, one: TorchLabel, loss: Any, output: torch.Tensor
+    job: TorchTrainingJob, torch_label: TorchLabel, loss: Any, output: torch.Tensor
 ) -> None:
-    known = column_ranges(job.data.train_url).get(one.column.name)
+    known = column_ranges(job.data.train_url).get(torch_label.column.name)
     if (
-        not one.indexes
+        not torch_label.indexes
         or known is None
         or output.dim() < 2  # noqa: PLR2004 - (rows, classes)
-        or one.column.name not in job.data.columns
+        or torch_label.column.name not in job.data.columns
     ):
         return
     # The largest or one below 0 may be the loss's `ignore_index`. Then each batch is checked.
     if known[1] >= output.shape[1] and known[1] != ignored_label(loss):
-        raise ValueError(describe_unknown_class(one.column.name, known[1], output.shape[1]))
+        raise ValueError(describe_unknown_class(torch_label.column.name, known[1], output.shape[1]))
 
 
-def _try_loss(one: TorchLabel, loss: Any, found: torch.Tensor) -> None:
+def _try_loss(torch_label: TorchLabel, loss: Any, found: torch.Tensor) -> None:
     # As many rows as the output has nowhere else: (2, 2) and (2,) would broadcast where (8, 2) and
     # (8,) do not.
     rows = next(rows for rows in itertools.count(2) if rows not in found.shape[1:])
     output = found[:1].expand(rows, *found.shape[1:])
     zeros = torch.zeros(
-        rows, *one.column.shape, dtype=torch.int64 if one.dtype == "int64" else torch.float32
+        rows,
+        *torch_label.column.shape,
+        dtype=torch.int64 if torch_label.dtype == "int64" else torch.float32,
     )
-    label = shape_label(zeros, output, one.shape)
+    label = shape_label(zeros, output, torch_label.shape)
     try:
         lost = loss(output, label)
     except Exception as error:
-        told = f"output {tuple(output.shape)} and {one.dtype} label {tuple(label.shape)}"
+        problem = f"output {tuple(output.shape)} and {torch_label.dtype} label {tuple(label.shape)}"
         raise ValueError(
-            f"the loss of column {one.column.name!r} does not take {told}: {error}"
+            f"the loss of column {torch_label.column.name!r} does not take {problem}: {error}"
         ) from error
     if not isinstance(lost, torch.Tensor) or lost.numel() != 1:
-        told = (
+        problem = (
             f"a tensor of shape {tuple(lost.shape)}"
             if isinstance(lost, torch.Tensor)
             else repr(lost)
         )
         raise ValueError(
-            f"the loss of column {one.column.name!r} must return one number, a mean over rows: "
-            f"{told}"
+            f"the loss of column {torch_label.column.name!r} must return one number, a mean over "
+            f"rows: {problem}"
         )

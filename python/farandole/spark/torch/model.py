@@ -59,9 +59,9 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         check.any_value,
         default=None,
     )
-    loss: Parameter[Any] = Parameter("As it was trained with.", check.any_value, default=None)
+    loss: Parameter[Any] = Parameter("The loss of the training.", check.any_value, default=None)
     loss_constructors: Parameter[Any] = Parameter(
-        "As it was trained with.", check.any_value, default=None
+        "The loss constructors of the training.", check.any_value, default=None
     )
     use_gpu: Parameter[bool] = Parameter(
         "Whether to predict on a GPU; without it, if Spark assigned one to the task.",

@@ -48,10 +48,11 @@ _HMAC_BYTES = 32
 
 
 def local_host_addresses() -> list[str]:
-    """Addresses by which others may reach this host, the likeliest first, its own loopback last.
+    """Returns addresses at which other hosts may reach this host, the likeliest first, its own
+    loopback last.
 
-    The host's name may stand for a loopback address only (127.0.1.1 on Debian), or for none. Such
-    addresses, and those of a single cable (link-local), lead other hosts astray.
+    The host's name may stand for a loopback address only (127.0.1.1 on Debian), or for none. Other
+    hosts cannot use loopback addresses, nor link-local addresses of a single cable.
     """
     found = []
     for family, far in _FAR_ADDRESSES.items():
@@ -109,8 +110,8 @@ class DataServiceRegistryServer:
     process.
 
     Args:
-        dispatchers: How many there will be.
-        workers_per_dispatcher: How many workers each will have.
+        dispatchers: Number of dispatchers.
+        workers_per_dispatcher: Number of workers of each dispatcher.
         key: Proves membership; a new one by default.
     """
 
@@ -377,10 +378,10 @@ class DataServiceRegistryClient:
             raise ConnectionError(
                 f"the process at {self._addresses[0]} does not have the key of the data service"
             )
-        told = json.loads(answer[_HMAC_BYTES:])
-        if "error" in told:
-            raise ValueError(told["error"])
-        return told
+        reply = json.loads(answer[_HMAC_BYTES:])
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return reply
 
     def _open_connection(self) -> socket.socket:
         """Returns a connection to the first address that takes one; that is tried first from
@@ -416,11 +417,11 @@ def _receive_authenticated(line: socket.socket, key: bytes) -> tuple[bytes, byte
     """
     until, random = time.monotonic() + REQUEST_TIMEOUT_SECONDS, secrets.token_bytes(_NONCE_BYTES)
     _send_bytes(line, random, until)
-    said = _receive_message(line, _NONCE_BYTES + _HMAC_BYTES, until)
+    message = _receive_message(line, _NONCE_BYTES + _HMAC_BYTES, until)
     theirs, proof, request = (
-        said[:_NONCE_BYTES],
-        said[_NONCE_BYTES : _NONCE_BYTES + _HMAC_BYTES],
-        said[_NONCE_BYTES + _HMAC_BYTES :],
+        message[:_NONCE_BYTES],
+        message[_NONCE_BYTES : _NONCE_BYTES + _HMAC_BYTES],
+        message[_NONCE_BYTES + _HMAC_BYTES :],
     )
     if not hmac.compare_digest(proof, _compute_hmac(key, b"request", random + theirs, request)):
         raise ValueError("the sender has another key")
@@ -437,10 +438,10 @@ def _send_message(line: socket.socket, message: bytes, until: float) -> None:
     _send_bytes(line, struct.pack("!I", len(message)) + message, until)
 
 
-def _receive_message(line: socket.socket, least: int, until: float) -> bytes:
+def _receive_message(line: socket.socket, min_bytes: int, until: float) -> bytes:
     """Returns a message with its length, of at least so many bytes."""
     (length,) = struct.unpack("!I", _receive_exactly(line, 4, until))
-    if not least <= length <= MAX_MESSAGE_BYTES:
+    if not min_bytes <= length <= MAX_MESSAGE_BYTES:
         raise OSError(f"a message of {length} bytes")
     return _receive_exactly(line, length, until)
 

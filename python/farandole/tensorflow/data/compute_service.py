@@ -83,7 +83,7 @@ class TfDataServiceConfig:
         workers_per_dispatcher: Number of workers of each dispatcher.
         dispatcher_side: `"compute"` when workers' processes hold the dispatchers, `"training"` when
             trainers' do.
-        addresses: Where the service may be asked, as host and port.
+        addresses: Addresses of the service, as host and port.
         key: Proves membership: keep it secret.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
@@ -171,7 +171,7 @@ class TfDataServiceConfig:
         Args:
             filename: The file.
             wait_for_file_creation: Whether to wait for it.
-            timeout: How many seconds at most.
+            timeout: Longest wait in seconds.
 
         Raises:
             FileNotFoundError: When it is not there, or does not come.
@@ -196,7 +196,7 @@ def serving(
     Args:
         processes: Number of workers.
         dispatchers: Number of dispatchers.
-        dispatcher_side: Where they are.
+        dispatcher_side: Side of the dispatchers.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
             the module.
@@ -246,8 +246,8 @@ def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[
     the dispatchers.
 
     Args:
-        compute_config: Of the service.
-        rank: Of this trainer.
+        compute_config: Configuration of the service.
+        rank: Rank of this trainer.
 
     Yields:
         The dispatcher's address, for `tf.data.experimental.service.distribute`.
@@ -276,7 +276,7 @@ _shared_jobs: dict[bytes, list[tuple[Any, ...]]] = {}
 """Jobs that this process shares through each service, by the service's key."""
 
 
-def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
+def _job_name(key: bytes, dataset: tf.data.Dataset, *sharing: Any) -> str:
     """Returns the name of a pass that trainers share, which is the same on all of them: one name
     for every dataset and sharing mode.
 
@@ -284,10 +284,10 @@ def _job_name(key: bytes, dataset: tf.data.Dataset, *told: Any) -> str:
     caller.
     """
     shared = _shared_jobs.setdefault(key, [])
-    mark = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, told))
-    if mark not in shared:
-        shared.append(mark)
-    return "job" if mark == shared[0] else ".".join(["job", *map(str, mark)])
+    identity = (int(dataset.fingerprint()) if tf.executing_eagerly() else 0, *map(str, sharing))
+    if identity not in shared:
+        shared.append(identity)
+    return "job" if identity == shared[0] else ".".join(["job", *map(str, identity)])
 
 
 def send_to_data_service(
@@ -349,7 +349,7 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     """Works for the service until it is shut down; every compute process runs this.
 
     Args:
-        compute_config: Of the service; the number of ranks is the number of workers.
+        compute_config: Configuration of the service; the number of ranks is the number of workers.
 
     Raises:
         ConnectionError: When the service is gone.
@@ -359,9 +359,9 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
     compute_config.require_consent()
     hvd.init()
     client = compute_config.compute_client()
-    number, place = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
+    number, position = divmod(hvd.rank(), compute_config.workers_per_dispatcher)
     dispatcher = None
-    if compute_config.dispatcher_side == "compute" and place == 0:
+    if compute_config.dispatcher_side == "compute" and position == 0:
         dispatcher = _start_dispatcher(client, number)
     address = client.wait_for_dispatcher_registration(number)
     service = tf.data.experimental.service

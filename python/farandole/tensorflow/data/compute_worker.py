@@ -36,8 +36,8 @@ def main(
 
     Args:
         dispatchers: Number of dispatchers, which must divide the number of ranks.
-        dispatcher_side: Where they are, `"compute"` or `"training"`.
-        configfile: Where trainers will look.
+        dispatcher_side: Side of the dispatchers, `"compute"` or `"training"`.
+        configfile: File in which trainers look for the service.
         timeout: Seconds that waits for each other last at most.
         open_to_the_network: Consent to ports that run the graphs of everyone who reaches them; see
             `compute_service`.
@@ -94,11 +94,11 @@ def create_parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    told = create_parser().parse_args()
+    options = create_parser().parse_args()
     main(
-        told.dispatchers,
-        told.dispatcher_side,
-        told.configfile,
-        told.timeout,
-        open_to_the_network=told.open_to_the_network,
+        options.dispatchers,
+        options.dispatcher_side,
+        options.configfile,
+        options.timeout,
+        open_to_the_network=options.open_to_the_network,
     )

@@ -136,8 +136,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             original any more.
         name: A new name, if any; it names the reductions, too, which optimizers that train at the
             same time in several threads need.
-        device_dense: Where ops for dense gradients are placed, on TensorFlow.
-        device_sparse: Where ops for slices are placed, on TensorFlow.
+        device_dense: Device of the ops for dense gradients, on TensorFlow.
+        device_sparse: Device of the ops for slices, on TensorFlow.
         compression: Compresses the gradients for transport.
         sparse_as_dense: Whether `IndexedSlices` become tensors first, on TensorFlow; else they are
             gathered.

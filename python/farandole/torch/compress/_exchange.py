@@ -164,7 +164,7 @@ class EngineExchange(Exchange):
 
 
 class GroupExchange(Exchange):
-    """The ranks of a group of torch.distributed, whatever its backend.
+    """The ranks of a group of torch.distributed, with any backend.
 
     Args:
         group: The group; the default one when `None`.

@@ -28,7 +28,7 @@ class PowerSGD(Compressor):
         rank: Columns of the factors.
         error_feedback: Whether the error of the product is added to the next gradient.
         warm_start: Whether a step begins with the last step's Q instead of a random one.
-        min_compression: How many times smaller the factors of a matrix must be together.
+        min_compression: Smallest ratio of the size of a matrix to the size of its factors.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PowerSGD(Compressor):
         self._rank = rank
         self._feeds_back = error_feedback
         self._warm = warm_start
-        self._least = min_compression
+        self._min_compression = min_compression
         self._residuals: dict[str, torch.Tensor] = {}
         self._rights: dict[str, torch.Tensor] = {}
         self._steps: dict[str, int] = {}
@@ -62,34 +62,43 @@ class PowerSGD(Compressor):
             if self._is_worth_compressing(gradient)
         }
         others = [(name, gradient) for name, gradient in gradients if name not in matrices]
-        rights = {name: self._right_factor(name, matrix) for name, matrix in matrices.items()}
-        lefts = [matrix @ rights[name] for name, matrix in matrices.items()]
+        right_factors = {
+            name: self._right_factor(name, matrix) for name, matrix in matrices.items()
+        }
+        left_factors = [matrix @ right_factors[name] for name, matrix in matrices.items()]
         plain = [gradient.reshape(-1).float() for _, gradient in others]
         # One operation for all: the left factors, and the tensors that are not compressed.
-        total = yield exchange.allreduce(torch.cat([part.reshape(-1) for part in (*lefts, *plain)]))
-        parts = iter(total.split([part.numel() for part in (*lefts, *plain)]))
-        orthogonal = [_orthogonalise_columns(next(parts).view_as(left)) for left in lefts]
+        total = yield exchange.allreduce(
+            torch.cat([part.reshape(-1) for part in (*left_factors, *plain)])
+        )
+        parts = iter(total.split([part.numel() for part in (*left_factors, *plain)]))
+        orthogonal = [
+            _orthogonalise_columns(next(parts).view_as(left_factor)) for left_factor in left_factors
+        ]
         results = {
             name: next(parts).view(gradient.shape).to(gradient.dtype, copy=True)
             for name, gradient in others
         }
         if matrices:
             factors = [
-                matrix.T @ left for matrix, left in zip(matrices.values(), orthogonal, strict=True)
+                matrix.T @ left_factor
+                for matrix, left_factor in zip(matrices.values(), orthogonal, strict=True)
             ]
             summed = yield exchange.allreduce(torch.cat([factor.reshape(-1) for factor in factors]))
-            news = summed.split([factor.numel() for factor in factors])
+            summed_factors = summed.split([factor.numel() for factor in factors])
             shapes = dict(gradients)
-            for (name, matrix), left, flat, own in zip(
-                matrices.items(), orthogonal, news, factors, strict=True
+            for (name, matrix), left_factor, flat, own in zip(
+                matrices.items(), orthogonal, summed_factors, factors, strict=True
             ):
-                right = flat.view_as(own)
+                right_factor = flat.view_as(own)
                 if self._feeds_back:
                     # Each rank keeps the error of the product for its own part of the sum.
-                    lost = torch.sub(matrix, left @ own.T)
+                    lost = torch.sub(matrix, left_factor @ own.T)
                     self._residuals[name] = torch.nan_to_num_(lost, 0.0, 0.0, 0.0)
-                self._rights[name] = right.clone()
-                results[name] = (left @ right.T).view(shapes[name].shape).to(shapes[name].dtype)
+                self._rights[name] = right_factor.clone()
+                results[name] = (
+                    (left_factor @ right_factor.T).view(shapes[name].shape).to(shapes[name].dtype)
+                )
         return [results[name] for name, _ in gradients]
 
     def _is_worth_compressing(self, gradient: torch.Tensor) -> bool:
@@ -97,7 +106,9 @@ class PowerSGD(Compressor):
         if gradient.dim() < 2 or gradient.numel() == 0:  # noqa: PLR2004 - a matrix has two
             return False
         rows, columns = gradient.shape[0], gradient.numel() // gradient.shape[0]
-        return (rows + columns) * min(self._rank, rows, columns) * self._least < gradient.numel()
+        return (rows + columns) * min(
+            self._rank, rows, columns
+        ) * self._min_compression < gradient.numel()
 
     def _gradient_matrix(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         matrix = gradient.reshape(gradient.shape[0], -1).float()
@@ -133,9 +144,9 @@ def _orthogonalise_columns(columns: torch.Tensor) -> torch.Tensor:
             if i:
                 before = columns[:, :i]
                 column -= before @ (before.T @ column)
-        left = column.norm()
-        if left > length * 1e-6:
-            column /= left
+        remainder = column.norm()
+        if remainder > length * 1e-6:
+            column /= remainder
         else:
             column.zero_()
     return columns

@@ -39,11 +39,11 @@ class _CodecCompressor(VectorCompressor):
         """Returns the payload of a flat vector: bytes on the host."""
         count = vector.numel()
         payload = torch.empty(self._codec.payload_bytes(count), dtype=torch.uint8)
-        source, left = vector.cpu(), None if residual is None else residual.cpu()
-        address = None if left is None else left.data_ptr()
+        source, host_residual = vector.cpu(), None if residual is None else residual.cpu()
+        address = None if host_residual is None else host_residual.data_ptr()
         self._codec.encode(source.data_ptr(), count, address, payload.data_ptr())
-        if residual is not None and left is not None and left is not residual:
-            residual.copy_(left)
+        if residual is not None and host_residual is not None and host_residual is not residual:
+            residual.copy_(host_residual)
         return payload
 
     def add(self, payload: torch.Tensor, into: torch.Tensor) -> None:

@@ -29,8 +29,8 @@ def create_backend(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGro
         theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
         if theirs != ours:
             raise ValueError(
-                f"torch.distributed was told rank {theirs[0]} of {theirs[1]}, but this process is "
-                f"rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
+                f"torch.distributed was initialized with rank {theirs[0]} of {theirs[1]}, but this "
+                f"process is rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
                 "init_method='farandole://'"
             )
         # If a group is bound to a device, torch splits other groups from it, and also

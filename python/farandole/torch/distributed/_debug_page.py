@@ -79,18 +79,18 @@ class RanksHandler(DebugHandler):
         )
 
 
-def _table_row(told: dict[str, Any]) -> list[str]:
-    sets = "; ".join(f"{number}: {ranks}" for number, ranks in told["process_sets"].items())
-    waits = "; ".join(f"{one['name']} for {one['seconds']:.1f} s" for one in told["under_way"])
-    gpu = "" if told["gpu"] is None else str(told["gpu"])
-    place = f"{told['rank']} of {told['size']}"
+def _table_row(status: dict[str, Any]) -> list[str]:
+    sets = "; ".join(f"{number}: {ranks}" for number, ranks in status["process_sets"].items())
+    waits = "; ".join(f"{one['name']} for {one['seconds']:.1f} s" for one in status["under_way"])
+    gpu = "" if status["gpu"] is None else str(status["gpu"])
+    rank_text = f"{status['rank']} of {status['size']}"
     return [
-        place,
-        told["host"],
-        str(told["pid"]),
+        rank_text,
+        status["host"],
+        str(status["pid"]),
         gpu,
-        str(told["local_rank"]),
-        str(told["world"]),
+        str(status["local_rank"]),
+        str(status["world"]),
         sets,
         waits,
     ]

@@ -241,21 +241,25 @@ class _GradientFaultTolerance(FaultTolerance):
             *super()._describe_model(),
         ]
 
-    def _update_ranks_behind(self, told: list[list[int]], most: int, senders: list[int]) -> bool:
-        if any(is_whole and steps < most for steps, is_whole, _ in told):
+    def _update_ranks_behind(
+        self, statuses: list[list[int]], latest_step: int, senders: list[int]
+    ) -> bool:
+        if any(is_whole and steps < latest_step for steps, is_whole, _ in statuses):
             self._send_results(
-                TransferRoles(senders, [rank for rank in range(len(told)) if rank not in senders])
+                TransferRoles(
+                    senders, [rank for rank in range(len(statuses)) if rank not in senders]
+                )
             )
         is_new = not self._has_whole_state
         new = [
             rank
-            for rank, (_, is_whole, _) in enumerate(told)
+            for rank, (_, is_whole, _) in enumerate(statuses)
             if not is_whole and rank not in senders
         ]
         self._transfer_state(TransferRoles(senders, new))
         if is_new:
-            self._mark_state_received(most)
-        return self.steps < most
+            self._mark_state_received(latest_step)
+        return self.steps < latest_step
 
     def _send_results(self, roles: TransferRoles) -> None:
         """Sends the results of the last reduction to the ranks whose reduction has failed, and to
@@ -438,7 +442,7 @@ def _run_reductions(pieces: list[_BucketReduction]) -> None:
         for piece in pieces:
             try:
                 step(piece)
-            except Exception as error:  # noqa: BLE001 - raised below; what was started must be waited for
+            except Exception as error:  # noqa: BLE001 - raised below, after the started operations have ended
                 failure = failure or error
     if failure is not None:
         raise failure

@@ -49,17 +49,17 @@ def agree_on_process_sets(ranks: list[int] | None) -> ProcessSet | None:
         ValueError: If ranks disagree about the members of the sets.
         FarandoleInternalError: When a peer failed or the session was shut down.
     """
-    wishes: list[list[int] | None] = allgather_plain(ranks, "distributed.group")
-    for wish in wishes:
-        for member in wish or ():
-            if wishes[member] != wish:
+    requested: list[list[int] | None] = allgather_plain(ranks, "distributed.group")
+    for members in requested:
+        for member in members or ():
+            if requested[member] != members:
                 raise ValueError(
-                    f"new_group must be called with the same ranks everywhere: {wishes}"
+                    f"new_group must be called with the same ranks everywhere: {requested}"
                 )
-    for wish in wishes:
-        if wish is not None and tuple(wish) not in _known_sets:
-            whole = len(wish) == basics.size()
-            _known_sets[tuple(wish)] = (
-                process_sets.global_process_set if whole else process_sets.add_process_set(wish)
+    for members in requested:
+        if members is not None and tuple(members) not in _known_sets:
+            whole = len(members) == basics.size()
+            _known_sets[tuple(members)] = (
+                process_sets.global_process_set if whole else process_sets.add_process_set(members)
             )
     return None if ranks is None else _known_sets[tuple(ranks)]

@@ -133,7 +133,7 @@ class ReconfigurableBackend(FarandoleBackend):
         rank: As given to torch.
         size: As given to torch.
         name: Keeps the names of this group's operations apart.
-        store: Carries tickets; every member reaches it, whatever the world.
+        store: Transfers tickets; every member reaches it, in any world.
         timeout: Limit of `reconfigure` for the wait for other members, unless the call gives one.
     """
 
@@ -197,12 +197,12 @@ class ReconfigurableBackend(FarandoleBackend):
             time.monotonic() + (opts.timeout or self._limit).total_seconds(),
         )
         with self._reconfigure_lock:
-            meeting = _TicketExchange(self._store, opts.uuid, members, deadline)
+            exchange = _TicketExchange(self._store, opts.uuid, members, deadline)
             if rank == 0:
-                meeting.claim_world_number()
-                ticket = meeting.host_registrar()
+                exchange.claim_world_number()
+                ticket = exchange.host_registrar()
             else:
-                ticket = meeting.wait_for_ticket()
+                ticket = exchange.wait_for_ticket()
             # The members of one world leave it together: each waits a moment for the others'
             # announcement.
             self._leave_world()
@@ -284,8 +284,8 @@ class _TicketExchange:
         self._digest = hashlib.sha256("\n".join(members).encode()).hexdigest()
         self._deadline = deadline
 
-    def _store_key(self, what: str) -> str:
-        return f"reconfigure/{self._uuid}/{what}"
+    def _store_key(self, name: str) -> str:
+        return f"reconfigure/{self._uuid}/{name}"
 
     def claim_world_number(self) -> None:
         """Claims the number, on member 0.
@@ -311,8 +311,8 @@ class _TicketExchange:
         self._publish_outcome(ticket=ticket)
         return ticket
 
-    def _publish_outcome(self, **what: str) -> None:
-        self._store.set(self._store_key("place"), json.dumps({"members": self._digest, **what}))
+    def _publish_outcome(self, **outcome: str) -> None:
+        self._store.set(self._store_key("place"), json.dumps({"members": self._digest, **outcome}))
 
     def wait_for_ticket(self) -> str:
         """Waits for the ticket, on all other members.
@@ -329,24 +329,24 @@ class _TicketExchange:
                     f"member 0 of the new group did not call reconfigure({self._uuid}) in time: "
                     f"{self._members[0]}"
                 )
-        told = json.loads(self._store.get(key))
-        if told["members"] != self._digest:
+        outcome = json.loads(self._store.get(key))
+        if outcome["members"] != self._digest:
             raise FarandoleUsageError(
                 f"uuid {self._uuid} belongs to a group with other members: all members must pass "
                 "the "
                 "same handles in the same "
                 "order"
             )
-        if "failure" in told:
+        if "failure" in outcome:
             raise FarandoleEnvironmentError(
-                f"member 0 of the new group holds no registrar: {told['failure']}"
+                f"member 0 of the new group holds no registrar: {outcome['failure']}"
             )
-        return told["ticket"]
+        return outcome["ticket"]
 
     def _wait_for_key(self, key: str) -> bool:
-        left = max(0.001, min(_STORE_WAIT_SECONDS, self._deadline - time.monotonic()))
+        wait_seconds = max(0.001, min(_STORE_WAIT_SECONDS, self._deadline - time.monotonic()))
         try:
-            self._store.wait([key], timedelta(seconds=left))
+            self._store.wait([key], timedelta(seconds=wait_seconds))
         except RuntimeError as error:
             # Stores raise no special exception for a timeout.
             if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():

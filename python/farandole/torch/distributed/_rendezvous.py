@@ -68,16 +68,16 @@ def _matches_launched_world(url: str) -> bool:
     if variables.TASK not in os.environ:
         return False
     asked = parse_qs(urlparse(url).query)
-    told = [
+    pairs = [
         (
             asked[name][0] if name in asked else os.environ.get(name.upper()),
             os.environ.get(f"HOROVOD_{own}"),
         )
         for name, own in (("rank", "RANK"), ("world_size", "SIZE"))
     ]
-    if is_elastic() and not any(one or own for one, own in told):
+    if is_elastic() and not any(one or own for one, own in pairs):
         return True  # a worker of an elastic job has a rank only in a world
-    return all(one is not None and one == own for one, own in told)
+    return all(one is not None and one == own for one, own in pairs)
 
 
 def _create_store(timeout: timedelta) -> Store:

@@ -90,14 +90,14 @@ class RegistrarStore(Store):
 
     def delete_key(self, key: str | bytes) -> bool:
         """Deletes a key; returns whether it existed."""
-        there: list[bool] = []
+        existed: list[bool] = []
 
         def remove_value(now: bytes | None) -> bytes | None:
-            there[:] = [now is not None]
+            existed[:] = [now is not None]
             return None
 
         self._change_value(_to_text(key), remove_value)
-        return there[0]
+        return existed[0]
 
     def check(self, keys: list[str]) -> bool:
         """Returns whether all the keys have values."""

@@ -82,7 +82,7 @@ def watched_operations() -> list[dict[str, Any]]:
     """
     now = time.monotonic()
     found = [
-        (began, name) for one, (name, began) in list((_watched or {}).items()) if not one.is_over
+        (began, name) for work, (name, began) in list((_watched or {}).items()) if not work.is_over
     ]
     return [{"name": name, "seconds": now - began} for began, name in sorted(found)]
 

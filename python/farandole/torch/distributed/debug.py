@@ -81,8 +81,8 @@ def start_debug_server(
     if not open_to_the_network:
         raise ValueError(
             "torch's debug server opens ports on all addresses of each host, without a password: "
-            "whoever can connect can read stacks and start profiles. If no one else can reach "
-            "these ports, say so: open_to_the_network=True"
+            "any process that can connect can read stacks and start profiles. If no one else can "
+            "reach these ports, say so: open_to_the_network=True"
         )
     # on all ranks: otherwise, if rank 0 lacks a package, the others would wait for it
     pages = _server_pages(handlers)
@@ -139,7 +139,7 @@ def _answer_request(_: Any, response: Any) -> None:
 
 
 def _server_pages(handlers: Sequence[Any] | None) -> list[Any]:
-    """Returns the pages of the server, ours last.
+    """Returns the pages of the server, Farandole's last.
 
     Raises:
         ImportError: As `start_debug_server`.
@@ -174,18 +174,18 @@ def _store_for_torch() -> Iterator[None]:
     """Opens the store through which torch's server finds the ranks, and sets the variables that
     name it.
     """
-    place: tuple[str, int] | None = None
+    address_and_port: tuple[str, int] | None = None
     if basics.rank() == 0:
         torch_distributed: Any = dist  # its own type hints do not export TCPStore
         store = torch_distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         _stores.append(store)
-        place = os.environ.get("MASTER_ADDR") or socket.gethostname(), store.port
-    address, port = broadcast_plain(place, 0, "debug.store")
-    told = {
+        address_and_port = os.environ.get("MASTER_ADDR") or socket.gethostname(), store.port
+    address, port = broadcast_plain(address_and_port, 0, "debug.store")
+    variables = {
         "MASTER_ADDR": str(address),
         "MASTER_PORT": str(port),
         "RANK": str(basics.rank()),
         "WORLD_SIZE": str(basics.size()),
     }
-    with env(**told):
+    with env(**variables):
         yield

@@ -89,17 +89,19 @@ class BackgroundCopy:
 
     def find_optimizer_tensors(self) -> None:
         """Finds the tensors that only the optimizers change; no copies are in progress."""
-        groups = [group for one in self._optimizers for group in one.param_groups]
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         states = [
             entry
-            for one in self._optimizers
-            for state in one.state.values()
+            for optimizer in self._optimizers
+            for state in optimizer.state.values()
             for entry in state.values()
         ]
-        tensors = [one for one in (*parameters, *states) if isinstance(one, torch.Tensor)]
+        tensors = [tensor for tensor in (*parameters, *states) if isinstance(tensor, torch.Tensor)]
         self._addresses = {
-            one.data_ptr() for one in tensors if one.device.type == "cpu" and one.numel() > 0
+            tensor.data_ptr()
+            for tensor in tensors
+            if tensor.device.type == "cpu" and tensor.numel() > 0
         }
         self._pairs = []
 
@@ -133,11 +135,11 @@ class BackgroundCopy:
             RuntimeError: Something other than an optimizer's step has changed a tensor while it was
                 copied.
         """
-        under_way, self._copy_in_progress = self._copy_in_progress, None
-        if under_way is None:
+        running_copy, self._copy_in_progress = self._copy_in_progress, None
+        if running_copy is None:
             return
         try:
-            under_way.result()
+            running_copy.result()
             self._check_versions()
         except BaseException as error:
             self.completion.set_exception(error)
@@ -183,7 +185,7 @@ def _copy_nested(value: Any, room: Any, takers: tuple[SyncCopy | BackgroundCopy,
         return value.detach().clone()
     if isinstance(value, dict):
         rooms = room if isinstance(room, dict) else {}
-        taken = copy.copy(value)  # of its own class, with what a module notes beside its tensors
+        taken = copy.copy(value)  # keeps the class, and the entries of a module that are no tensors
         for key, entry in value.items():
             taken[key] = _copy_nested(entry, rooms.get(key), takers)
         return taken
@@ -194,6 +196,6 @@ def _copy_nested(value: Any, room: Any, takers: tuple[SyncCopy | BackgroundCopy,
             else [None] * len(value)
         )
         return type(value)(
-            _copy_nested(entry, place, takers) for entry, place in zip(value, rooms, strict=True)
+            _copy_nested(entry, room, takers) for entry, room in zip(value, rooms, strict=True)
         )
     return copy.deepcopy(value)

@@ -83,9 +83,12 @@ class ElasticSampler(Sampler[int]):
         """Yields this rank's samples; repeats the first ones if the ranks' parts would differ in
         length.
         """
-        left = self.remaining_indices
+        remaining = self.remaining_indices
         return iter(
-            [left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)]
+            [
+                remaining[i % len(remaining)]
+                for i in range(self.rank, self.total_size, self.num_replicas)
+            ]
         )
 
     def __len__(self) -> int:

@@ -209,7 +209,7 @@ class TorchState(ObjectState):
         if self._later is not None:
             values = [handler.value for handler in self._handlers.values()]
             self._later.follow_optimizers(
-                [one for one in values if isinstance(one, torch.optim.Optimizer)]
+                [value for value in values if isinstance(value, torch.optim.Optimizer)]
             )
 
     def save(self) -> None:
@@ -275,9 +275,9 @@ class TorchState(ObjectState):
 
     def _pin_commit(self) -> Any:
         handled = {
-            name: one.lend_saved_copy()
-            for name, one in self._handlers.items()
-            if isinstance(one, _StateDictHandler)
+            name: handler.lend_saved_copy()
+            for name, handler in self._handlers.items()
+            if isinstance(handler, _StateDictHandler)
         }
         whole = None if self._later is None else self._later.completion
         return whole, {"handled": handled, "plain": copy.deepcopy(self._saved_values())}
@@ -315,6 +315,6 @@ def _is_loadable_without_code(value: Any) -> bool:
     """Returns whether a value can be loaded without running code."""
     try:
         torch.load(io.BytesIO(_pack_content(value)), weights_only=True)
-    except Exception:  # noqa: BLE001 - of pickle, or of what is pickled
+    except Exception:  # noqa: BLE001 - an exception of pickle, or of the pickled object
         return False
     return True

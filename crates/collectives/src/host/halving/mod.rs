@@ -56,8 +56,8 @@ use super::hierarchy::{HostInputs, arrived_bytes};
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::position::{LinkPositions, MessagePosition};
 use crate::Result;
-pub(super) use schedule::HalvingLane;
-use schedule::{HalvingSchedule, HalvingStage, LaneDirection};
+pub(super) use schedule::HalvingLink;
+use schedule::{HalvingSchedule, HalvingStage, LinkDirection};
 
 /// Bytes that are merged at a time: they are still in the cache when they are copied back.
 const MERGE_BLOCK_BYTES: usize = 16 << 10;
@@ -71,7 +71,7 @@ struct HalvingChunk {
     /// results, in reverse.
     step: usize,
     stages: usize,
-    /// Lane and stage of the current step; `None` before they were looked up.
+    /// Link and stage of the current step; `None` before they were looked up.
     stage: Option<(usize, HalvingStage)>,
     /// Partials of the whole chunk; empty after the results are computed.
     partials: Vec<u8>,
@@ -94,10 +94,10 @@ pub(super) struct HalvingJob {
     stride: usize,
     /// Links within the host, as indices of links.
     local: Range<usize>,
-    /// Links within the host, as indices of lanes.
+    /// Links within the host, as indices of `halving_links`.
     near: Range<usize>,
-    lanes: Arc<[HalvingLane]>,
-    /// Positions in the message sequences, by lane.
+    halving_links: Arc<[HalvingLink]>,
+    /// Positions in the message sequences, by link.
     streams: Vec<LinkPositions>,
     /// Chunks in progress, in order.
     works: VecDeque<HalvingChunk>,
@@ -122,26 +122,28 @@ impl HalvingJob {
         );
         let schedule = schedule.ok_or_else(|| peers.ring_too_small_error())?;
         let (member, host) = (peers.member, peers.hosts.own_host());
-        let lanes = match &peers.scratch.lanes {
-            Some(lanes) => Arc::clone(lanes),
-            None => Arc::clone(peers.scratch.lanes.insert(schedule.member_lanes(member).into())),
+        let halving_links = match &peers.scratch.halving_links {
+            Some(halving_links) => Arc::clone(halving_links),
+            None => {
+                Arc::clone(peers.scratch.halving_links.insert(schedule.member_links(member).into()))
+            }
         };
         let mut spare = std::mem::take(&mut peers.scratch.store);
         spare.resize_with(schedule.chunks_in_flight(host), Vec::new);
         let longest = schedule.max_partial_bytes();
         spare.iter_mut().filter(|old| old.len() < longest).for_each(|old| old.resize(longest, 0));
-        let stream = |lane: &HalvingLane| LinkPositions {
-            writing: schedule.first_message(lane, LaneDirection::Outgoing),
-            reading: schedule.first_message(lane, LaneDirection::Incoming),
+        let stream = |halving_link: &HalvingLink| LinkPositions {
+            writing: schedule.first_message(halving_link, LinkDirection::Outgoing),
+            reading: schedule.first_message(halving_link, LinkDirection::Incoming),
         };
         let members = peers.hosts.host_members(host);
         let local = peers.local_links();
-        let before = |link| lanes.partition_point(|lane| lane.link < link);
+        let before = |link| halving_links.partition_point(|halving_link| halving_link.link < link);
         Ok(Self {
-            streams: lanes.iter().map(stream).collect(),
+            streams: halving_links.iter().map(stream).collect(),
             near: before(local.start)..before(local.end),
             local,
-            lanes,
+            halving_links,
             works: VecDeque::new(),
             next: member - members.start,
             stride: members.len(),
@@ -155,19 +157,25 @@ impl HalvingJob {
         })
     }
 
-    fn advance_writing(&mut self, lane: usize) {
-        let LinkPositions { writing, .. } = &mut self.streams[lane];
+    fn advance_writing(&mut self, halving_link: usize) {
+        let LinkPositions { writing, .. } = &mut self.streams[halving_link];
         if writing.message.is_finished() {
-            *writing =
-                self.schedule.next_message(*writing, &self.lanes[lane], LaneDirection::Outgoing);
+            *writing = self.schedule.next_message(
+                *writing,
+                &self.halving_links[halving_link],
+                LinkDirection::Outgoing,
+            );
         }
     }
 
-    fn advance_reading(&mut self, lane: usize) {
-        let LinkPositions { reading, .. } = &mut self.streams[lane];
+    fn advance_reading(&mut self, halving_link: usize) {
+        let LinkPositions { reading, .. } = &mut self.streams[halving_link];
         if reading.message.is_finished() {
-            *reading =
-                self.schedule.next_message(*reading, &self.lanes[lane], LaneDirection::Incoming);
+            *reading = self.schedule.next_message(
+                *reading,
+                &self.halving_links[halving_link],
+                LinkDirection::Incoming,
+            );
         }
     }
 
@@ -175,16 +183,16 @@ impl HalvingJob {
     /// takes.
     fn send_input(
         &mut self,
-        lane: usize,
+        halving_link: usize,
         link: &mut Link,
         copies: &mut RingCopier,
     ) -> Result<bool> {
-        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        let LinkPositions { writing, .. } = &mut self.streams[halving_link];
         let Some(chunk) = writing.early_chunk() else { return Ok(false) };
         let (start, inputs) = (self.schedule.chunk_extent(chunk).0, &self.inputs);
         let put = |at, to: &mut [u8]| copies.copy_from_list(inputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
-        self.advance_writing(lane);
+        self.advance_writing(halving_link);
         Ok(any)
     }
 
@@ -221,11 +229,11 @@ impl HalvingJob {
         }
         let near = self.near.clone().zip(self.local.clone());
         let mut bytes = len - *at;
-        for (lane, link) in near.clone() {
+        for (halving_link, link) in near.clone() {
             bytes = bytes.min(
                 arrived_bytes(
                     &mut peers.links[link],
-                    &self.streams[lane].reading.message,
+                    &self.streams[halving_link].reading.message,
                     UNIT_BYTES,
                 )?
                 .0,
@@ -245,10 +253,10 @@ impl HalvingJob {
         inputs.reduce_into_partials(width, join, &mut partials[*at * width..]);
         *at += bytes;
         let wire = bytes.next_multiple_of(UNIT_BYTES);
-        for (lane, link) in near {
+        for (halving_link, link) in near {
             peers.links[link].receiver.release(wire)?;
-            self.streams[lane].reading.message.advance_by(wire);
-            self.advance_reading(lane);
+            self.streams[halving_link].reading.message.advance_by(wire);
+            self.advance_reading(halving_link);
         }
         Ok(true)
     }
@@ -263,29 +271,30 @@ impl HalvingJob {
         while work.joined == self.schedule.chunk_extent(work.chunk).1 && !work.is_finished() {
             let is_up = work.step < work.stages;
             let step = if is_up { work.step } else { 2 * work.stages - 1 - work.step };
-            let Some((lane, stage)) =
+            let Some((halving_link, stage)) =
                 work.stage.take().or_else(|| self.find_stage(peers, work.chunk, step))
             else {
                 break;
             };
             let over = if is_up {
-                any |= self.send_partials(lane, work, &stage, peers)?;
-                any |= self.merge_partials(lane, work, &stage, peers)?;
-                let LinkPositions { writing, reading } = &self.streams[lane];
+                any |= self.send_partials(halving_link, work, &stage, peers)?;
+                any |= self.merge_partials(halving_link, work, &stage, peers)?;
+                let LinkPositions { writing, reading } = &self.streams[halving_link];
                 writing.is_past_early_message(work.chunk)
                     && reading.is_past_early_message(work.chunk)
             } else {
-                let far = LaneChunk { lane, chunk: work.chunk };
+                let far = LinkChunk { halving_link, chunk: work.chunk };
                 any |= self.send_host_results(far, &stage, peers)?;
                 any |= self.receive_host_results(far, &stage, peers)?;
-                let LinkPositions { writing, reading } = &self.streams[lane];
+                let LinkPositions { writing, reading } = &self.streams[halving_link];
                 let is_past = |position: MessagePosition| {
-                    position.is_past_late_message(self.lanes[lane].ahead, work.chunk)
+                    position
+                        .is_past_late_message(self.halving_links[halving_link].ahead, work.chunk)
                 };
                 is_past(*writing) && is_past(*reading)
             };
             if !over {
-                work.stage = Some((lane, stage));
+                work.stage = Some((halving_link, stage));
                 break;
             }
             any = true;
@@ -297,7 +306,7 @@ impl HalvingJob {
         Ok(any)
     }
 
-    /// Returns a step of a chunk that this member carries, and its lane.
+    /// Returns a step of a chunk that this member carries, and its link.
     fn find_stage(
         &self,
         peers: &PeerLinks,
@@ -306,42 +315,42 @@ impl HalvingJob {
     ) -> Option<(usize, HalvingStage)> {
         let stage = self.schedule.find_stage(self.host, chunk, step)?;
         let link = peers.link_to(self.schedule.hosts().carrier_for_turn(stage.host, chunk));
-        Some((self.lanes.partition_point(|lane| lane.link < link), stage))
+        Some((self.halving_links.partition_point(|halving_link| halving_link.link < link), stage))
     }
 
     /// Sends the partials that the other host keeps.
     fn send_partials(
         &mut self,
-        lane: usize,
+        halving_link: usize,
         work: &HalvingChunk,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let LinkPositions { writing, .. } = &mut self.streams[lane];
+        let LinkPositions { writing, .. } = &mut self.streams[halving_link];
         if writing.early_chunk() != Some(work.chunk) {
             return Ok(false);
         }
         let from = &work.partials[stage.give.start * self.schedule.accumulator_width()..];
-        let link = &mut peers.links[self.lanes[lane].link];
+        let link = &mut peers.links[self.halving_links[halving_link].link];
         let put = |at: usize, to: &mut [u8]| to.copy_from_slice(&from[at..at + to.len()]);
         let any = writing.message.send_window(&mut *link.sender, put)?;
-        self.advance_writing(lane);
+        self.advance_writing(halving_link);
         Ok(any)
     }
 
     /// Joins the partials that have arrived from the other host with the own partials.
     fn merge_partials(
         &mut self,
-        lane: usize,
+        halving_link: usize,
         work: &mut HalvingChunk,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let LinkPositions { reading, .. } = &mut self.streams[lane];
+        let LinkPositions { reading, .. } = &mut self.streams[halving_link];
         if reading.early_chunk() != Some(work.chunk) {
             return Ok(false);
         }
-        let link = &mut peers.links[self.lanes[lane].link];
+        let link = &mut peers.links[self.halving_links[halving_link].link];
         let (bytes, wire) = arrived_bytes(link, &reading.message, UNIT_BYTES)?;
         if wire == 0 {
             return Ok(false);
@@ -361,7 +370,7 @@ impl HalvingJob {
         }
         link.receiver.release(wire)?;
         reading.message.advance_by(wire);
-        self.advance_reading(lane);
+        self.advance_reading(halving_link);
         Ok(true)
     }
 
@@ -380,81 +389,85 @@ impl HalvingJob {
     /// Sends the results that this host has to the other host of the stage.
     fn send_host_results(
         &mut self,
-        LaneChunk { lane, chunk }: LaneChunk,
+        LinkChunk { halving_link, chunk }: LinkChunk,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let LinkPositions { writing, .. } = &mut self.streams[lane];
-        if writing.late_chunk(self.lanes[lane].ahead) != Some(chunk) {
+        let LinkPositions { writing, .. } = &mut self.streams[halving_link];
+        if writing.late_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) =
             (self.schedule.chunk_extent(chunk).0 + stage.keep.start, &self.outputs);
-        let link = &mut peers.links[self.lanes[lane].link];
+        let link = &mut peers.links[self.halving_links[halving_link].link];
         let any = writing
             .message
             .send_window(&mut *link.sender, |at, to| outputs.read_at(start + at, to))?;
-        self.advance_writing(lane);
+        self.advance_writing(halving_link);
         Ok(any)
     }
 
     /// Stores the results that the other host of the stage has.
     fn receive_host_results(
         &mut self,
-        LaneChunk { lane, chunk }: LaneChunk,
+        LinkChunk { halving_link, chunk }: LinkChunk,
         stage: &HalvingStage,
         peers: &mut PeerLinks,
     ) -> Result<bool> {
-        let LinkPositions { reading, .. } = &mut self.streams[lane];
-        if reading.late_chunk(self.lanes[lane].ahead) != Some(chunk) {
+        let LinkPositions { reading, .. } = &mut self.streams[halving_link];
+        if reading.late_chunk(self.halving_links[halving_link].ahead) != Some(chunk) {
             return Ok(false);
         }
         let (start, outputs) =
             (self.schedule.chunk_extent(chunk).0 + stage.give.start, &self.outputs);
-        let link = &mut peers.links[self.lanes[lane].link];
+        let link = &mut peers.links[self.halving_links[halving_link].link];
         let any = reading
             .message
             .receive_window(&mut *link.receiver, |at, from| outputs.write_at(start + at, from))?;
-        self.advance_reading(lane);
+        self.advance_reading(halving_link);
         Ok(any)
     }
 
     /// Sends the result of a complete chunk to a member of this host.
     fn send_local_result(
         &mut self,
-        lane: usize,
+        halving_link: usize,
         link: &mut Link,
         copies: &mut RingCopier,
     ) -> Result<bool> {
-        let LinkPositions { writing, .. } = &mut self.streams[lane];
-        let Some(chunk) = writing.late_chunk(self.lanes[lane].ahead) else { return Ok(false) };
+        let LinkPositions { writing, .. } = &mut self.streams[halving_link];
+        let Some(chunk) = writing.late_chunk(self.halving_links[halving_link].ahead) else {
+            return Ok(false);
+        };
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
         let (start, outputs) = (self.schedule.chunk_extent(chunk).0, &self.outputs);
         let put = |at, to: &mut [u8]| copies.copy_from_list(outputs, start + at, to);
         let any = writing.message.send_window(&mut *link.sender, put)?;
-        self.advance_writing(lane);
+        self.advance_writing(halving_link);
         Ok(any)
     }
 
     /// Stores the result of a chunk that another member of this host carries.
-    fn receive_local_result(&mut self, lane: usize, link: &mut Link) -> Result<bool> {
-        let LinkPositions { reading, .. } = &mut self.streams[lane];
-        let Some(chunk) = reading.late_chunk(self.lanes[lane].ahead) else { return Ok(false) };
+    fn receive_local_result(&mut self, halving_link: usize, link: &mut Link) -> Result<bool> {
+        let LinkPositions { reading, .. } = &mut self.streams[halving_link];
+        let Some(chunk) = reading.late_chunk(self.halving_links[halving_link].ahead) else {
+            return Ok(false);
+        };
         let (start, outputs) = (self.schedule.chunk_extent(chunk).0, &self.outputs);
         let any = reading
             .message
             .receive_window(&mut *link.receiver, |at, from| outputs.write_at(start + at, from))?;
-        self.advance_reading(lane);
+        self.advance_reading(halving_link);
         Ok(any)
     }
 }
 
-/// Chunk and the lane to another host.
+/// A chunk and the link to another host on which it travels.
 #[derive(Clone, Copy, Debug)]
-struct LaneChunk {
-    lane: usize,
+struct LinkChunk {
+    halving_link: usize,
     chunk: usize,
 }
 
@@ -463,12 +476,14 @@ impl CollectiveJob for HalvingJob {
         let mut any = false;
         // Every member begins with its successor, so that members do not all start with the same
         // ring.
-        let first = self.lanes.partition_point(|lane| lane.link < self.member);
+        let first =
+            self.halving_links.partition_point(|halving_link| halving_link.link < self.member);
         let Range { start, end } = self.near;
         let near = || (first..end).chain(start..first);
-        for lane in near() {
-            let link = self.lanes[lane].link;
-            any |= self.send_input(lane, &mut peers.links[link], &mut peers.copies[link])?;
+        for halving_link in near() {
+            let link = self.halving_links[halving_link].link;
+            any |=
+                self.send_input(halving_link, &mut peers.links[link], &mut peers.copies[link])?;
         }
         any |= self.reduce_host_inputs(peers)?;
         let mut works = std::mem::take(&mut self.works);
@@ -477,10 +492,14 @@ impl CollectiveJob for HalvingJob {
         }
         works.retain(|work| !work.is_finished());
         self.works = works;
-        for lane in near() {
-            let link = self.lanes[lane].link;
-            any |= self.receive_local_result(lane, &mut peers.links[link])?;
-            any |= self.send_local_result(lane, &mut peers.links[link], &mut peers.copies[link])?;
+        for halving_link in near() {
+            let link = self.halving_links[halving_link].link;
+            any |= self.receive_local_result(halving_link, &mut peers.links[link])?;
+            any |= self.send_local_result(
+                halving_link,
+                &mut peers.links[link],
+                &mut peers.copies[link],
+            )?;
         }
         let done = self.next >= self.schedule.chunk_count()
             && self.works.is_empty()
@@ -492,7 +511,7 @@ impl CollectiveJob for HalvingJob {
     }
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
-        self.lanes.iter().map(|lane| lane.link).collect()
+        self.halving_links.iter().map(|halving_link| halving_link.link).collect()
     }
 }
 

@@ -167,7 +167,7 @@ impl<'a> HalvingProgramWriter<'a> {
 mod tests {
     use super::super::super::hosts::MembersByHost;
     use super::super::super::program::tests::assert_messages_match;
-    use super::super::schedule::LaneDirection;
+    use super::super::schedule::LinkDirection;
     use super::*;
 
     #[test]
@@ -181,17 +181,22 @@ mod tests {
                 let programs: Vec<CollectiveProgram> =
                     (0..numbers.len()).map(|member| member_program(&schedule, member)).collect();
                 for from in 0..numbers.len() {
-                    let lanes = schedule.member_lanes(from);
+                    let halving_links = schedule.member_links(from);
                     for to in (0..numbers.len()).filter(|to| *to != from) {
                         let link = if to < from { to } else { to - 1 };
                         let mut expected = Vec::new();
-                        if let Some(lane) = lanes.iter().find(|lane| lane.link == link) {
+                        if let Some(halving_link) =
+                            halving_links.iter().find(|halving_link| halving_link.link == link)
+                        {
                             let mut position =
-                                schedule.first_message(lane, LaneDirection::Outgoing);
+                                schedule.first_message(halving_link, LinkDirection::Outgoing);
                             while !position.is_at_end() {
                                 expected.push(position.message.remaining_bytes() as u64);
-                                position =
-                                    schedule.next_message(position, lane, LaneDirection::Outgoing);
+                                position = schedule.next_message(
+                                    position,
+                                    halving_link,
+                                    LinkDirection::Outgoing,
+                                );
                             }
                         }
                         assert_messages_match(&programs, from, to, &expected, numbers);

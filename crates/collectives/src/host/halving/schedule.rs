@@ -35,7 +35,7 @@ pub(super) struct HalvingStage {
 
 /// Link that a halving uses.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct HalvingLane {
+pub(in super::super) struct HalvingLink {
     pub(super) link: usize,
     own: MemberHostPosition,
     peer: MemberHostPosition,
@@ -68,23 +68,26 @@ impl MemberHostPosition {
     }
 }
 
-impl HalvingLane {
+impl HalvingLink {
     pub(super) fn is_within_host(&self) -> bool {
         self.own.host == self.peer.host
     }
 
     /// Returns the sender and the receiver in one direction.
-    fn sender_and_receiver(&self, way: LaneDirection) -> (MemberHostPosition, MemberHostPosition) {
-        match way {
-            LaneDirection::Outgoing => (self.own, self.peer),
-            LaneDirection::Incoming => (self.peer, self.own),
+    fn sender_and_receiver(
+        &self,
+        direction: LinkDirection,
+    ) -> (MemberHostPosition, MemberHostPosition) {
+        match direction {
+            LinkDirection::Outgoing => (self.own, self.peer),
+            LinkDirection::Incoming => (self.peer, self.own),
         }
     }
 }
 
 /// Direction of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LaneDirection {
+pub(super) enum LinkDirection {
     Outgoing,
     Incoming,
 }
@@ -313,7 +316,7 @@ impl HalvingSchedule {
 
     /// Returns the links that a member uses, in link order. They do not depend on the number of
     /// bytes.
-    pub(super) fn member_lanes(&self, member: usize) -> Vec<HalvingLane> {
+    pub(super) fn member_links(&self, member: usize) -> Vec<HalvingLink> {
         let hosts = &self.hosts;
         let own = MemberHostPosition::new(hosts, member);
         let mut peers: BTreeSet<usize> = hosts.local_peers(member).collect();
@@ -330,44 +333,58 @@ impl HalvingSchedule {
             peers.extend(carried.filter(meets).map(|chunk| hosts.carrier_for_turn(host, chunk)));
         }
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
-        let lane = |peer: &usize| {
+        let halving_link = |peer: &usize| {
             let (link, peer) = (link(peer), MemberHostPosition::new(hosts, *peer));
             let level = self.meeting_level(own.host, peer.host).filter(|_| own.host != peer.host);
             let ahead = level.map_or_else(
                 || self.result_lag_within_host(),
                 |level| self.result_lag_between_hosts(level),
             );
-            HalvingLane { link, own, peer, ahead }
+            HalvingLink { link, own, peer, ahead }
         };
-        peers.iter().map(lane).collect()
+        peers.iter().map(halving_link).collect()
     }
 
     /// Returns the first message, starting at `slot`.
-    fn seek_message(&self, slot: usize, lane: &HalvingLane, way: LaneDirection) -> MessagePosition {
-        let early = |from| self.next_early_chunk(from, lane, way);
-        MessagePosition::first_nonempty(slot, lane.ahead, early, |from| {
-            self.next_late_chunk(from, lane, way)
+    fn seek_message(
+        &self,
+        slot: usize,
+        halving_link: &HalvingLink,
+        direction: LinkDirection,
+    ) -> MessagePosition {
+        let early = |from| self.next_early_chunk(from, halving_link, direction);
+        MessagePosition::first_nonempty(slot, halving_link.ahead, early, |from| {
+            self.next_late_chunk(from, halving_link, direction)
         })
     }
 
-    pub(super) fn first_message(&self, lane: &HalvingLane, way: LaneDirection) -> MessagePosition {
-        self.seek_message(0, lane, way)
+    pub(super) fn first_message(
+        &self,
+        halving_link: &HalvingLink,
+        direction: LinkDirection,
+    ) -> MessagePosition {
+        self.seek_message(0, halving_link, direction)
     }
 
     /// Returns the position after this one.
     pub(super) fn next_message(
         &self,
         position: MessagePosition,
-        lane: &HalvingLane,
-        way: LaneDirection,
+        halving_link: &HalvingLink,
+        direction: LinkDirection,
     ) -> MessagePosition {
-        self.seek_message(position.next_slot(), lane, way)
+        self.seek_message(position.next_slot(), halving_link, direction)
     }
 
     /// Returns the next early message that is not empty: its chunk and its bytes.
-    fn next_early_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> NextMessage {
-        let (sender, receiver) = lane.sender_and_receiver(way);
-        if lane.is_within_host() {
+    fn next_early_chunk(
+        &self,
+        from: usize,
+        halving_link: &HalvingLink,
+        direction: LinkDirection,
+    ) -> NextMessage {
+        let (sender, receiver) = halving_link.sender_and_receiver(direction);
+        if halving_link.is_within_host() {
             let chunk = receiver.next_carried_chunk(from);
             return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
         }
@@ -377,9 +394,14 @@ impl HalvingSchedule {
     }
 
     /// Returns the next late message that is not empty: its chunk and its bytes.
-    fn next_late_chunk(&self, from: usize, lane: &HalvingLane, way: LaneDirection) -> NextMessage {
-        let (sender, receiver) = lane.sender_and_receiver(way);
-        if lane.is_within_host() {
+    fn next_late_chunk(
+        &self,
+        from: usize,
+        halving_link: &HalvingLink,
+        direction: LinkDirection,
+    ) -> NextMessage {
+        let (sender, receiver) = halving_link.sender_and_receiver(direction);
+        if halving_link.is_within_host() {
             let chunk = sender.next_carried_chunk(from);
             return (chunk < self.chunks).then(|| (chunk, self.chunk_extent(chunk).1));
         }
@@ -473,12 +495,14 @@ mod tests {
             let size: usize = world.iter().sum();
             let schedule = HalvingSchedule::new(8 << 20, &hosts, 1, 1 << 20).unwrap();
             for member in 0..size {
-                let lanes = schedule.member_lanes(member);
-                assert!(lanes.windows(2).all(|pair| pair[0].link < pair[1].link));
-                for lane in lanes {
-                    let either = [LaneDirection::Outgoing, LaneDirection::Incoming]
-                        .map(|way| !schedule.first_message(&lane, way).is_at_end());
-                    assert!(either.contains(&true), "{world:?}: {member} {lane:?}");
+                let halving_links = schedule.member_links(member);
+                assert!(halving_links.windows(2).all(|pair| pair[0].link < pair[1].link));
+                for halving_link in halving_links {
+                    let either =
+                        [LinkDirection::Outgoing, LinkDirection::Incoming].map(|direction| {
+                            !schedule.first_message(&halving_link, direction).is_at_end()
+                        });
+                    assert!(either.contains(&true), "{world:?}: {member} {halving_link:?}");
                 }
             }
         }
@@ -491,20 +515,29 @@ mod tests {
             let schedule = HalvingSchedule::new(64 << 20, &hosts, 1, 1 << 20).unwrap();
             let mut sent = Vec::new();
             for host in 0..count {
-                let lanes = schedule.member_lanes(host * each);
-                let far = lanes.iter().filter(|lane| !lane.is_within_host()).count();
+                let halving_links = schedule.member_links(host * each);
+                let far = halving_links
+                    .iter()
+                    .filter(|halving_link| !halving_link.is_within_host())
+                    .count();
                 assert!(far <= most, "{count} x {each}: {far} links of host {host}");
-                let bytes = |lane: &HalvingLane| {
-                    let mut position = schedule.first_message(lane, LaneDirection::Outgoing);
+                let bytes = |halving_link: &HalvingLink| {
+                    let mut position =
+                        schedule.first_message(halving_link, LinkDirection::Outgoing);
                     let mut bytes = 0;
                     while !position.is_at_end() {
                         bytes += position.message.remaining_bytes();
-                        position = schedule.next_message(position, lane, LaneDirection::Outgoing);
+                        position =
+                            schedule.next_message(position, halving_link, LinkDirection::Outgoing);
                     }
                     bytes
                 };
                 sent.push(
-                    lanes.iter().filter(|lane| !lane.is_within_host()).map(bytes).sum::<usize>(),
+                    halving_links
+                        .iter()
+                        .filter(|halving_link| !halving_link.is_within_host())
+                        .map(bytes)
+                        .sum::<usize>(),
                 );
             }
             // Of the share of a member, which is sent twice.

@@ -10,7 +10,7 @@ use super::*;
 fn an_allreduce_among_many_hosts_begins_at_once() {
     // The first one finds the links and takes memory.
     polled::assert_starts_promptly(128 << 20, HalvingJob::new, |peers, job| {
-        assert_eq!((job.lanes.len(), job.near.len()), (7 + 6, 7));
+        assert_eq!((job.halving_links.len(), job.near.len()), (7 + 6, 7));
         peers.scratch.store = job.spare;
     });
 }

@@ -85,12 +85,12 @@ pub(super) struct HierarchyRoute {
 fn find_routes(peers: &PeerLinks) -> Arc<[HierarchyRoute]> {
     let route = |link: usize| {
         let (own, peer) = (peers.member, peers.member_of_link(link));
-        let course = |from, to| RouteDirection::new(&peers.hosts, from, to);
+        let direction = |from, to| RouteDirection::new(&peers.hosts, from, to);
         HierarchyRoute {
             link,
             host: peers.hosts.host_of(peer),
-            out: course(own, peer),
-            back: course(peer, own),
+            out: direction(own, peer),
+            back: direction(peer, own),
         }
     };
     (0..peers.links.len())

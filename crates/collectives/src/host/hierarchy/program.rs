@@ -248,12 +248,12 @@ mod tests {
                     if from == to {
                         continue;
                     }
-                    let (course, mut expected) =
+                    let (direction, mut expected) =
                         (RouteDirection::new(&hosts, from, to), Vec::new());
-                    let mut position = schedule.seek_message(0, &course);
+                    let mut position = schedule.seek_message(0, &direction);
                     while !position.is_at_end() {
                         expected.push(position.message.remaining_bytes() as u64);
-                        position = schedule.next_message(position, &course);
+                        position = schedule.next_message(position, &direction);
                     }
                     assert_messages_match(&programs, from, to, &expected, numbers);
                 }

@@ -172,7 +172,7 @@ impl HierarchySchedule {
     }
 
     /// Returns the first position, from `slot`, with a message that is not empty.
-    pub(super) fn seek_message(&self, slot: usize, course: &RouteDirection) -> MessagePosition {
+    pub(super) fn seek_message(&self, slot: usize, direction: &RouteDirection) -> MessagePosition {
         // Chunks never get longer: if a message is empty, all later messages of its turns are
         // empty, too.
         let find = |turns: Option<ChunkStride>, from, bytes: &dyn Fn(usize) -> usize| {
@@ -180,9 +180,10 @@ impl HierarchySchedule {
             Some((chunk, bytes(chunk))).filter(|(_, bytes)| *bytes > 0)
         };
         let early =
-            |from| find(course.early, from, &|chunk| self.early_message_bytes(chunk, course));
-        let late = |from| find(course.late, from, &|chunk| self.late_message_bytes(chunk, course));
-        MessagePosition::first_nonempty(slot, course.ahead, early, late)
+            |from| find(direction.early, from, &|chunk| self.early_message_bytes(chunk, direction));
+        let late =
+            |from| find(direction.late, from, &|chunk| self.late_message_bytes(chunk, direction));
+        MessagePosition::first_nonempty(slot, direction.ahead, early, late)
     }
 
     fn chunk_if_in_range(&self, chunk: usize) -> Option<usize> {
@@ -193,9 +194,9 @@ impl HierarchySchedule {
     pub(super) fn next_message(
         &self,
         position: MessagePosition,
-        course: &RouteDirection,
+        direction: &RouteDirection,
     ) -> MessagePosition {
-        self.seek_message(position.next_slot(), course)
+        self.seek_message(position.next_slot(), direction)
     }
 
     fn early_message_bytes(
@@ -272,7 +273,7 @@ mod tests {
     /// Slots and bytes of all messages of one direction of a link, as the module above says them.
     fn messages(schedule: &HierarchySchedule, from: usize, to: usize) -> Vec<(usize, usize)> {
         let hosts = schedule.hosts();
-        let course = &RouteDirection::new(hosts, from, to);
+        let direction = &RouteDirection::new(hosts, from, to);
         let (here, there) = (hosts.host_of(from), hosts.host_of(to));
         let carries =
             |member: usize, chunk| hosts.carrier_for_turn(hosts.host_of(member), chunk) == member;
@@ -287,14 +288,14 @@ mod tests {
                     _ => 0,
                 };
             }
-            let Some(chunk) = (slot / 2).checked_sub(course.ahead) else { return 0 };
+            let Some(chunk) = (slot / 2).checked_sub(direction.ahead) else { return 0 };
             match (here == there, carries(from, chunk), carries(to, chunk)) {
                 (true, true, _) => schedule.chunk_extent(chunk).1,
                 (false, true, true) => schedule.part_extent(chunk, here).1,
                 _ => 0,
             }
         };
-        let slots = 2 * (schedule.chunk_count() + course.ahead);
+        let slots = 2 * (schedule.chunk_count() + direction.ahead);
         (0..slots).map(|slot| (slot, bytes(slot))).filter(|(_, bytes)| *bytes > 0).collect()
     }
 
@@ -309,12 +310,12 @@ mod tests {
                 for (from, to) in
                     (0..numbers.len()).flat_map(|one| (0..numbers.len()).map(move |two| (one, two)))
                 {
-                    let course = RouteDirection::new(&hosts, from, to);
+                    let direction = RouteDirection::new(&hosts, from, to);
                     let mut found = Vec::new();
-                    let mut position = schedule.seek_message(0, &course);
+                    let mut position = schedule.seek_message(0, &direction);
                     while !position.is_at_end() {
                         found.push((position.slot, position.message.remaining_bytes()));
-                        position = schedule.next_message(position, &course);
+                        position = schedule.next_message(position, &direction);
                     }
                     let expected: Vec<(usize, usize)> = messages(&schedule, from, to)
                         .into_iter()

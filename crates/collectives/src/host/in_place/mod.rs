@@ -98,7 +98,7 @@ impl InPlaceJob {
         let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
         let mut exposed = Vec::new();
         if let Some((places, memories)) = tensor_location::own_locations(&inputs, &outputs) {
-            places.iter().for_each(|place| place.encode_unit(&mut head));
+            places.iter().for_each(|location| location.encode_unit(&mut head));
             exposed = memories;
         }
         head.resize(tensors.len() * UNIT_BYTES, 0);
@@ -138,8 +138,8 @@ impl InPlaceJob {
             return self.fall_back_to_pipeline(peers);
         };
         let mut new = false;
-        for place in places.iter().flatten() {
-            match peers.regions.recorded_mapping_verdict(place) {
+        for location in places.iter().flatten() {
+            match peers.regions.recorded_mapping_verdict(location) {
                 Some(true) => {}
                 Some(false) => return self.fall_back_to_pipeline(peers),
                 None => new = true,
@@ -150,7 +150,7 @@ impl InPlaceJob {
         }
         let mut mapped = true;
         for (_, places) in places.iter().enumerate().filter(|(member, _)| *member != peers.member) {
-            mapped &= places.iter().all(|place| peers.regions.map_region(place));
+            mapped &= places.iter().all(|location| peers.regions.map_region(location));
         }
         let verdicts = MemberExchange::new(peers, vec![u8::from(mapped); UNIT_BYTES]);
         Ok(InPlaceStage::ExchangingVerdicts { verdicts, places })
@@ -163,9 +163,9 @@ impl InPlaceJob {
         all: bool,
         places: &[Vec<TensorLocation>],
     ) -> Result<InPlaceStage> {
-        for place in places.iter().flatten() {
-            if peers.regions.recorded_mapping_verdict(place).is_none() {
-                peers.regions.record_mapping_verdict(place, all);
+        for location in places.iter().flatten() {
+            if peers.regions.recorded_mapping_verdict(location).is_none() {
+                peers.regions.record_mapping_verdict(location, all);
             }
         }
         if all { self.start_reduction(peers, places) } else { self.fall_back_to_pipeline(peers) }
@@ -189,8 +189,9 @@ impl InPlaceJob {
                 continue;
             }
             let tensors = places.iter().zip(&self.tensors);
-            let buffers: Option<Vec<_>> =
-                tensors.map(|(place, bytes)| peers.regions.region_buffer(place, *bytes)).collect();
+            let buffers: Option<Vec<_>> = tensors
+                .map(|(location, bytes)| peers.regions.region_buffer(location, *bytes))
+                .collect();
             let Some(buffers) = buffers else {
                 // The member announced the memory, failed later, and has freed it.
                 let rank = peers.links[peers.link_to(member)].peer;

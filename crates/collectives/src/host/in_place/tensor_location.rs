@@ -15,7 +15,7 @@ use super::super::UNIT_BYTES;
 /// Location of a tensor in the shareable memory of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct TensorLocation {
-    pub(super) card: RegionHandle,
+    pub(super) region: RegionHandle,
     pub(super) offset: u64,
 }
 
@@ -24,7 +24,7 @@ impl TensorLocation {
     /// u64`, little endian, in one unit.
     pub(super) fn encode_unit(&self, unit: &mut Vec<u8>) {
         let start = unit.len();
-        let RegionHandle { pid, descriptor, bytes, nonce: [first, second] } = self.card;
+        let RegionHandle { pid, descriptor, bytes, nonce: [first, second] } = self.region;
         for word in [1, pid, descriptor, 0] {
             unit.extend(word.to_le_bytes());
         }
@@ -42,8 +42,9 @@ impl TensorLocation {
             return None;
         }
         let nonce = [long(32)?, long(40)?];
-        let card = RegionHandle { pid: short(4)?, descriptor: short(8)?, bytes: long(16)?, nonce };
-        Some(Self { card, offset: long(24)? })
+        let region =
+            RegionHandle { pid: short(4)?, descriptor: short(8)?, bytes: long(16)?, nonce };
+        Some(Self { region, offset: long(24)? })
     }
 }
 
@@ -58,14 +59,14 @@ pub(in super::super) struct PeerRegions {
 }
 
 impl PeerRegions {
-    pub(super) fn recorded_mapping_verdict(&self, place: &TensorLocation) -> Option<bool> {
-        self.verdicts.get(&place.card.nonce).copied()
+    pub(super) fn recorded_mapping_verdict(&self, location: &TensorLocation) -> Option<bool> {
+        self.verdicts.get(&location.region.nonce).copied()
     }
 
-    pub(super) fn record_mapping_verdict(&mut self, place: &TensorLocation, usable: bool) {
-        self.verdicts.insert(place.card.nonce, usable);
+    pub(super) fn record_mapping_verdict(&mut self, location: &TensorLocation, usable: bool) {
+        self.verdicts.insert(location.region.nonce, usable);
         if !usable {
-            self.mapped.remove(&place.card.nonce);
+            self.mapped.remove(&location.region.nonce);
         }
     }
 
@@ -76,20 +77,23 @@ impl PeerRegions {
     }
 
     /// Maps the memory of another member. Returns true if the memory is mapped.
-    pub(super) fn map_region(&mut self, place: &TensorLocation) -> bool {
-        if let Entry::Vacant(vacant) = self.mapped.entry(place.card.nonce) {
-            let Ok(Some(memory)) = HostMemory::map_peer_region(&place.card) else { return false };
+    pub(super) fn map_region(&mut self, location: &TensorLocation) -> bool {
+        if let Entry::Vacant(vacant) = self.mapped.entry(location.region.nonce) {
+            let Ok(Some(memory)) = HostMemory::map_peer_region(&location.region) else {
+                return false;
+            };
             vacant.insert(memory);
         }
         true
     }
 
     /// Returns `bytes` bytes of the memory of another member; `None` if they are not inside it.
-    pub(super) fn region_buffer(&self, place: &TensorLocation, bytes: usize) -> Option<Buffer> {
-        let memory = self.mapped.get(&place.card.nonce)?;
-        let offset = usize::try_from(place.offset).ok()?;
+    pub(super) fn region_buffer(&self, location: &TensorLocation, bytes: usize) -> Option<Buffer> {
+        let memory = self.mapped.get(&location.region.nonce)?;
+        let offset = usize::try_from(location.offset).ok()?;
         let inside = offset.checked_add(bytes)? <= memory.len();
-        let same = memory.shared_region().map(SharedRegion::region_handle) == Some(&place.card);
+        let same =
+            memory.shared_region().map(SharedRegion::region_handle) == Some(&location.region);
         (inside && same).then(|| memory.as_buffer().slice(offset, bytes))
     }
 }
@@ -111,7 +115,7 @@ pub(super) fn own_locations(
         }
         let (memory, offset) = farandole_kernels::find_shareable_memory(output)?;
         places.push(TensorLocation {
-            card: *memory.shared_region()?.region_handle(),
+            region: *memory.shared_region()?.region_handle(),
             offset: offset as u64,
         });
         memories.push(memory);
@@ -125,21 +129,21 @@ mod tests {
 
     #[test]
     fn a_place_is_read_back_and_zeros_are_none() {
-        let card = RegionHandle { pid: 7, descriptor: 9, bytes: 1 << 40, nonce: [3, u64::MAX] };
-        let place = TensorLocation { card, offset: 1 << 33 };
+        let region = RegionHandle { pid: 7, descriptor: 9, bytes: 1 << 40, nonce: [3, u64::MAX] };
+        let location = TensorLocation { region, offset: 1 << 33 };
         let mut unit = Vec::new();
-        place.encode_unit(&mut unit);
+        location.encode_unit(&mut unit);
         assert_eq!(unit.len(), UNIT_BYTES);
-        assert_eq!(TensorLocation::decode_unit(&unit), Some(place));
+        assert_eq!(TensorLocation::decode_unit(&unit), Some(location));
         assert_eq!(TensorLocation::decode_unit(&[0; UNIT_BYTES]), None);
     }
 
     #[test]
     fn only_what_lies_in_a_region_is_a_buffer() {
         let memory = HostMemory::new_shareable(1000).unwrap();
-        let card = *memory.shared_region().unwrap().region_handle();
+        let region = *memory.shared_region().unwrap().region_handle();
         let mut regions = PeerRegions::default();
-        let at = |offset| TensorLocation { card, offset };
+        let at = |offset| TensorLocation { region, offset };
         assert!(regions.map_region(&at(0)));
         assert_eq!(regions.region_buffer(&at(990), 10).unwrap().len(), 10);
         for (offset, bytes) in [(990, 11), (u64::MAX, 1), (5, usize::MAX)] {

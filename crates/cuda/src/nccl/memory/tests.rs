@@ -22,13 +22,13 @@ fn ready(library: &NcclLibrary) -> (Formed, NcclMemory) {
 /// The same with memory of another size: what one test gives back must not go to another test
 /// beside it.
 fn with_memory(library: &NcclLibrary, bytes: usize) -> (Formed, NcclMemory) {
-    let (communicator, lane) = form(library, 1, 2).unwrap();
+    let (communicator, stream) = form(library, 1, 2).unwrap();
     let mut communicator = communicator.with_memory_registration_enabled();
     made(&mut communicator, &mut Vec::new()).unwrap();
     let memory =
         library.allocate_memory(&FakeCommunicatorStream::default(), STREAM, bytes).unwrap();
     take_calls();
-    ((communicator, lane), memory)
+    ((communicator, stream), memory)
 }
 
 fn about(start: usize, bytes: usize) -> CollectiveOperation {

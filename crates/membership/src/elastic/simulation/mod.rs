@@ -115,13 +115,13 @@ struct ElasticSimulation {
 impl ElasticSimulation {
     fn new(seed: u64) -> Self {
         let mut chance = StdRng::seed_from_u64(seed);
-        let least = chance.random_range(1..=3);
-        let first = chance.random_range(least..=4);
-        let most = chance.random_range(first..=6);
+        let min_workers = chance.random_range(1..=3);
+        let first = chance.random_range(min_workers..=4);
+        let max_workers = chance.random_range(first..=6);
         let rules = ElasticRules {
             first,
-            least,
-            most,
+            min_workers,
+            max_workers,
             spares: chance.random_range(0..=2),
             timeout: Duration::from_secs(60),
             reset_limit: None,
@@ -191,8 +191,8 @@ impl ElasticSimulation {
         self.queue.push(Reverse((at, self.order, what)));
     }
 
-    fn schedule_between(&mut self, least: u64, most: u64, what: SimulatedElasticEvent) {
-        let at = self.now + self.chance.random_range(least..=most);
+    fn schedule_between(&mut self, earliest: u64, latest: u64, what: SimulatedElasticEvent) {
+        let at = self.now + self.chance.random_range(earliest..=latest);
         self.schedule_at(at, what);
     }
 
@@ -221,7 +221,7 @@ impl ElasticSimulation {
     }
 
     fn observe_input(&mut self, input: MembershipInput) {
-        if let Some(Ok(decisions)) = self.take_step(StepKind::Happens(input)) {
+        if let Some(Ok(decisions)) = self.take_step(StepKind::Input(input)) {
             self.apply_decisions(decisions);
         }
     }
@@ -242,10 +242,10 @@ impl ElasticSimulation {
                     return;
                 };
                 let host = HostHash(process.host.clone());
-                let what = StepKind::Registers {
+                let what = StepKind::AgentRegistration {
                     task: TaskId(task),
                     session: u64::from(task),
-                    place: host,
+                    host_hash: host,
                 };
                 match self.take_step(what) {
                     None => self.schedule_between(100, 400, SimulatedElasticEvent::Registers(task)),
@@ -281,9 +281,9 @@ impl ElasticSimulation {
             SimulatedElasticEvent::Dies { within: false } => self.kill_registrar(),
             SimulatedElasticEvent::Rises => self.restart_registrar(),
             SimulatedElasticEvent::Reports { task, code } => {
-                let how = code.map_or(ExitKind::Signal(9), ExitKind::Code);
+                let kind = code.map_or(ExitKind::Signal(9), ExitKind::Code);
                 let exit =
-                    ExitReport { how, peer_error: false, stopped: false, stderr_tail: Vec::new() };
+                    ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
                 self.observe_input(MembershipInput::Exited {
                     task: TaskId(task),
                     generation: Generation(0),
@@ -335,7 +335,7 @@ impl ElasticSimulation {
             .filter(|peer| **peer != task && self.is_silent(**peer))
             .map(|peer| TaskId(*peer))
             .collect();
-        match self.take_step(StepKind::Asks {
+        match self.take_step(StepKind::WorldRequest {
             task: TaskId(task),
             after: Generation(generation),
             suspects,
@@ -376,7 +376,10 @@ impl ElasticSimulation {
         }
         let stopped = process.stopped_until > self.now;
         // The agent sends heartbeats even while its worker is stopped.
-        self.observe_input(MembershipInput::Beat { task: TaskId(task), session: u64::from(task) });
+        self.observe_input(MembershipInput::Heartbeat {
+            task: TaskId(task),
+            session: u64::from(task),
+        });
         if process.returned {
             return;
         }
@@ -416,10 +419,10 @@ impl ElasticSimulation {
                         || peer.asking
                 })
             });
-        let told = self.away.is_none()
+        let is_announced = self.away.is_none()
             && self.machine.present.as_ref().is_some_and(CurrentWorld::is_change_announced)
             && self.machine.generation().0 == process.generation;
-        if apart || told {
+        if apart || is_announced {
             // Prevents a second request if the next check comes before the first one.
             if let Some(process) = self.processes.get_mut(&task) {
                 process.turning = true;
@@ -487,7 +490,7 @@ impl ElasticSimulation {
         if there >= self.hosts.get(&host).copied().unwrap_or(0) as usize {
             self.fail_simulation("ES-5: a host has more workers than slots");
         }
-        if living.len() >= (self.rules.most + self.rules.spares) as usize {
+        if living.len() >= (self.rules.max_workers + self.rules.spares) as usize {
             self.fail_simulation("ES-5: more workers than the job may have");
         }
         self.processes.insert(task, SimulatedProcess { host, ..SimulatedProcess::default() });
@@ -500,12 +503,12 @@ impl ElasticSimulation {
         self.schedule_between(10, 3_000, SimulatedElasticEvent::Registers(task));
     }
 
-    fn check_assigned_world(&mut self, world: &farandole_world::World, told: bool) {
+    fn check_assigned_world(&mut self, world: &farandole_world::World, is_announced: bool) {
         let order: Vec<u32> = world.seats.iter().map(|seat| seat.task.0).collect();
         let before = std::mem::replace(&mut self.last, order.clone());
         let returned = self.processes.values().any(|process| process.returned);
         let size = u32::try_from(order.len()).unwrap();
-        if size > self.rules.most || (size < self.rules.least && !returned) {
+        if size > self.rules.max_workers || (size < self.rules.min_workers && !returned) {
             self.fail_simulation("ES-1: a world of a wrong size");
         }
         if order.iter().any(|task| !self.processes[task].asking) {
@@ -531,7 +534,7 @@ impl ElasticSimulation {
                 }
             }
         }
-        for task in order.iter().filter(|_| told) {
+        for task in order.iter().filter(|_| is_announced) {
             let hears = SimulatedElasticEvent::Hears {
                 task: *task,
                 generation: world.generation.0,

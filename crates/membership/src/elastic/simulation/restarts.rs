@@ -75,7 +75,7 @@ impl ElasticSimulation {
         self.machine = serde_json::from_str(&serde_json::to_string(&again).unwrap()).unwrap();
         journal.state = self.machine.clone();
         self.journal = Some(journal);
-        if let Some(Ok(decisions)) = self.take_step(StepKind::Resumes) {
+        if let Some(Ok(decisions)) = self.take_step(StepKind::Restart) {
             self.apply_decisions(decisions);
         }
         self.observe_input(MembershipInput::Hosts(self.hosts.clone().into_iter().collect()));

@@ -22,7 +22,7 @@ def delete_old_data(
     if it cannot.
 
     Args:
-        store: of the fit, whose own data is in use.
+        store: store of the fit, whose own data is in use.
         older_than: age in seconds; `None` deletes nothing by age.
         max_size: bytes of prepared data that may stay; `None` deletes nothing by size.
         tell: receives the deleted directories.
@@ -35,5 +35,5 @@ def delete_old_data(
         tell(f"old prepared data cannot be deleted: {error}")
         return
     if gone:
-        why = "old" if max_size is None else "old or too much"
-        tell(f"deleted prepared data that was {why} and not in use: {', '.join(gone)}")
+        condition = "old" if max_size is None else "old or too much"
+        tell(f"deleted prepared data that was {condition} and not in use: {', '.join(gone)}")

@@ -30,7 +30,7 @@ def use_encoded_copy(
     found: Prepared,
     where: ExistingDataPaths,
     roles: ColumnRoles,
-    wish: EncodingSpec,
+    encoding_spec: EncodingSpec,
     *,
     allow_nan: bool = False,
 ) -> Iterator[Prepared]:
@@ -42,7 +42,7 @@ def use_encoded_copy(
         found: result of `find_existing_data`.
         where: directories of `found`.
         roles: roles of the columns.
-        wish: requested encoding of the columns.
+        encoding_spec: requested encoding of the columns.
         allow_nan: whether NaN and infinities are accepted like any other value.
 
     Yields:
@@ -52,8 +52,8 @@ def use_encoded_copy(
         ValueError: the data was prepared without the requested categories.
     """
     before = found.encoding
-    left = wish if before is None else wish.unmet_encoding_spec(before)
-    if not needs_encoding(left, roles.stored_columns, found.columns):
+    unmet_spec = encoding_spec if before is None else encoding_spec.unmet_encoding_spec(before)
+    if not needs_encoding(unmet_spec, roles.stored_columns, found.columns):
         yield found
         return
     if is_prepared(where.train):
@@ -65,12 +65,12 @@ def use_encoded_copy(
     sides = ColumnRoles(roles.features, roles.labels, roles.weight)
     with contextlib.ExitStack() as held:
 
-        def copy_side(paths: str | list[str] | TableSnapshot, wish: EncodingSpec) -> Prepared:
-            spec = writer_spec(sides, 0, dict(wish.fill), allow_nan=allow_nan)
+        def copy_side(paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec) -> Prepared:
+            spec = writer_spec(sides, 0, dict(side_spec.fill), allow_nan=allow_nan)
             rows = open_source(paths, format=file_format(paths), types=where.types or None)
-            return held.enter_context(prepare_source(rows, store, sides, spec, "fit", wish))
+            return held.enter_context(prepare_source(rows, store, sides, spec, "fit", side_spec))
 
-        train = copy_side(where.train, wish)
+        train = copy_side(where.train, encoding_spec)
         val = None
         if found.val_url is not None and where.val is not None:
             val = copy_side(

@@ -124,15 +124,15 @@ def share_prepared_data(where: ExistingDataPaths) -> Iterator[None]:
         for paths in (where.train, where.val):
             if isinstance(paths, str) and is_prepared(paths):
                 try:
-                    mark = NativeStore(paths).mark_in_use()
+                    file_name = NativeStore(paths).mark_in_use()
                 except PermissionError:  # the data is read-only
                     continue
-                if mark is None:
+                if file_name is None:
                     raise OSError(
                         f"another process deletes the prepared data at {paths}, or prepares other "
                         "data there"
                     )
-                held.callback(LeaseFile(paths, mark).delete_if_held)
+                held.callback(LeaseFile(paths, file_name).delete_if_held)
         yield
 
 
@@ -140,7 +140,7 @@ def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
     """Returns whether Farandole prepared the rows.
 
     Args:
-        paths: of the rows.
+        paths: paths of the rows.
     """
     return (
         isinstance(paths, str)
@@ -153,6 +153,6 @@ def file_format(paths: str | list[str] | TableSnapshot) -> str | None:
     """Returns the format of files that are not prepared data; `None` if the place states it.
 
     Args:
-        paths: of the files.
+        paths: paths of the files.
     """
     return None if isinstance(paths, TableSnapshot) else "parquet"

@@ -12,7 +12,7 @@ only if the plan reads files, selects, filters and computes with Spark's own exp
 nothing else.
 """
 
-# ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public door
+# ruff: noqa: PLC0415, SLF001 - processes without Spark load this; the JVM's plan has no public API
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def plan_fingerprint(df: DataFrame) -> str | None:
 
 
 def portable_plan_text(df: DataFrame) -> str | None:
-    """Describes a DataFrame's plan and the versions of its sources, in words with the same meaning
+    """Returns a text for a DataFrame's plan and the versions of its sources, with the same meaning
     in any session.
 
     Args:
@@ -114,23 +114,23 @@ def portable_plan_text(df: DataFrame) -> str | None:
 
 def _plan_text(df: DataFrame, frame: Any) -> str | None:
     session: Any = df.sparkSession
-    words = [session.version, *(f"{name}={session.conf.get(name)}" for name in _PLAN_SETTINGS)]
-    left = [frame.queryExecution().analyzed()]
-    if not left[0].deterministic():
+    parts = [session.version, *(f"{name}={session.conf.get(name)}" for name in _PLAN_SETTINGS)]
+    pending = [frame.queryExecution().analyzed()]
+    if not pending[0].deterministic():
         return None
-    while left:
-        node = left.pop()
+    while pending:
+        node = pending.pop()
         kind = node.getClass().getSimpleName()
-        if kind not in _PORTABLE_PLAN_NODES or len(words) > _MAX_PLAN_NODES:
+        if kind not in _PORTABLE_PLAN_NODES or len(parts) > _MAX_PLAN_NODES:
             return None
-        words.append(kind)
+        parts.append(kind)
         if kind in ("Project", "Filter"):
             expressions = _scala_items(node.expressions())
             if not all(_is_builtin_expression(expression) for expression in expressions):
                 return None
-            words += [expression.sql() for expression in expressions]
+            parts += [expression.sql() for expression in expressions]
         elif kind == "Range":
-            words += [
+            parts += [
                 str(part)
                 for part in (node.start(), node.end(), node.step(), node.numSlices().toString())
             ]
@@ -138,14 +138,14 @@ def _plan_text(df: DataFrame, frame: Any) -> str | None:
             if not _reads_files(node):
                 return None
             relation = node.relation()
-            words += [relation.fileFormat().getClass().getName(), relation.dataSchema().json()]
-            words += [
+            parts += [relation.fileFormat().getClass().getName(), relation.dataSchema().json()]
+            parts += [
                 relation.partitionSchema().json(),
                 *sorted(str(one) for one in _scala_items(relation.options().toSeq())),
             ]
-        left += _scala_items(node.children())
+        pending += _scala_items(node.children())
     files = df.inputFiles()
-    return "\n".join(words + (_file_versions(df, files) if files else []))
+    return "\n".join(parts + (_file_versions(df, files) if files else []))
 
 
 def partition_sources(df: DataFrame) -> list[str] | None:
@@ -163,22 +163,22 @@ def partition_sources(df: DataFrame) -> list[str] | None:
 
 
 def _partition_sources(df: DataFrame) -> list[str] | None:
-    told: list[str] = []
-    left = _MAX_PLAN_NODES
+    sources: list[str] = []
+    remaining_nodes = _MAX_PLAN_NODES
     for partition in cast("Any", df)._jdf.queryExecution().toRdd().partitions():
         coalesced = partition.getClass().getSimpleName() == "CoalescedRDDPartition"
-        words = []
+        parts = []
         for parent in _scala_items(partition.parents()) if coalesced else [partition]:
             kind = parent.getClass().getSimpleName()
             files = (
                 [str(file.toString()) for file in parent.files()] if kind == "FilePartition" else []
             )
-            words += [f"{kind} {parent.index()}", *files]
-            left -= 1 + len(files)
-            if left < 0:
+            parts += [f"{kind} {parent.index()}", *files]
+            remaining_nodes -= 1 + len(files)
+            if remaining_nodes < 0:
                 return None
-        told.append("\n".join(words))
-    return told
+        sources.append("\n".join(parts))
+    return sources
 
 
 def _scala_items(sequence: Any) -> list[Any]:
@@ -187,41 +187,41 @@ def _scala_items(sequence: Any) -> list[Any]:
 
 def _is_builtin_expression(expression: Any) -> bool:
     """Returns whether a plan consists only of Spark's own expressions, whose text is complete."""
-    left, seen = [expression], 0
-    while left:
-        one = left.pop()
+    pending, seen = [expression], 0
+    while pending:
+        node = pending.pop()
         seen += 1
-        name = one.getClass().getName()
+        name = node.getClass().getName()
         own = name.startswith(_CATALYST_PREFIX) and "." not in name.removeprefix(_CATALYST_PREFIX)
         if not own or "UDF" in name or "Subquery" in name or seen > _MAX_PLAN_NODES:
             return False
-        left += _scala_items(one.children())
+        pending += _scala_items(node.children())
     return not any(moment in expression.sql().lower() for moment in _SESSION_DEPENDENT_EXPRESSIONS)
 
 
 def _is_deterministic_but_for_seeds(plan: Any) -> bool:
     """Returns whether a plan is deterministic except for values drawn with a seed."""
-    nodes, left, seen = [plan], [], 0
+    nodes, pending, seen = [plan], [], 0
     while nodes:
         node = nodes.pop()
         seen += 1
         nodes += _scala_items(node.children())
-        left += _scala_items(node.expressions())
+        pending += _scala_items(node.expressions())
         if seen > _MAX_PLAN_NODES:
             return False
-    while left:
-        one = left.pop()
+    while pending:
+        expression = pending.pop()
         seen += 1
-        if one.deterministic():
+        if expression.deterministic():
             continue
-        name = one.getClass().getName()
-        wild = [child for child in _scala_items(one.children()) if not child.deterministic()]
+        name = expression.getClass().getName()
+        wild = [child for child in _scala_items(expression.children()) if not child.deterministic()]
         own = name.startswith(_CATALYST_PREFIX) and "UDF" not in name and "Reflection" not in name
         if seen > _MAX_PLAN_NODES or (
             not (wild and own) and name.removeprefix(_CATALYST_PREFIX) not in _RANDOM_EXPRESSIONS
         ):
             return False
-        left += wild
+        pending += wild
     return True
 
 
@@ -237,16 +237,16 @@ def _is_rdd_of_this_session(leaf: Any) -> bool:
     """
     if leaf.nodeName() != "LogicalRDD":
         return False
-    left, seen = [leaf.rdd()], set()
-    while left:
-        rdd = left.pop()
+    pending, seen = [leaf.rdd()], set()
+    while pending:
+        rdd = pending.pop()
         if rdd.id() in seen:
             continue
         seen.add(rdd.id())
         dependencies = rdd.dependencies()
         if dependencies.size() == 0 and rdd.getClass().getSimpleName() not in _FIXED_ROOT_RDDS:
             return False
-        left += [dependencies.apply(position).rdd() for position in range(dependencies.size())]
+        pending += [dependencies.apply(position).rdd() for position in range(dependencies.size())]
     return True
 
 

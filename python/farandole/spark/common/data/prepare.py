@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from farandole.data.splits import ValidationSplit
     from farandole.stores.store import AbstractFilesystemStore
 
-_PARTITION_RESULT_SCHEMA = "partition int, error string, of_store boolean, part binary"
+_PARTITION_RESULT_SCHEMA = "partition int, error string, is_store_error boolean, part binary"
 _MAX_IDLE_ENTRIES = 8
 
 
@@ -165,15 +165,15 @@ def prepare_data(
 
     Args:
         num_processes: training processes.
-        store: where to.
+        store: store that receives the data.
         df: the rows, whose columns and types have been checked.
         roles: the columns.
-        seed: of the split.
+        seed: seed of the split.
         partitions_per_process: most partitions per training process.
-        fill: what replaces nulls and NaN, see `farandole.data.prepare_data`.
+        fill: replacement of nulls and NaN, see `farandole.data.prepare_data`.
         categories: columns that become indices, see `farandole.data.prepare_data`.
-        split: how validation rows are chosen, if not by rows alone.
-        ragged: how lists of different lengths are padded, by column.
+        split: rule that chooses validation rows, if not each row alone decides.
+        ragged: padding of lists of different lengths, by column.
         allow_nan: takes NaN and infinities as values like any others.
         compress_sparse: compresses vectors, which are written dense.
 
@@ -188,12 +188,12 @@ def prepare_data(
     side = [] if split is None else [split.column]
     check_columns_present(ColumnRoles(tuple(side), ()), df.columns, "DataFrame")
     names = source_columns([*roles.source_columns_to_read, *side], df.columns)
-    wish = EncodingSpec.from_arguments(
+    encoding_spec = EncodingSpec.from_arguments(
         categories, fill, roles.labels, split, ragged
     ).with_hashed_columns(source_columns(roles.stored_columns, df.columns))
     encoded = (
-        _EncodingPlan(wish, roles, df.schema)
-        if needs_encoding(wish, roles.stored_columns, df.columns)
+        _EncodingPlan(encoding_spec, roles, df.schema)
+        if needs_encoding(encoding_spec, roles.stored_columns, df.columns)
         else None
     )
     # mapInArrow takes no names with dots or backticks: columns travel by number, and get their
@@ -206,27 +206,29 @@ def prepare_data(
         "compress_sparse": compress_sparse,
     }
     merged = chosen.coalesce(num_processes * partitions_per_process)
-    words = plan.portable_plan_text(chosen)
-    if words is not None:
-        told = json.dumps([words, options, *wish.prepared_data_key_values()], sort_keys=True)
-        key = f"fit-{hashlib.sha256(told.encode()).hexdigest()[:32]}"
+    plan_text = plan.portable_plan_text(chosen)
+    if plan_text is not None:
+        key_text = json.dumps(
+            [plan_text, options, *encoding_spec.prepared_data_key_values()], sort_keys=True
+        )
+        key = f"fit-{hashlib.sha256(key_text.encode()).hexdigest()[:32]}"
         with _PREPARATION_LOCKS.lock_for(f"{store.prefix_path}\n{key}"):
-            place = prepared_directories.find_prepared(
+            directory = prepared_directories.find_prepared(
                 store, key, validates=options["validation"] is not None
             )
-            if place is None:
+            if directory is None:
                 prepared = _write_prepared_data(store, merged, names, options, key, encoded)
             else:
                 prepared = describe_prepared(
-                    place, validates=options["validation"] is not None, reused=True
+                    directory, validates=options["validation"] is not None, reused=True
                 )
         with prepared:
             yield prepared
         return
     by_plan = plan.plan_fingerprint(chosen)
     source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
-    told = json.dumps([options, *wish.prepared_data_key_values()], sort_keys=True)
-    key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{told}"
+    key_text = json.dumps([options, *encoding_spec.prepared_data_key_values()], sort_keys=True)
+    key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{key_text}"
     with _PREPARATION_LOCKS.lock_for(key) if source is not None else contextlib.nullcontext():
         entry = None if source is None else _lookup_entry(key, None if by_plan is None else chosen)
         if entry is None:
@@ -252,7 +254,7 @@ class _EncodingPlan:
     of the columns.
     """
 
-    wish: EncodingSpec
+    spec: EncodingSpec
     roles: ColumnRoles
     schema: Any
 
@@ -263,26 +265,26 @@ class _EncodingPlan:
             df: the rows, with numbered columns.
             names: names of these columns.
         """
-        counted = self.wish.plan_learning(_arrow_schema(self.schema, names), self.roles)
-        known = self.wish.encoding_without_learning()
+        counted = self.spec.plan_learning(_arrow_schema(self.schema, names), self.roles)
+        known = self.spec.encoding_without_learning()
         if known is not None:
             return known
         validation = self.roles.validation
-        read, split = self.wish.columns_to_read(counted, self.roles), self.wish.split
+        read, split = self.spec.columns_to_read(counted, self.roles), self.spec.split
 
         def learn_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return _learn_partition(batches, read, EncodingLearner(counted, validation, split))
 
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
-        told = "farandole: learning categories and replacements of missing values"
+        job_description = "farandole: learning categories and replacements of missing values"
         whole = EncodingLearner(counted, split=split)
         for row in SparkCluster.from_active_session().collect_rows(
-            chosen.mapInArrow(learn_batches, "error string, part binary"), told
+            chosen.mapInArrow(learn_batches, "error string, part binary"), job_description
         ):
             if row.error is not None:
                 raise ValueError(row.error)
             whole.merge(cloudpickle.loads(row.part))
-        return self.wish.build_encoding(counted, whole)
+        return self.spec.build_encoding(counted, whole)
 
 
 def _learn_partition(
@@ -335,47 +337,49 @@ def _write_prepared_data(
         }
     wanted = names if encoded is None else encoded.roles.source_columns_to_read
     resumable = not key.startswith("once")
-    place, begun = prepared_directories.acquire_directory(store, key, resumable=resumable)
-    val_url = None if options["validation"] is None else place.val_url
-    spec = json.dumps({**options, "train": place.train_url, "val": val_url, "fingerprint": key})
+    directory, begun = prepared_directories.acquire_directory(store, key, resumable=resumable)
+    val_url = None if options["validation"] is None else directory.val_url
+    spec = json.dumps({**options, "train": directory.train_url, "val": val_url, "fingerprint": key})
     sources = plan.partition_sources(df) if resumable else None
     done: dict[int, bytes] = {}
     try:
         if begun:
-            place.load_finished_partitions(spec, store.prefix_path)
+            directory.load_finished_partitions(spec, store.prefix_path)
             same = {
                 number
                 for number, source in enumerate(sources or [])
-                if place.partition_sources.get(number) == source
+                if directory.partition_sources.get(number) == source
             }
             done = {
-                number: part for number, part in place.finished_partitions.items() if number in same
+                number: part
+                for number, part in directory.finished_partitions.items()
+                if number in same
             }
-        write_encoding(place, encoding, validates=val_url is not None)
+        write_encoding(directory, encoding, validates=val_url is not None)
         rows = _RowEncoder(names, wanted, encoding)
         parts = _write_partitions(
-            df, rows, store, spec, _PartitionProgress(place.train_url, done, sources)
+            df, rows, store, spec, _PartitionProgress(directory.train_url, done, sources)
         )
         other = nonempty_split(parts, options)
         if other is not None:
             spec = json.dumps({**json.loads(spec), "validation": other})
             parts = _write_partitions(
-                df, rows, store, spec, _PartitionProgress(place.train_url, {}, sources)
+                df, rows, store, spec, _PartitionProgress(directory.train_url, {}, sources)
             )
         committed = json.loads(native.commit_partitions(store.prefix_path, spec, parts))
-        place.mark_complete()
+        directory.mark_complete()
     except ValueError:
-        place.discard_data()
+        directory.discard_data()
         raise
     except OSError:
-        (place.delete_if_held if resumable else place.discard_data)()
+        (directory.delete_if_held if resumable else directory.discard_data)()
         raise
     except BaseException:
         # Not discarded: tasks may still write. The next owner of the directory empties it.
-        place.delete_if_held()
+        directory.delete_if_held()
         raise
     return describe_prepared(
-        place, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done)
+        directory, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done)
     )
 
 
@@ -401,17 +405,17 @@ def find_existing_data(
         ValueError: no data set, or a column is not in it.
         FileNotFoundError: a given path does not exist.
     """
-    there = where or ExistingDataPaths.from_store(store, idx)
+    paths = where or ExistingDataPaths.from_store(store, idx)
     if (
-        isinstance(there.train, str)
-        and not there.given
-        and not store.is_parquet_dataset(there.train)
+        isinstance(paths.train, str)
+        and not paths.given
+        and not store.is_parquet_dataset(paths.train)
     ):
-        raise ValueError(f"there is no training data at {there.train}")
-    train = open_dataset(there.train, there.types)
+        raise ValueError(f"there is no training data at {paths.train}")
+    train = open_dataset(paths.train, paths.types)
     encoding = (
-        read_encoding(there.train)
-        if isinstance(there.train, str) and is_directory_path(there.train)
+        read_encoding(paths.train)
+        if isinstance(paths.train, str) and is_directory_path(paths.train)
         else None
     )
     columns = prepared_columns(
@@ -421,12 +425,12 @@ def find_existing_data(
         ColumnRoles(roles.features, roles.labels, roles.weight), list(columns), "training data"
     )
     val = None
-    if there.val is not None and (
-        there.given or (isinstance(there.val, str) and store.is_parquet_dataset(there.val))
+    if paths.val is not None and (
+        paths.given or (isinstance(paths.val, str) and store.is_parquet_dataset(paths.val))
     ):
-        val = open_dataset(there.val, there.types)
+        val = open_dataset(paths.val, paths.types)
     if train.rows == 0:
-        raise ValueError(f"there are no rows at {there.train}")
+        raise ValueError(f"there are no rows at {paths.train}")
     return Prepared(
         index=idx,
         train_url=linked_dataset_url(store, train),
@@ -464,8 +468,8 @@ def _forget_entries(entries: list[_PreparedEntry]) -> None:
             entry.prepared.release()
 
 
-def _is_same_frame(left: DataFrame, right: DataFrame) -> bool:
-    return left.sparkSession is right.sparkSession and left.sameSemantics(right)
+def _is_same_frame(first: DataFrame, second: DataFrame) -> bool:
+    return first.sparkSession is second.sparkSession and first.sameSemantics(second)
 
 
 def _quoted_column(df: DataFrame, name: str) -> Any:
@@ -521,7 +525,7 @@ def _write_partitions(
     rows.sort(key=lambda row: row.partition)
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None:
-        raise (OSError if failed.of_store else ValueError)(failed.error)
+        raise (OSError if failed.is_store_error else ValueError)(failed.error)
     return [bytes(row.part) for row in rows]
 
 
@@ -539,7 +543,7 @@ def write_partition(
         batches: the partition.
         form: transformation of its batches.
         url: the store's prefix.
-        spec: what to write, see `farandole._native.prepare`.
+        spec: specification of the data, see `farandole._native.prepare`.
         preparation: a name that no other preparation has.
         progress: record of the finished partitions.
 
@@ -554,7 +558,7 @@ def write_partition(
     if context is None:
         raise RuntimeError("partitions are written in Spark tasks only")
     partition = context.partitionId()
-    error, of_store, part = None, False, progress.done.get(partition)
+    error, is_store_error, part = None, False, progress.done.get(partition)
     if part is None:
         writer = native.PartitionWriter(
             url, spec, partition, f"{preparation}-{context.taskAttemptId()}"
@@ -565,14 +569,14 @@ def write_partition(
             part = writer.finish()
             progress.record_partition(partition, part)
         except (ValueError, OSError) as problem:
-            error, of_store = str(problem), isinstance(problem, OSError)
+            error, is_store_error = str(problem), isinstance(problem, OSError)
             writer.abort()
     kinds = {
         "partition": pa.int32(),
         "error": pa.string(),
-        "of_store": pa.bool_(),
+        "is_store_error": pa.bool_(),
         "part": pa.binary(),
     }
-    values = (partition, error, of_store, part)
+    values = (partition, error, is_store_error, part)
     columns = [pa.array([value], kind) for value, kind in zip(values, kinds.values(), strict=True)]
     yield pa.RecordBatch.from_arrays(columns, names=list(kinds))

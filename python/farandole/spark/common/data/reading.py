@@ -31,7 +31,7 @@ EXAMPLE_ROWS = 2
 PROBE_PART_ROWS = (3, 20, 9) * 8
 """Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
 contain labels that only a few rows have. The parts are small, because the loss of a part with most
-of the rows is close to the loss of all rows, whatever the loss is.
+of the rows is close to the loss of all rows, for any loss.
 """
 
 
@@ -71,11 +71,11 @@ class TrainingDataSpec:
 
         Args:
             kind: its class.
-            epochs: of the run.
-            transformation: of the user; or `None`.
+            epochs: number of epochs of the run.
+            transformation: the user's transformation, or `None`.
             rank: this process.
             size: processes.
-            steps: of an epoch, in training and in validation.
+            steps: number of steps of an epoch, in training and in validation.
         """
         return kind(
             train_dir=self.train_url,
@@ -138,7 +138,7 @@ class TrainingDataSpec:
         these rows.
 
         Args:
-            transformation: of rows, by the user; or `None`.
+            transformation: the user's transformation of rows, or `None`.
             convert: changes the columns before they are divided into parts.
         """
         rows, names = sum(PROBE_PART_ROWS), list(self.columns)
@@ -168,14 +168,14 @@ class TrainingJob:
 
     def file_paths(self) -> dict[str, str]:
         """Returns the paths of the run's files, if it has files."""
-        run, name = self.store.checkpoint_path, self.store.checkpoint_filename
+        run, filename = self.store.checkpoint_path, self.store.checkpoint_filename
         named = {
             "training data": self.data.train_url,
             "validation data": self.data.val_url,
-            "checkpoint": None if run is None else f"{run}/{name}",
+            "checkpoint": None if run is None else f"{run}/{filename}",
             "logs": self.store.logs_path,
         }
-        return {what: path for what, path in named.items() if path is not None}
+        return {name: path for name, path in named.items() if path is not None}
 
 
 class ProbePart(NamedTuple):
@@ -196,7 +196,7 @@ def training_data_spec(
     Args:
         estimator: whose parameters count.
         prepared: the data.
-        columns: that are read.
+        columns: columns that are read.
         unseeded: seed of the order where the estimator has none; `None` draws one.
     """
     seed = estimator.getRandomSeed()
@@ -271,7 +271,7 @@ def read_example_rows(
         estimator: whose parameters count.
         prepared: the data.
         names: columns that are read.
-        transformation: of rows, by the user; or `None`.
+        transformation: the user's transformation of rows, or `None`.
     """
     missing = missing_value_policy(estimator, prepared)
     return sample_rows(
@@ -297,6 +297,6 @@ def array_columns(
             f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
         )
     return {
-        name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
-        for name, one in arrays.items()
+        name: PreparedColumn(name, str(array.dtype), tuple(array.shape[1:]))
+        for name, array in arrays.items()
     }

@@ -32,10 +32,10 @@ def check_types(
     """Refuses columns of a type that no tensor can hold.
 
     Args:
-        roles: the columns asked for, all of them in the schema.
+        roles: the requested columns, all of them in the schema.
         schema: the DataFrame's.
-        texts: whether strings and bytes are welcome, since a `transformation_fn` makes numbers of
-            them.
+        texts: whether strings and bytes are accepted, because a `transformation_fn` makes numbers
+            of them.
         categories: columns of categories, which may be strings.
 
     Raises:

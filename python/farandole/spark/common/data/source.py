@@ -78,7 +78,7 @@ class EpochPosition:
     """The position of all processes together in an epoch.
 
     Attributes:
-        steps: steps of the epoch that are done, whatever the number of processes was.
+        steps: steps of the epoch that are done, independent of the number of processes.
         rows: rows of these steps.
         number: number of the pass in progress; `None` is the epoch's first.
         row: first row of this pass that is not read yet.
@@ -94,13 +94,13 @@ class BatchSource:
     """One rank's batches of a data set.
 
     Args:
-        url: of the data set.
-        columns: which columns, and the types that the reader is to make of them; `None` leaves the
-            type.
+        url: URL of the data set.
+        columns: columns to read, and the type to which the reader converts each of them; `None`
+            leaves the type.
         batch_size: rows of one batch of this process.
         rank: this process.
         size: processes.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: whether each pass has another order.
         threads: reading threads.
         in_memory: whether the rows of this process stay in memory after the first pass; their order
@@ -109,7 +109,7 @@ class BatchSource:
             `moves` they stay in memory that processes of a host share, and keep their order.
         transformation: makes other columns of each batch.
         least: rows of a batch at least, by repeats that do not count, where `batch_size` allows it.
-        missing: what becomes of nulls, NaN and infinities.
+        missing: treatment of nulls, NaN and infinities.
         moves: whether an epoch may continue with another number of processes.
         ragged: columns of lists of different lengths.
         fixed: whether these are padded to their largest length in every batch.
@@ -177,9 +177,9 @@ class BatchSource:
                 f"a transformation_fn takes no nested columns: {', '.join(self._nested)}"
             )
         texts = [
-            one.name
-            for one in self._reader.columns
-            if one.dtype in VARIABLE_WIDTH_DTYPES and one.name not in self._ragged
+            column.name
+            for column in self._reader.columns
+            if column.dtype in VARIABLE_WIDTH_DTYPES and column.name not in self._ragged
         ]
         if texts and transformation is None:
             raise ValueError(
@@ -229,21 +229,21 @@ class BatchSource:
         """Returns the steps of an epoch of so many in which this process has no row: ends of
         passes, if any.
         """
-        whole, left = self._size * self._batch_size, self.total - self._start_position.row
-        first = self._start_position.steps + max(1, -(-left // whole)) - 1
-        found = [first] if (left - 1) % whole < self._rank and first < steps else []
+        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
+        first = self._start_position.steps + max(1, -(-remaining_rows // whole)) - 1
+        found = [first] if (remaining_rows - 1) % whole < self._rank and first < steps else []
         if (self.total - 1) % whole < self._rank:
             found += range(first + self.steps, steps, self.steps)
         return found
 
-    def set_epoch_start(self, place: EpochPosition) -> None:
+    def set_epoch_start(self, position: EpochPosition) -> None:
         """Sets the position at which epochs begin or continue, until the next call.
 
         Args:
-            place: the beginning, or a result of `position_after_steps` from any number of
+            position: the beginning, or a result of `position_after_steps` from any number of
                 processes.
         """
-        self._start_position = place
+        self._start_position = position
 
     def steps_until_end(self) -> int:
         """Returns the steps of an epoch of one pass, including the steps before the position where
@@ -258,8 +258,8 @@ class BatchSource:
         """Returns the position of all processes after some steps of an epoch.
 
         Args:
-            number: of the epoch.
-            steps: that are done.
+            number: number of the epoch.
+            steps: number of steps that are done.
         """
         begun, done = self._start_position, steps - self._start_position.steps
         rows = self._row_count_until_step(steps)
@@ -284,7 +284,7 @@ class BatchSource:
         """Yields the batches of an epoch, or of the rest of an epoch.
 
         Args:
-            number: of the epoch, which gives its order.
+            number: number of the epoch, which gives its order.
             steps: number of batches, including those before the place where it continues.
         """
         current, step, row = (
@@ -313,12 +313,12 @@ class BatchSource:
         """Returns the rows of all processes in the steps from the place where the epoch
         continues up to `steps`.
         """
-        whole, left = self._size * self._batch_size, self.total - self._start_position.row
-        done, first = steps - self._start_position.steps, -(-left // whole)
+        whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
+        done, first = steps - self._start_position.steps, -(-remaining_rows // whole)
         if done <= first:
-            return min(done * whole, left)
+            return min(done * whole, remaining_rows)
         passes, rest = divmod(done - first, self.steps)
-        return left + passes * self.total + min(rest * whole, self.total)
+        return remaining_rows + passes * self.total + min(rest * whole, self.total)
 
     def _pass_batches(self, number: int, row: int) -> Generator[SourceBatch]:
         if len(self._cached_batches) == self.steps:
@@ -403,9 +403,9 @@ def sample_rows(
     """Returns rows of a data set, as a training process would get them.
 
     Args:
-        url: of the data set.
-        columns: which.
-        rows: how many; a smaller data set repeats itself.
+        url: URL of the data set.
+        columns: columns to read.
+        rows: number of rows; a smaller data set repeats itself.
         transformation: as in `BatchSource`.
         missing: as in `BatchSource`.
         ragged: as in `BatchSource`.
@@ -418,7 +418,7 @@ def sample_rows(
         missing=missing, ragged=ragged, fixed=True, shuffle=spread,
     )  # fmt: skip
     count = min(_SAMPLED_BATCHES, max(1, source.total // rows)) if spread else 1
-    # Asked for the batch after its last one, an epoch would transform that batch too.
+    # An epoch with one step more would transform one batch more, too.
     with closing(source.epoch(0, count)) as batches:
         parts = [
             {name: values[first::count].copy() for name, values in batch.columns.items()}
@@ -436,8 +436,8 @@ def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:
     texts, a copy.
 
     Args:
-        batch: of the native reader.
-        name: of the column.
+        batch: batch of the native reader.
+        name: name of the column.
     """
     column = batch.column(name)
     if column.dtype in VARIABLE_WIDTH_DTYPES:

@@ -56,8 +56,8 @@ def with_stored_statistics(
 
     Args:
         prepared: the data, or its encoded copy.
-        paths: of the data.
-        roles: of the columns.
+        paths: paths of the data.
+        roles: roles of the columns.
         wanted: whether to compute them, in one more pass over the rows.
 
     Raises:
@@ -84,9 +84,9 @@ def _attach_statistics(
     roles: ColumnRoles,
     compute: Callable[[], Statistics] | None,
 ) -> Prepared:
-    kept = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
-    if kept is None or not set(
-        source_columns([*roles.features, *roles.labels], kept.columns)
-    ) <= set(kept.columns):
-        kept = None if compute is None else compute()
-    return prepared if kept is None else replace(prepared, statistics=kept)
+    found = read_statistics(paths) if isinstance(paths, str) and is_directory_path(paths) else None
+    if found is None or not set(
+        source_columns([*roles.features, *roles.labels], found.columns)
+    ) <= set(found.columns):
+        found = None if compute is None else compute()
+    return prepared if found is None else replace(prepared, statistics=found)

@@ -4,7 +4,7 @@
 metadata.
 """
 
-# ruff: noqa: PLC0415 - what needs Spark is loaded when asked for
+# ruff: noqa: PLC0415 - Spark is imported only by the functions that need it
 
 from __future__ import annotations
 

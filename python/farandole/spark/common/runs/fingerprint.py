@@ -112,23 +112,25 @@ class FingerprintPart:
 
     name: str
     digest: str
-    told: str
-    """A few words about it, for people."""
+    description: str
+    """A short description of the value, for messages."""
     together: str | None = None
     """Digest of the value of all processes together, where a run may continue with the same value
     spread over another number of processes.
     """
 
     @classmethod
-    def from_value(cls, name: str, value: Any, told: str | None = None) -> Self:
+    def from_value(cls, name: str, value: Any, description: str | None = None) -> Self:
         """Returns the part of a fingerprint for a value.
 
         Args:
             name: name of the part in messages.
             value: any value.
-            told: description of the value for messages; default: a short text of the value.
+            description: description of the value for messages; default: a short text of the value.
         """
-        return cls(name, value_digest(value), short_text(value) if told is None else told)
+        return cls(
+            name, value_digest(value), short_text(value) if description is None else description
+        )
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class Fingerprint:
             for old, new, _ in pairs
         )
         return [
-            FingerprintDifference(name, old.told, new.told)
+            FingerprintDifference(name, old.description, new.description)
             for old, new, name in pairs
             if (
                 old.together != new.together
@@ -206,7 +208,7 @@ class Fingerprint:
         """
         where = "" if processes == 1 else f" on {processes} processes"
         parts = (
-            replace(one, together=totals[one.name], told=f"{one.told}{where}")
+            replace(one, together=totals[one.name], description=f"{one.description}{where}")
             if one.name in totals
             else one
             for one in self.parts
@@ -224,7 +226,7 @@ class Fingerprint:
     def to_json(self) -> str:
         """Returns the fingerprint as text for a file."""
         parts = [
-            {"name": one.name, "digest": one.digest, "told": one.told}
+            {"name": one.name, "digest": one.digest, "told": one.description}
             | ({} if one.together is None else {"together": one.together})
             for one in self.parts
         ]

@@ -33,7 +33,7 @@ class MetricsChart:
 
     Args:
         history: one entry per epoch.
-        names: which numbers; default: all.
+        names: names of the numbers to show; default: all.
         steps: losses within epochs, each with its place in epochs from the start of the run.
     """
 
@@ -44,7 +44,9 @@ class MetricsChart:
         steps: Sequence[tuple[float, float]] = (),
     ) -> None:
         rows = [flatten_entry(entry) for entry in thin_rows(history)]
-        self._steps = [(place, loss) for place, loss in thin_rows(steps) if math.isfinite(loss)]
+        self._steps = [
+            (position, loss) for position, loss in thin_rows(steps) if math.isfinite(loss)
+        ]
         found = dict.fromkeys(
             name.removeprefix("val_")
             for row in rows
@@ -76,7 +78,7 @@ class MetricsChart:
         """Writes the picture.
 
         Args:
-            path: of a local file, such as `history.svg`.
+            path: path of a local file, such as `history.svg`.
         """
         Path(path).write_text(self.svg, encoding="utf-8")
 
@@ -87,21 +89,21 @@ class MetricsChart:
         return self.svg
 
 
-def thin_rows(rows: Sequence[Any], most: int = _MAX_LINE_POINTS) -> list[Any]:
+def thin_rows(rows: Sequence[Any], max_rows: int = _MAX_LINE_POINTS) -> list[Any]:
     """Returns at most the given number of rows, evenly spaced, including the last row.
 
     Args:
         rows: any.
-        most: at least one.
+        max_rows: at least one.
     """
-    stride = -(-len(rows) // most) or 1
+    stride = -(-len(rows) // max_rows) or 1
     return list(rows[::-1][::stride][::-1])
 
 
 def _render_panel(
     name: str,
     points: Sequence[tuple[float, Any, Any]],
-    left: float,
+    offset: float,
     steps: Sequence[tuple[float, float]] = (),
 ) -> str:
     values = [
@@ -111,47 +113,49 @@ def _render_panel(
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if high == low:
         low, high = low - 0.5, high + 0.5
-    places = [*(one[0] for one in points), *(point_text for point_text, _ in steps)]
+    places = [*(point[0] for point in points), *(point_text for point_text, _ in steps)]
     first, end = min(places), max(places)
     last = max(end, first + 1)
 
     def point_text(epoch: float, value: float) -> str:
-        x = left + _LEFT + (epoch - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
+        x = offset + _LEFT + (epoch - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
         y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
-    lines = [_render_line([point_text(*one) for one in steps], _STEP_LINE_COLOR)] if steps else []
+    lines = (
+        [_render_line([point_text(*point) for point in steps], _STEP_LINE_COLOR)] if steps else []
+    )
     lines += [
         _render_line(
             [
-                point_text(one[0], one[which])
-                for one in points
-                if one[which] is not None and math.isfinite(one[which])
+                point_text(point[0], point[which])
+                for point in points
+                if point[which] is not None and math.isfinite(point[which])
             ],
             color,
         )
         for which, color in enumerate(_LINE_COLORS, start=1)
     ]
-    bottom, right = _HEIGHT - _BOTTOM, left + _WIDTH - _RIGHT
-    axis = f'<path d="M{left + _LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#888"/>'
-    marks = [
-        _render_text(left + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
-        _render_text(left + _LEFT - 4, bottom, f"{low:.4g}", "end"),
+    bottom, right = _HEIGHT - _BOTTOM, offset + _WIDTH - _RIGHT
+    axis = f'<path d="M{offset + _LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#888"/>'
+    labels = [
+        _render_text(offset + _LEFT - 4, _TOP + 4, f"{high:.4g}", "end"),
+        _render_text(offset + _LEFT - 4, bottom, f"{low:.4g}", "end"),
         _render_text(
-            left + _LEFT,
+            offset + _LEFT,
             bottom + 14,
             f"epoch {first:g}" if first == int(first) else f"epoch {first:.2f}",
             "start",
         ),
         _render_text(right, bottom + 14, f"{end:g}" if end == int(end) else f"{end:.2f}", "end"),
-        _render_text(left + _LEFT, 16, name, "start", weight="bold"),
+        _render_text(offset + _LEFT, 16, name, "start", weight="bold"),
     ]
-    if any(one[2] is not None for one in points):
-        marks += [
+    if any(point[2] is not None for point in points):
+        labels += [
             _render_text(right - 70, 16, "training", "end", color=_LINE_COLORS[0]),
             _render_text(right, 16, "validation", "end", color=_LINE_COLORS[1]),
         ]
-    return axis + "".join(lines) + "".join(marks)
+    return axis + "".join(lines) + "".join(labels)
 
 
 def _render_line(points: list[str], color: str) -> str:

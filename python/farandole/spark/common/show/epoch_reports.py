@@ -53,13 +53,13 @@ class EpochReporter:
             epoch: number of the epoch.
             step: steps of the epoch so far.
             steps: steps of the whole epoch.
-            rows_per_second: of all processes.
+            rows_per_second: rows of all processes in a second.
             loss: mean loss of the epoch so far.
         """
         self._last_report_time = time.monotonic()
-        place = {"epoch": epoch, "epochs": self._epochs, "step": step, "steps": steps}
+        position = {"epoch": epoch, "epochs": self._epochs, "step": step, "steps": steps}
         speed = {"rows_per_second": rows_per_second, "loss": loss}
-        task.report({"kind": "step", **place, **speed})
+        task.report({"kind": "step", **position, **speed})
 
     def report_epoch(self, entry: dict[str, Any], steps: int, rows_per_second: float) -> None:
         """Reports a complete epoch.
@@ -67,10 +67,10 @@ class EpochReporter:
         Args:
             entry: the epoch's entry of the history.
             steps: steps of the epoch.
-            rows_per_second: of all processes, without validation.
+            rows_per_second: rows of all processes in a second, without validation.
         """
-        told = {"entry": entry, "epochs": self._epochs, "steps": steps}
-        task.report({"kind": "epoch", **told, "rows_per_second": rows_per_second})
+        record = {"entry": entry, "epochs": self._epochs, "steps": steps}
+        task.report({"kind": "epoch", **record, "rows_per_second": rows_per_second})
 
 
 def write_epoch_checkpoints(
@@ -79,7 +79,7 @@ def write_epoch_checkpoints(
     """Writes the checkpoint of an epoch under its names; the name from which a run continues last.
 
     Args:
-        store: of the run.
+        store: store of the run.
         data: the checkpoint.
         epochs: complete epochs.
         is_best: whether it is the best epoch so far.
@@ -99,7 +99,7 @@ def write_history(
     """Writes the history of a run to its logs.
 
     Args:
-        store: of the run.
+        store: store of the run.
         history: entries of all complete epochs.
         events: whether to write scalars for TensorBoard, too.
     """

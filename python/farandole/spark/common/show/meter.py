@@ -96,7 +96,7 @@ class StepMeter:
         """Shows a part of a step in the timeline.
 
         Args:
-            name: Such as `forward`.
+            name: Name of the part of a step, such as `forward`.
         """
         return phase(name) if self.traced else _NULL_CONTEXT
 
@@ -106,7 +106,7 @@ class StepMeter:
         return bool(self._reduced)
 
     def set_gradient_sizes(self, tensors: int, size: int) -> None:
-        """Sets what each step reduces, for `farandole explain`.
+        """Sets the number and size of the gradients of a step, for `farandole explain`.
 
         Args:
             tensors: Number of gradients.

@@ -67,12 +67,12 @@ class NotebookDisplay(ProgressDisplay):
 
     def show_step(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_step`."""
-        place = report["epoch"] + report["step"] / max(report["steps"], 1)
+        position = report["epoch"] + report["step"] / max(report["steps"], 1)
         self._remaining_time.note_step(report)
-        if self._steps and place <= self._steps[-1][0]:
+        if self._steps and position <= self._steps[-1][0]:
             # an epoch comes again after a restart
-            self._steps = [one for one in self._steps if one[0] < place]
-        self._steps.append((place, report["loss"]))
+            self._steps = [one for one in self._steps if one[0] < position]
+        self._steps.append((position, report["loss"]))
         if len(self._steps) > _MAX_STEP_LOSSES:
             self._steps = self._steps[::2]
         self._status_text = (

@@ -102,7 +102,7 @@ class RemainingTime:
         """Takes note of a report about a step.
 
         Args:
-            report: of the kind `step`.
+            report: report of the kind `step`.
         """
         self._note_completed_share(
             (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
@@ -112,7 +112,7 @@ class RemainingTime:
         """Takes note of a report about an epoch.
 
         Args:
-            report: of the kind `epoch`.
+            report: report of the kind `epoch`.
         """
         self._note_completed_share((report["entry"]["epoch"] + 1) / report["epochs"])
 
@@ -140,7 +140,7 @@ class ProgressLines(ProgressDisplay):
     """A line per epoch, and one every ten seconds within long epochs.
 
     Args:
-        stream: where to; standard error when omitted.
+        stream: output stream; default: standard error.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -159,23 +159,24 @@ class ProgressLines(ProgressDisplay):
         self._last_line_time = now if self._last_line_time is None else self._last_line_time
         if now - self._last_line_time >= _LINE_INTERVAL_SECONDS:
             self._last_line_time = now
-            place = (
+            prefix = (
                 f"epoch {report['epoch'] + 1}/{report['epochs']}  batch "
                 f"{report['step']}/{report['steps']}"
             )
-            self._print_line(f"{place}  loss {report['loss']:.4f}", report)
+            self._print_line(f"{prefix}  loss {report['loss']:.4f}", report)
 
     def show_epoch(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_epoch`."""
         self._remaining_time.note_epoch(report)
         self._last_line_time = time.monotonic()
-        place = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
-        self._print_line(f"{place}  {format_scores(report['entry'])}", report)
+        prefix = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
+        self._print_line(f"{prefix}  {format_scores(report['entry'])}", report)
 
     def _print_line(self, text: str, report: dict[str, Any]) -> None:
-        left = str(self._remaining_time)
+        remaining = str(self._remaining_time)
         self.show_message(
-            f"{text}  {report['rows_per_second']:,.0f} rows/s" + (f"  {left}" if left else "")
+            f"{text}  {report['rows_per_second']:,.0f} rows/s"
+            + (f"  {remaining}" if remaining else "")
         )
 
 
@@ -201,7 +202,7 @@ class ProgressBar(ProgressDisplay):
             TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
         )
-        self._rich.start()  # at once: what is printed from now on goes above the bar
+        self._rich.start()  # at once, so that later output is printed above the bar
         self._task: Any = None
         self._validation = ""
         self._remaining_time = RemainingTime()
@@ -278,7 +279,7 @@ def format_scores(entry: dict[str, Any]) -> str:
     """Loss and metrics of an epoch, in one line.
 
     Args:
-        entry: of the history.
+        entry: entry of the history.
     """
     return "  ".join(
         f"{name} {value:.4f}"

@@ -66,7 +66,7 @@ def render_rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
     found.sort(key=lambda pair: (_STATE_ORDER.index(pair[0]), pair[1]["rank"]))
     listed, others = (
         sorted(found[:MAX_LISTED_RANKS], key=lambda pair: pair[1]["rank"]),
-        Counter(told for told, _ in found[MAX_LISTED_RANKS:]),
+        Counter(state for state, _ in found[MAX_LISTED_RANKS:]),
     )
     with_gpu = any(one.get("gpu") is not None for one in ranks)
     heads = [
@@ -80,18 +80,20 @@ def render_rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
         "reduces",
     ]
     lines = [_table_row("th", heads)]
-    for told, one in listed:
-        gpu = [one.get("gpu")] if with_gpu else []
-        step = one.get("step_seconds")
-        shares = [_format_share(one.get(name), step) for name in ("data_seconds", "reduce_seconds")]
+    for state, record in listed:
+        gpu = [record.get("gpu")] if with_gpu else []
+        step = record.get("step_seconds")
+        shares = [
+            _format_share(record.get(name), step) for name in ("data_seconds", "reduce_seconds")
+        ]
         lines.append(
             _table_row(
                 "td",
                 [
-                    one["rank"],
-                    told,
-                    one.get("host"),
-                    one.get("pid"),
+                    record["rank"],
+                    state,
+                    record.get("host"),
+                    record.get("pid"),
                     *gpu,
                     _format_seconds(step),
                     *shares,
@@ -114,9 +116,9 @@ def rank_state(rank: Mapping[str, Any], usual: float | None) -> str:
         usual: The median of the ranks' own work in a step, in seconds; `None` if fewer than two
             ranks measure it.
     """
-    told = rank.get("state")
-    if told in _STATE_ORDER:
-        return str(told)
+    state = rank.get("state")
+    if state in _STATE_ORDER:
+        return str(state)
     if not _is_number(rank.get("step_seconds")):
         return "starting"
     own = _own_step_seconds(rank)

@@ -69,7 +69,7 @@ class StopEndpoint:
     """A server on loopback that stops one fit.
 
     Attributes:
-        port: Where it listens.
+        port: Port on which the server listens.
         path: Its path, which contains a token.
 
     Args:
@@ -180,10 +180,10 @@ def button_html(link: str, *, in_order: bool) -> str:
     """Returns the button in HTML, without any library.
 
     Args:
-        link: Of the server.
+        link: Address of the server.
         in_order: Whether the fit can end in order.
     """
-    words = {
+    values_by_placeholder = {
         "LINK": link,
         "IN_ORDER": in_order,
         "STOPPING": _STOPPING_TEXT,
@@ -192,7 +192,7 @@ def button_html(link: str, *, in_order: bool) -> str:
         "UNREACHED": f"this browser cannot reach the kernel's host: {_INTERRUPT_HINT}",
     }
     script = _BUTTON_SCRIPT
-    for name, value in words.items():
+    for name, value in values_by_placeholder.items():
         script = script.replace(name, json.dumps(value))
     return (
         '<div class="farandole-stop">'
@@ -288,5 +288,5 @@ def _intercept_clicks(shown: Any, stop: StopRequest) -> bool:
             threading.Thread(target=handle_click, daemon=True).start()
         return route(data, default)
 
-    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public door
+    shown.comm._reply_subshell_for = choose_thread  # noqa: SLF001 - there is no public API
     return True

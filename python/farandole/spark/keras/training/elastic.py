@@ -56,19 +56,19 @@ class CommitCallback(keras.callbacks.Callback):
     on all ranks.
 
     Args:
-        course: of the run.
+        elastic_run: the run that it commits.
         feed: of its training.
         publisher: of its history.
     """
 
     def __init__(
         self,
-        course: ElasticRun[KerasRunProgress],
+        elastic_run: ElasticRun[KerasRunProgress],
         feed: BatchFeed | DataModuleFeed,
         publisher: RunPublisher,
     ) -> None:
         super().__init__()
-        self._elastic_run = course
+        self._elastic_run = elastic_run
         self._feed = feed
         self._publisher = publisher
         self._epoch = self._committed = 0

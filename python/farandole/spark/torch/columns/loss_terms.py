@@ -6,9 +6,10 @@ A step's loss is the sum over the rows of all processes, divided by the count of
 two processes with a batch of 32 step like one process with a batch of 64. Sums and counts of each
 label stay apart until the counts of all processes are known. Padding is in neither of them.
 
-A loss has one of three reductions. The count of a `mean` is the number of rows, or what the labels
-add up to: class weights and ignored labels change it. A `sum` is not divided. With `per_batch`, the
-loss is a number of a batch as a whole, and the count is the number of batches that have rows.
+A loss has one of three reductions. The count of a `mean` is the number of rows, or the sum of the
+weights of the labels: class weights and ignored labels change it. A `sum` is not divided. With
+`per_batch`, the loss is a number of a batch as a whole, and the count is the number of batches that
+have rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LossTerm:
     Attributes:
         value: a number with gradients, multiplied by the label's loss weight.
         scale: factor of `value` that makes it the sum over the rows of the batch.
-        count: what divides the sum in a mean over the rows of the batch.
+        count: divisor of the sum in a mean over the rows of the batch.
         divides: whether the step's loss divides the sum by the count of all processes.
     """
 
@@ -108,7 +109,7 @@ class LabelLoss:
             else None
         )
         self._own_count = getattr(loss, "label_count", None) if is_mean and known is None else None
-        self._words = f"label_count of the loss {loss_sums.loss_name(loss)}"
+        self._count_label = f"label_count of the loss {loss_sums.loss_name(loss)}"
         self.counts_labels = (
             self.reduction == "per_batch" or self._sum is not None or self._own_count is not None
         )
@@ -118,7 +119,7 @@ class LabelLoss:
 
         Args:
             label: labels of the rows that count, in the shape of their column.
-            rows: how many.
+            rows: number of rows.
 
         Raises:
             ValueError: the loss's own method returns more than one number.
@@ -131,8 +132,8 @@ class LabelLoss:
             found = self._own_count(label)
             if isinstance(found, torch.Tensor) and found.numel() != 1:
                 raise ValueError(
-                    f"{self._words} must return one number, what the loss divides by, and not a "
-                    f"tensor of shape {tuple(found.shape)}"
+                    f"{self._count_label} must return one number, what the loss divides by, and "
+                    f"not a tensor of shape {tuple(found.shape)}"
                 )
             return float(found)
         return float(rows)
@@ -143,7 +144,7 @@ class LabelLoss:
         """Returns the loss of a batch.
 
         Args:
-            output: of the model, one row per row that counts.
+            output: output of the model, one row per row that counts.
             label: in the shape that the loss expects.
             weights: one per row, or `None`.
             count: the result of `count` for this batch.
@@ -205,7 +206,7 @@ def check_weighable(loss: Any) -> None:
     """Refuses a loss that cannot be had row by row.
 
     Args:
-        loss: of one label, in a fit with sample weights.
+        loss: loss of one label, in a fit with sample weights.
 
     Raises:
         ValueError: it has no reduction.

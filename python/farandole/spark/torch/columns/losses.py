@@ -101,7 +101,7 @@ def takes_class_indices(loss: Any) -> bool:
     """Returns whether a torch loss takes the index of a class as label.
 
     Args:
-        loss: of any kind.
+        loss: loss of any kind.
     """
     function, _ = unwrap_partial(loss)
     return isinstance(function, _INDEX_LOSS_CLASSES) or function in _INDEX_LOSS_FUNCTIONS

@@ -62,7 +62,7 @@ def create_torch_inputs(
             so are lists of integers of different lengths.
 
     Raises:
-        ValueError: such a column is listed together with others.
+        ValueError: a column of lists is listed together with others.
     """
     made: list[TorchInput] = []
     categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
@@ -101,24 +101,24 @@ def to_device(values: torch.Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 def input_tensor(
-    columns: Mapping[str, torch.Tensor], one: TorchInput, rows: int, device: torch.device
+    columns: Mapping[str, torch.Tensor], torch_input: TorchInput, rows: int, device: torch.device
 ) -> torch.Tensor:
     """Returns the tensor of one input.
 
     Args:
         columns: tensors by name, rows first.
-        one: the input.
-        rows: how many of the first rows.
-        device: where the tensor is wanted.
+        torch_input: the input.
+        rows: number of rows to use, from the first row on.
+        device: device of the result.
     """
-    dtype = getattr(torch, one.dtype)
-    if one.nested:
-        return _nested_tensor(columns, one.columns[0], rows, dtype, device)
-    if len(one.columns) == 1:
-        tensor = to_device(columns[one.columns[0]][:rows], dtype, device)
-        return tensor if one.ragged else tensor.reshape(one.shape)
-    parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in one.columns]
-    return to_device(torch.cat(parts, dim=1), dtype, device).reshape(one.shape)
+    dtype = getattr(torch, torch_input.dtype)
+    if torch_input.nested:
+        return _nested_tensor(columns, torch_input.columns[0], rows, dtype, device)
+    if len(torch_input.columns) == 1:
+        tensor = to_device(columns[torch_input.columns[0]][:rows], dtype, device)
+        return tensor if torch_input.ragged else tensor.reshape(torch_input.shape)
+    parts = [columns[name][:rows].to(dtype).reshape(rows, -1) for name in torch_input.columns]
+    return to_device(torch.cat(parts, dim=1), dtype, device).reshape(torch_input.shape)
 
 
 def _nested_tensor(
@@ -137,20 +137,22 @@ def _nested_tensor(
     )
 
 
-def check_finite_inputs(columns: Mapping[str, torch.Tensor], one: TorchInput, rows: int) -> None:
+def check_finite_inputs(
+    columns: Mapping[str, torch.Tensor], torch_input: TorchInput, rows: int
+) -> None:
     """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
 
     Args:
         columns: tensors by name, rows first.
-        one: the input that they become.
-        rows: how many of the first rows.
+        torch_input: the input that they become.
+        rows: number of rows to use, from the first row on.
 
     Raises:
         ValueError: NaN, infinities, or numbers too large for the input's type, by column.
     """
-    dtype = getattr(torch, one.dtype)
+    dtype = getattr(torch, torch_input.dtype)
     limit = torch.finfo(dtype).max if dtype.is_floating_point else float("inf")
-    for name in one.columns:
+    for name in torch_input.columns:
         values = columns[name][:rows]
         if not values.is_floating_point():
             continue
@@ -161,20 +163,20 @@ def check_finite_inputs(columns: Mapping[str, torch.Tensor], one: TorchInput, ro
             continue
         strange = ~(values.abs() <= limit) | values.isinf()
         count = int(strange.reshape(rows, -1).any(dim=1).sum())
-        what = (
+        problem = (
             "NaN"
             if bool(values.isnan().any())
-            else f"infinite values, or values too large for {one.dtype},"
+            else f"infinite values, or values too large for {torch_input.dtype},"
         )
         raise ValueError(
-            f"feature column {name!r} has {what} in {count} of {rows} rows (allow_nan=True "
+            f"feature column {name!r} has {problem} in {count} of {rows} rows (allow_nan=True "
             "accepts them)"
         )
 
 
 def label_tensor(
     rows: SourceBatch,
-    one: TorchLabel,
+    torch_label: TorchLabel,
     count: int,
     device: torch.device,
     *,
@@ -184,10 +186,10 @@ def label_tensor(
     """Returns the tensor of one label column.
 
     Args:
-        rows: of the batch.
-        one: the label.
-        count: how many of the first rows.
-        device: where the tensor is wanted.
+        rows: rows of the batch.
+        torch_label: the label.
+        count: number of rows to use, from the first row on.
+        device: device of the result.
         checked: whether values that no loss can mean are refused.
         allow_nan: whether NaN and infinities are not among them.
 
@@ -195,20 +197,20 @@ def label_tensor(
         ValueError: the column is not in the batch, or has values that are not numbers, or no
             indices.
     """
-    name = one.column.name
+    name = torch_label.column.name
     values = rows.columns[name][:count]
     if checked and values.is_floating_point():
         strange = 0 if allow_nan else int((~torch.isfinite(values)).sum())
         if strange:
-            what = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
+            problem = "not a number (NaN)" if bool(values.isnan().any()) else "infinite"
             raise ValueError(
-                f"label column {name!r} has values that are {what}: {strange} of {count} rows"
+                f"label column {name!r} has values that are {problem}: {strange} of {count} rows"
             )
-        if one.dtype == "int64" and bool((values != values.round()).any()):
+        if torch_label.dtype == "int64" and bool((values != values.round()).any()):
             raise ValueError(
                 f"label column {name!r} contains fractions, but its loss takes indices of classes"
             )
-    return to_device(values, getattr(torch, one.dtype), device)
+    return to_device(values, getattr(torch, torch_label.dtype), device)
 
 
 def flat_outputs(value: Any, labels: int) -> list[torch.Tensor]:
@@ -256,7 +258,7 @@ def describe_output(label: TorchLabel, output: torch.Tensor, loss: Callable[...,
     Args:
         label: the label column.
         output: output of the model for some rows.
-        loss: of the label.
+        loss: loss of the label.
     """
     shape, name = format_batch_shape((-1, *output.shape[1:])), type(loss).__name__
     return f"{shape} with {label.column.name} {label.dtype} by {getattr(loss, '__name__', name)}"
@@ -264,5 +266,5 @@ def describe_output(label: TorchLabel, output: torch.Tensor, loss: Callable[...,
 
 def _describe_type(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__} of {', '.join(type(one).__name__ for one in value)}"
+        return f"{type(value).__name__} of {', '.join(type(each).__name__ for each in value)}"
     return type(value).__name__

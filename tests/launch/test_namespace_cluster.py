@@ -11,25 +11,25 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.launch.bed import HOME, missing, until
 from tests.launch.conftest import Hosts
+from tests.launch.namespace_cluster import HOME, missing, until
 from tests.needs import skip_without, skipped_without
 
 ROOT = Path(__file__).parents[2]
 
 
-def connects(bed, name, port=22):
+def connects(cluster, name, port=22):
     program = f"import socket; socket.create_connection(({name!r}, {port}), timeout=1.0)"
-    return bed["head"].run(sys.executable, "-c", program).returncode == 0
+    return cluster["head"].run(sys.executable, "-c", program).returncode == 0
 
 
 def test_a_host_has_a_name_files_processes_and_memory_of_its_own(hosts):
-    bed = hosts("h1", "h2")
-    bed["h1"].write("mine", "1")
+    cluster = hosts("h1", "h2")
+    cluster["h1"].write("mine", "1")
     seen = {}
     for name in ("h1", "h2"):
         script = "hostname; readlink /proc/self/ns/ipc; ls; ls /proc | grep -c '^[0-9]'; echo ~"
-        done = bed["head"].run("ssh", name, f"cd /run/job && {script}")
+        done = cluster["head"].run("ssh", name, f"cd /run/job && {script}")
         assert done.returncode == 0, done.stderr
         seen[name] = done.stdout.split()
     assert seen["h1"][0] == "h1"
@@ -37,68 +37,68 @@ def test_a_host_has_a_name_files_processes_and_memory_of_its_own(hosts):
     assert seen["h2"][0] == "h2"
     assert "mine" not in seen["h2"]
     assert seen["h1"][1] != seen["h2"][1], "one IPC namespace for both"
-    # What the bed keeps there, the session's own and the pipeline's.
+    # What the cluster keeps there, the session's own and the pipeline's.
     assert int(seen["h1"][3]) < 10
     assert {words[-1] for words in seen.values()} == {HOME}
 
 
 def test_processes_of_a_host_are_counted_by_their_arguments(hosts):
-    bed = hosts("h1", "h2")
-    assert bed.processes() == []
-    bed["head"].start("ssh", "h1", "exec env MARK=yes sleep 1000")
+    cluster = hosts("h1", "h2")
+    assert cluster.processes() == []
+    cluster["head"].start("ssh", "h1", "exec env MARK=yes sleep 1000")
     until(
-        lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()),
+        lambda: any(process.argv[:1] == ("sleep",) for process in cluster["h1"].processes()),
         "sleep to run",
     )
-    (sleep,) = [process for process in bed["h1"].processes() if process.argv[:1] == ("sleep",)]
+    (sleep,) = [process for process in cluster["h1"].processes() if process.argv[:1] == ("sleep",)]
     assert sleep.argv == ("sleep", "1000")
     assert "MARK=yes" in sleep.environ
-    assert bed["h2"].processes() == []
-    assert ("0.0.0.0", 22) in bed["h1"].listening()
-    assert bed["head"].listening() == []
+    assert cluster["h2"].processes() == []
+    assert ("0.0.0.0", 22) in cluster["h1"].listening()
+    assert cluster["head"].listening() == []
     # A command that does not read outlives its connection: the tests of launches would see that.
     os.kill(sleep.pid, signal.SIGKILL)
 
 
 def test_connections_of_a_hosts_processes_are_listed_as_long_as_they_have_them(hosts):
-    bed = hosts("h1", "h2")
-    bed["head"].start("ssh", "h1", "exec sleep 1000")
+    cluster = hosts("h1", "h2")
+    cluster["head"].start("ssh", "h1", "exec sleep 1000")
     until(
-        lambda: any(process.argv[:1] == ("sleep",) for process in bed["h1"].processes()),
+        lambda: any(process.argv[:1] == ("sleep",) for process in cluster["h1"].processes()),
         "sleep to run",
     )
-    ((near, far),) = bed["head"].connections()
-    assert far == (bed["h1"].address, 22)
-    assert bed["h1"].connections() == [(far, near)]
-    assert bed["h2"].connections() == []
-    for process in bed.processes():
+    ((near, far),) = cluster["head"].connections()
+    assert far == (cluster["h1"].address, 22)
+    assert cluster["h1"].connections() == [(far, near)]
+    assert cluster["h2"].connections() == []
+    for process in cluster.processes():
         os.kill(process.pid, signal.SIGKILL)
-    bed.until_quiet()
-    assert [bed[name].connections() for name in ("head", "h1")] == [[], []]
+    cluster.until_quiet()
+    assert [cluster[name].connections() for name in ("head", "h1")] == [[], []]
 
 
 def test_a_cut_host_is_silent_until_it_is_restored_and_others_continue(hosts):
-    bed = hosts("h1", "h2")
-    assert connects(bed, "h1")
-    bed["h1"].cut()
-    assert not connects(bed, "h1")
-    assert connects(bed, "h2")
-    bed["h1"].restore()
-    assert connects(bed, "h1")
+    cluster = hosts("h1", "h2")
+    assert connects(cluster, "h1")
+    cluster["h1"].cut()
+    assert not connects(cluster, "h1")
+    assert connects(cluster, "h2")
+    cluster["h1"].restore()
+    assert connects(cluster, "h1")
 
 
 def test_a_host_without_power_is_gone_with_all_its_processes(hosts):
-    bed = hosts("h1")
-    running = bed["head"].start(
+    cluster = hosts("h1")
+    running = cluster["head"].start(
         "ssh", "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1", "h1", "sleep 1000"
     )
-    until(lambda: len(bed["h1"].processes()) > 1, "the session")
-    pids = [process.pid for process in bed["h1"].processes()]
-    bed["h1"].power_off()
-    assert bed["h1"].processes() == []
+    until(lambda: len(cluster["h1"].processes()) > 1, "the session")
+    pids = [process.pid for process in cluster["h1"].processes()]
+    cluster["h1"].power_off()
+    assert cluster["h1"].processes() == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert running.wait() == 255
-    assert "timed out" in running.said
+    assert "timed out" in running.output
 
 
 def interfaces():
@@ -107,14 +107,14 @@ def interfaces():
 
 def test_nothing_is_left_of_a_bed_that_was_closed(machine):
     mounts, cards = Path("/proc/self/mounts").read_text(), interfaces()
-    with Hosts("head", "h1") as bed:
-        bed["h1"].listen()
-        bed.login(bed["head"])
-        bed["head"].start("ssh", "h1", "sleep 1000")
-        until(lambda: bool(bed["h1"].processes()), "the session")
-        holders = [bed.switch.holder, *(host.hold.holder for host in bed.hosts.values())]
-        pids = [bed.switch.pid, *(host.hold.pid for host in bed.hosts.values())]
-        pids += [process.pid for process in bed.processes()]
+    with Hosts("head", "h1") as cluster:
+        cluster["h1"].listen()
+        cluster.login(cluster["head"])
+        cluster["head"].start("ssh", "h1", "sleep 1000")
+        until(lambda: bool(cluster["h1"].processes()), "the session")
+        holders = [cluster.switch.holder, *(host.hold.holder for host in cluster.hosts.values())]
+        pids = [cluster.switch.pid, *(host.hold.pid for host in cluster.hosts.values())]
+        pids += [process.pid for process in cluster.processes()]
     assert all(holder.returncode is not None for holder in holders)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert Path("/proc/self/mounts").read_text() == mounts
@@ -124,12 +124,12 @@ def test_nothing_is_left_of_a_bed_that_was_closed(machine):
 KILLED = """
 import os, sys, time
 from tests.launch.conftest import Hosts
-bed = Hosts("head", "h1")
-bed["h1"].listen()
-bed.login(bed["head"])
-bed["head"].start("ssh", "h1", "echo on; sleep 1000").until("on")
-print(*(host.hold.pid for host in bed.hosts.values()),
-    *(process.pid for process in bed.processes()), flush=True)
+cluster = Hosts("head", "h1")
+cluster["h1"].listen()
+cluster.login(cluster["head"])
+cluster["head"].start("ssh", "h1", "echo on; sleep 1000").until("on")
+print(*(host.hold.pid for host in cluster.hosts.values()),
+    *(process.pid for process in cluster.processes()), flush=True)
 sys.stdin.read()
 """
 
@@ -152,7 +152,7 @@ def test_nothing_is_left_when_what_made_the_bed_is_killed(machine):
 
 
 def test_a_machine_that_can_have_no_hosts_says_how_it_could(monkeypatch):
-    monkeypatch.setattr("tests.launch.bed.TOOLS", {"no-such-sshd": "openssh-server"})
+    monkeypatch.setattr("tests.launch.namespace_cluster.TOOLS", {"no-such-sshd": "openssh-server"})
     if os.geteuid() != 0:
         assert "needs root" in missing()
         pytest.skip("the rest of this test needs root")

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: the Farandole authors
 
-//! Damaged or invented cards at the meeting point, and tickets: their reader continues or reports
-//! the problem.
+//! Damaged or invented peer addresses at the rendezvous, and tickets: their reader continues or
+//! reports the problem.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;
@@ -27,11 +27,11 @@ fn options(rank: u32, size: u32) -> MeshOptions {
     }
 }
 
-/// The card that a rank alone in its world leaves.
+/// The addresses that the only rank of a world publishes.
 fn sound() -> Vec<u8> {
-    let meeting = MemoryRendezvous::default();
-    drop(Mesh::join(options(0, 1), &meeting).unwrap());
-    meeting.await_value("mesh/0/0", Instant::now() + PATIENCE).unwrap()
+    let rendezvous = MemoryRendezvous::default();
+    drop(Mesh::join(options(0, 1), &rendezvous).unwrap());
+    rendezvous.await_value("mesh/0/0", Instant::now() + PATIENCE).unwrap()
 }
 
 fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
@@ -58,21 +58,21 @@ fn hostile(sound: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 #[test]
-fn a_damaged_card_is_an_error_that_names_it() {
+fn damaged_addresses_are_an_error_that_names_them() {
     let sound = sound();
     let (mut joined, mut refused) = (0, 0);
     cases(|random| {
-        let meeting = MemoryRendezvous::default();
-        let card = if random.below(8) == 0 { sound.clone() } else { hostile(&sound, random) };
-        meeting.publish_value("mesh/0/1", &card);
+        let rendezvous = MemoryRendezvous::default();
+        let addresses = if random.below(8) == 0 { sound.clone() } else { hostile(&sound, random) };
+        rendezvous.publish_value("mesh/0/1", &addresses);
         let limit = Limit::of(LONGEST);
-        match Mesh::join(options(0, 2), &meeting) {
+        match Mesh::join(options(0, 2), &rendezvous) {
             Ok(mesh) => {
                 joined += 1;
                 drop(mesh);
             }
             Err(Error::Rendezvous { what, .. }) => {
-                assert_eq!(what, "the card of rank 1");
+                assert_eq!(what, "the addresses of rank 1");
                 refused += 1;
             }
             Err(other) => unreachable!("{other}"),

@@ -232,7 +232,7 @@ class Running:
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {limit:g} s: {self.said}") from None
+            raise AssertionError(f"still running after {limit:g} s: {self.output}") from None
 
     @property
     def lines(self) -> list[str]:
@@ -240,8 +240,8 @@ class Running:
         return sorted(self.out.read_text(errors="replace").splitlines())
 
     @property
-    def said(self) -> str:
-        """Everything that it has said so far."""
+    def output(self) -> str:
+        """The output of the command so far."""
         return self.out.read_text(errors="replace") + self.err.read_text(errors="replace")
 
     def until(self, *wanted: str, limit: float = LIMIT) -> None:
@@ -252,11 +252,11 @@ class Running:
                 return True
             if self.process.poll() is not None and not set(wanted) <= set(self.lines):
                 raise AssertionError(
-                    f"ended with status {self.process.returncode} before {wanted}: {self.said}"
+                    f"ended with status {self.process.returncode} before {wanted}: {self.output}"
                 )
             return False
 
-        until(fits, lambda: f"{wanted} in {self.said}", limit)
+        until(fits, lambda: f"{wanted} in {self.output}", limit)
 
     def stop(self) -> None:
         """Kills it, if it still runs."""
@@ -269,11 +269,11 @@ class Running:
 
 
 class Host:
-    """A host of the bed."""
+    """A host of the cluster."""
 
-    def __init__(self, bed: Bed, number: int, name: str) -> None:
+    def __init__(self, cluster: NamespaceCluster, number: int, name: str) -> None:
         """Makes its namespaces, files and network; no sshd yet."""
-        self.bed, self.number, self.name = bed, number, name
+        self.cluster, self.number, self.name = cluster, number, name
         self.port = 22
         self.address, self.address_v6 = f"{SUBNET}.{number}", f"{SUBNET_V6}{number}"
         self.sshd: subprocess.Popen[bytes] | None = None
@@ -310,7 +310,7 @@ class Host:
     def _network(self) -> None:
         near = f"port{self.number}"
         far = self.hold.pid
-        switch = self.bed.switch.inside("--net")
+        switch = self.cluster.switch.inside("--net")
         checked(
             [*switch, "ip", "-batch", "-"],
             f"link add {near} type veth peer name eth0 netns {far}\n"
@@ -349,11 +349,11 @@ class Host:
             env: `NAME=VALUE ...` that its sessions have beside the usual.
         """
         self.port = port
-        self.write("/run/ssh/host_key", self.bed.host_key.read_text(), mode=0o600)
+        self.write("/run/ssh/host_key", self.cluster.host_key.read_text(), mode=0o600)
         if records:
             self.write("/run/record", RECORDER, mode=0o755)
         first = 'command="/run/record" ' if records else ""
-        self.write(f"{HOME}/.ssh/authorized_keys", first + self.bed.public_key, mode=0o600)
+        self.write(f"{HOME}/.ssh/authorized_keys", first + self.cluster.public_key, mode=0o600)
         config = f"Port {port}\n{SSHD_CONFIG}SetEnv TMPDIR=/run/tmp {env}\n{options}\n"
         self.write("/run/ssh/sshd_config", config)
         program = shutil.which("sshd", path=SEARCH)
@@ -451,13 +451,15 @@ class Host:
         )
 
     def start(self, *words: object, terminal: int | None = None, **env: str) -> Running:
-        """Starts a command; `stop` or the end of the bed ends it."""
+        """Starts a command; `stop` or the end of the cluster ends it."""
         prefix = [] if terminal is None else ["setsid", "--ctty", "--wait"]
-        return self.bed.started(self._words([*prefix, *words]), self.environment(**env), terminal)
+        return self.cluster.started(
+            self._words([*prefix, *words]), self.environment(**env), terminal
+        )
 
     def processes(self) -> list[Process]:
-        """The processes of this host, without the two that the bed keeps there; dead ones do not
-        count.
+        """Returns the live processes of this host, without the two that hold its namespaces and
+        its sshd.
         """
         try:
             own = os.readlink(f"/proc/{self.hold.pid}/ns/pid")
@@ -518,16 +520,16 @@ class Host:
         """Lets the switch drop everything from and to this host, as a broken distant cable
         would: no side notices.
         """
-        self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
+        self.cluster.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "0")
 
     def part(self) -> None:
         """Moves this host to a second switch: it reaches only the hosts that are there, too."""
-        self.bed.on_switch("ip", "link", "set", f"port{self.number}", "master", "island")
+        self.cluster.on_switch("ip", "link", "set", f"port{self.number}", "master", "island")
 
     def restore(self) -> None:
         """Ends `cut` and `part`."""
-        self.bed.on_switch("ip", "link", "set", f"port{self.number}", "master", "switch")
-        self.bed.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "3")
+        self.cluster.on_switch("ip", "link", "set", f"port{self.number}", "master", "switch")
+        self.cluster.on_switch("bridge", "link", "set", "dev", f"port{self.number}", "state", "3")
 
     def power_off(self) -> None:
         """Ends the host without a word to the network."""
@@ -553,7 +555,7 @@ def readable(address: str) -> str:
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
 
-class Bed:
+class NamespaceCluster:
     """Hosts that reach each other, and nothing else."""
 
     def __init__(self, *names: str) -> None:
@@ -578,7 +580,7 @@ class Bed:
                 "tmpfs",
                 "-o",
                 "mode=700",
-                "bed",
+                "cluster",
                 "/run",
             ]
         )
@@ -640,14 +642,14 @@ class Bed:
         host.write(f"{HOME}/.ssh/config", config, mode=0o600)
 
     def started(self, words: list[str], env: dict[str, str], terminal: int | None) -> Running:
-        """Starts a command that the bed ends with itself."""
+        """Starts a command that the cluster ends with itself."""
         self.commands.append(
             Running(self.folder / f"command-{len(self.commands)}", words, env, terminal)
         )
         return self.commands[-1]
 
     def processes(self) -> list[Process]:
-        """The processes of all hosts, without the bed's own."""
+        """The processes of all hosts, without the cluster's own."""
         return [process for host in self.hosts.values() for process in host.processes()]
 
     def until_quiet(self, limit: float = LIMIT) -> None:
