@@ -19,8 +19,9 @@ import farandole.torch as hvd
 from farandole.data import prepare_data
 from farandole.ray import RayBackend
 from farandole.spark.common import LocalBackend, SparkBackend
+from farandole.spark.common.data.reading import PROBE_PART_ROWS
 from farandole.spark.torch import TorchEstimator
-from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
+from farandole.spark.torch.loss_probe import PartLoss, check_parts
 
 ROWS = 24
 

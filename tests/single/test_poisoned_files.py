@@ -20,9 +20,9 @@ from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.run_recorder import LightningRunRecorder
 from farandole.spark.torch import TorchEstimator, TorchModel
 from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReader,
     TorchModelReader,
     TorchModelWriter,
-    TorchParamsReader,
 )
 from farandole.stores.checkpoint_signatures import MARKER_FILENAME
 from farandole.stores.pickle_policy import (
@@ -125,7 +125,7 @@ def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, executed_fi
         read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name),
     )
     job = SimpleNamespace(
-        base=SimpleNamespace(store=store, loop=SimpleNamespace(best=True)), allow_pickle=allowed
+        store=store, loop=SimpleNamespace(best=True, epochs=2), allow_pickle=allowed
     )
     watch = LightningRunRecorder(job, tmp_path, [], 0, 1, StopCheck(store))
     with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):
@@ -144,7 +144,10 @@ def test_models_and_estimators_with_code_are_refused_where_that_was_asked_for(
             TorchModel(), poisoned, "here"
         )
     monkeypatch.setenv(ALLOW_PICKLE_VARIABLE, "0")
-    for reader, kind in ((TorchModelReader, TorchModel), (TorchParamsReader, TorchEstimator)):
+    for reader, kind in (
+        (TorchModelReader, TorchModel),
+        (TorchEstimatorParamsReader, TorchEstimator),
+    ):
         with pytest.raises(PickleNotAllowedError):
             reader(kind).restore_parts(kind(), poisoned, "here")
     loaded = TorchModel()

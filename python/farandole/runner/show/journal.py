@@ -283,11 +283,10 @@ def write_run_journal(estimator: EstimatorParams, job: Any) -> Iterator[RunJourn
     Yields:
         The journal; `None` if the store does not save runs.
     """
-    base = getattr(job, "base", job)
-    if base.store.run_path is None:
+    if job.store.run_path is None:
         yield None
         return
-    data = base.data
+    data = job.data
     sides = {"training rows": data.train_rows} | (
         {"validation rows": data.val_rows} if data.val_url else {}
     )
@@ -299,12 +298,12 @@ def write_run_journal(estimator: EstimatorParams, job: Any) -> Iterator[RunJourn
             **sides,
             "features": estimator.getFeatureCols(),
             "labels": estimator.getLabelCols(),
-            **base.file_paths(),
+            **job.file_paths(),
         },
     }
-    folder = native.Store(base.store.run_path).local_path
+    folder = native.Store(job.store.run_path).local_path
     journal = RunJournal(
-        base.store, facts, output=None if folder is None else Path(folder) / OUTPUT_DIRECTORY
+        job.store, facts, output=None if folder is None else Path(folder) / OUTPUT_DIRECTORY
     )
     try:
         yield journal
@@ -312,7 +311,7 @@ def write_run_journal(estimator: EstimatorParams, job: Any) -> Iterator[RunJourn
         try:
             # The training is over. A message at the end reports missing timelines.
             with contextlib.suppress(OSError):
-                timelines.write_trace_to_run(base.store)
+                timelines.write_trace_to_run(job.store)
         finally:
             journal.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from farandole.common.check import integer_at_least
@@ -70,6 +71,20 @@ def default_num_proc() -> int:
     if context is None:
         raise ValueError("there is no active Spark context: pass num_proc")
     return context.defaultParallelism
+
+
+class DriverStream:
+    """The present `sys.stdout` or `sys.stderr`, which a progress bar replaces while it shows.
+
+    Args:
+        name: of the stream.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(sys, self._name), name)
 
 
 class SparkBackend(Backend):

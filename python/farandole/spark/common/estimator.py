@@ -13,13 +13,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import secrets
-import sys
 import threading
 import time
 import uuid
 import warnings
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pyspark.ml import Estimator
 
@@ -31,11 +30,12 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import write_run_journal
 from farandole.runner.show.training import report_run
 from farandole.runner.timelines import collect_timelines
-from farandole.spark.common.backend import SparkBackend
+from farandole.spark.common.backend import DriverStream, SparkBackend
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.common.data.encoded_copies import use_encoded_copy
 from farandole.spark.common.data.existing_data import ExistingDataPaths, share_prepared_data
 from farandole.spark.common.data.prepare import declare_same_rows, find_existing_data, prepare_data
+from farandole.spark.common.data.reading import training_data_spec
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.data.training_statistics import with_statistics, with_stored_statistics
 from farandole.spark.common.model.base import (
@@ -44,7 +44,9 @@ from farandole.spark.common.model.base import (
     require_output_form,
 )
 from farandole.spark.common.model.classes import ClassificationParams
+from farandole.spark.common.model.signature import describe_mapping, input_signature
 from farandole.spark.common.params import EstimatorParams
+from farandole.spark.common.runs.digests import value_digest
 from farandole.spark.common.runs.driver import (
     begin_run,
     hold_run_lease,
@@ -59,8 +61,9 @@ from farandole.spark.common.runs.fingerprint import (
 )
 from farandole.spark.common.runs.finite_loss import NotFiniteError
 from farandole.spark.common.runs.stop_request import StopRequest
-from farandole.spark.common.runs.trackers import plain_parameters
+from farandole.spark.common.runs.trackers import create_trackers, plain_parameters
 from farandole.spark.common.show.progress import ProgressDisplay, create_progress_display
+from farandole.spark.common.training_plan import FitResources
 from farandole.spark.job.session import SparkCluster
 from farandole.spark.shim import SparkPlugin
 from farandole.stores.local_paths import executor_hosts, local_path_warning
@@ -78,11 +81,20 @@ if TYPE_CHECKING:
     from farandole.spark.common.data.existing_data import Paths
     from farandole.spark.common.runs.fingerprint import FingerprintPart
     from farandole.spark.common.runs.tracking import Tracker
+    from farandole.spark.common.training_plan import TrainingPlan
     from farandole.stores.store import AbstractFilesystemStore
 
 
 class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
-    """The base of the estimators of all frameworks."""
+    """The base of the estimators of all frameworks.
+
+    Fits of all kinds of rows go through `_train`. A framework implements `_check_params`,
+    `_plan_training`, `get_model_class` and `_framework_fingerprint_parts`, and may implement
+    `_loss_output_form` and `_worker_environment`.
+    """
+
+    _flavor: ClassVar[str]
+    """MLflow's name of the framework, with which the names of runs begin."""
 
     def fit(  # pyright: ignore[reportIncompatibleMethodOverride] - Horovod's
         self,
@@ -202,31 +214,23 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "fit does not take a streaming DataFrame: write the stream to a table and fit the "
                 "table"
             )
-        backend, store, roles = (
-            self._create_backend(),
-            self._filesystem_store(),
-            self._column_roles(),
-        )
+        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
         check_columns_present(roles, dataset.columns, "DataFrame")
         texts = self.getTransformationFn() is not None
         check_types(roles, dataset.schema, texts=texts, categories=self.getCategories())
-        store.check_writable()
-        backend.check()
-        with create_progress_display(self.getVerbose()) as shown:
-            warning = local_path_warning(
-                store.prefix_path, executor_hosts(SparkCluster.from_active_session().context)
-            )
+        with self._begin_fit() as fit:
+            hosts = executor_hosts(SparkCluster.from_active_session().context)
+            warning = local_path_warning(store.prefix_path, hosts)
             if warning is not None:
                 warnings.warn(warning, stacklevel=4)
-            shown.show_message("preparing data")
-            seed, parts = self.getRandomSeed() or 0, self.getPartitionsPerProcess()
+            fit.shown.show_message("preparing data")
             with prepare_data(
-                backend.num_processes(),
+                fit.backend.num_processes(),
                 store,
                 dataset,
                 roles,
-                seed,
-                parts,
+                self.getRandomSeed() or 0,
+                self.getPartitionsPerProcess(),
                 fill=self.getFill(),
                 categories=self.getCategories(),
                 split=self._validation_split(),
@@ -234,15 +238,10 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 allow_nan=self.getAllowNan(),
                 compress_sparse=self.getCompressSparseCols(),
             ) as prepared:
-                shown.show_message(_prepared_data_summary(prepared))
-                delete_old_data(
-                    store, self.getGcOlderThan(), self.getGcMaxSize(), shown.show_message
+                self._show_prepared_data(prepared, fit.shown)
+                return self._train(
+                    fit, with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
                 )
-                wanted = self.getStatistics()
-                counted = with_statistics(prepared, dataset, dataset.columns, roles, wanted=wanted)
-                # Create a second backend: the progress bar has replaced sys.stdout and sys.stderr,
-                # and the first backend holds the old streams.
-                return self._train_model(self._create_backend(), counted, shown)
 
     def _fit_table(self, dataset: Any) -> Any:
         """Fits on rows that Spark does not hold: a pyarrow, pandas or polars table, or a pyarrow
@@ -259,54 +258,102 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 f"this is a {kind.__module__}.{kind.__qualname__}"
             )
         self._check_params()
-        backend, store, roles = (
-            self._create_backend(),
-            self._filesystem_store(),
-            self._column_roles(),
-        )
+        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
         source = open_source(dataset)
-        check_columns_present(roles, source.schema.names, "table")
-        store.check_writable()
-        backend.check()
-        with create_progress_display(self.getVerbose()) as shown:
-            shown.show_message("preparing data")
-            spec = writer_spec(
-                roles, self.getRandomSeed() or 0, self.getFill(), allow_nan=self.getAllowNan()
-            )
+        names = source.schema.names
+        check_columns_present(roles, names, "table")
+        seed, allow_nan = self.getRandomSeed() or 0, self.getAllowNan()
+        with self._begin_fit() as fit:
+            fit.shown.show_message("preparing data")
+            spec = writer_spec(roles, seed, self.getFill(), allow_nan=allow_nan)
             with prepare_source(
                 source, store, roles, spec, "fit", self._encoding_spec()
             ) as prepared:
-                shown.show_message(_prepared_data_summary(prepared))
-                delete_old_data(
-                    store, self.getGcOlderThan(), self.getGcMaxSize(), shown.show_message
+                self._show_prepared_data(prepared, fit.shown)
+                return self._train(
+                    fit, with_statistics(prepared, source, names, roles, wanted=wanted)
                 )
-                wanted = self.getStatistics()
-                counted = with_statistics(
-                    prepared, source, source.schema.names, roles, wanted=wanted
-                )
-                return self._train_model(self._create_backend(), counted, shown)  # as above
 
     def _fit_existing_data(self, dataset_idx: int | None, given: ExistingDataPaths | None) -> Any:
         self._check_params()
-        backend, store = self._create_backend(), self._filesystem_store()
+        roles, store, wanted = self._column_roles(), self._filesystem_store(), self.getStatistics()
         where = given or ExistingDataPaths.from_store(store, dataset_idx)
-        with share_prepared_data(
-            where
-        ):  # before the data is opened, so that it is not deleted in between
-            found = find_existing_data(store, self._column_roles(), dataset_idx, where)
-            if store.saving_runs():
-                store.check_writable()
-            backend.check()
+        # Shared before the data is opened, so that no process deletes it in between.
+        with share_prepared_data(where):
+            found = find_existing_data(store, roles, dataset_idx, where)
             wish = replace(self._encoding_spec(), split=None)  # it is split already
-            made = use_encoded_copy(
-                store, found, where, self._column_roles(), wish, allow_nan=self.getAllowNan()
-            )
-            with create_progress_display(self.getVerbose()) as shown, made as prepared:
-                shown.show_message(_prepared_data_summary(prepared))
-                counted = with_stored_statistics(
-                    prepared, where.train, self._column_roles(), wanted=self.getStatistics()
+            made = use_encoded_copy(store, found, where, roles, wish, allow_nan=self.getAllowNan())
+            with self._begin_fit(writes=store.saving_runs()) as fit, made as prepared:
+                fit.shown.show_message(_prepared_data_summary(prepared))
+                return self._train(
+                    fit, with_stored_statistics(prepared, where.train, roles, wanted=wanted)
                 )
-                return self._train_model(self._create_backend(), counted, shown)  # as in `_fit`
+
+    @contextlib.contextmanager
+    def _begin_fit(self, *, writes: bool = True) -> Iterator[FitResources]:
+        """Checks where the fit runs and writes, and shows its progress inside the context.
+
+        Args:
+            writes: whether the fit writes to its store.
+
+        Raises:
+            ValueError: the backend cannot run the job.
+            OSError: the store cannot be written.
+        """
+        backend = self._create_backend()
+        if writes:
+            self._filesystem_store().check_writable()
+        backend.check()
+        with create_progress_display(self.getVerbose()) as shown:
+            yield FitResources(backend, shown)
+
+    def _show_prepared_data(self, prepared: Prepared, shown: ProgressDisplay) -> None:
+        """Says which rows this fit has prepared, and deletes old rows of other fits."""
+        shown.show_message(_prepared_data_summary(prepared))
+        store, tell = self._filesystem_store(), shown.show_message
+        delete_old_data(store, self.getGcOlderThan(), self.getGcMaxSize(), tell)
+
+    def _train(self, fit: FitResources, prepared: Prepared) -> FarandoleModel:
+        """Trains on prepared data, and returns the fitted model."""
+        plan = self._plan_training(prepared, fit.backend)
+        if plan.output_words:
+            fit.shown.show_message(describe_mapping(plan.inputs, plan.output_words))
+        with (
+            self._hold_run(plan.job, plan.fingerprint, fit.shown) as job,
+            create_trackers(self, job, prepared, plan.fingerprint) as tracker,
+        ):
+            trained = self._launch_job(fit, plan.train, job, tracker)[0]
+            model = plan.load_result(trained)
+            tracker.log_model(model, self._flavor, plan.create_example(model))
+        return self.get_model_class()(
+            history=trained.history,
+            model=model,
+            feature_columns=self.getFeatureCols(),
+            label_columns=self.getLabelCols(),
+            run_id=job.run_id,
+            signature=input_signature(plan.inputs),
+            paths=job.file_paths(),
+            outputs=plan.outputs,
+            **self._inherited_params(prepared),
+            **plan.model_params,
+        )
+
+    def get_model_class(self) -> type[FarandoleModel]:
+        """Returns the class of the fitted model."""
+        raise NotImplementedError
+
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+        """Returns what the framework makes of prepared data, after the checks that are possible
+        before workers start.
+
+        Args:
+            prepared: the data.
+            backend: runs the job.
+
+        Raises:
+            ValueError: model, loss or columns do not fit; the message names them.
+        """
+        raise NotImplementedError
 
     def _check_params(self) -> None:
         """Refuses parameters that do not go together.
@@ -326,12 +373,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             raise ValueError(f"a column is both a feature and a label: {', '.join(both)}")
         if not self._filesystem_store().saving_runs():
             self._refuse_options_that_need_runs()
-        fill = self.getFill()
-        unused = (
-            sorted(set(fill) - {"*", *self._column_roles().stored_columns})
-            if isinstance(fill, dict)
-            else []
-        )
+        fill = self.getFill() if isinstance(self.getFill(), dict) else {}
+        unused = sorted(set(fill) - {"*", *self._column_roles().stored_columns})
         if unused:
             raise ValueError(
                 f"fill must name features, labels or weights; these are not: {', '.join(unused)}"
@@ -370,25 +413,16 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "tensorboard=True writes into the directory of the run, so the store must save runs"
             )
 
-    def _train_model(self, backend: Backend, prepared: Prepared, shown: ProgressDisplay) -> Any:
-        raise NotImplementedError
-
     def _launch_job(
-        self,
-        backend: Backend,
-        train: Callable[[Any], Any],
-        job: Any,
-        shown: ProgressDisplay,
-        tracker: Tracker | None = None,
+        self, fit: FitResources, train: Callable[[Any], Any], job: Any, tracker: Tracker
     ) -> list[Any]:
         """Runs a job's training function, and repeats it after a failure if the user asked for
         that.
 
         Args:
-            backend: where.
+            fit: runs the function, and shows what workers report.
             train: the function, of the job.
             job: what to do.
-            shown: gets what workers report.
             tracker: gets the epochs, too.
 
         Returns:
@@ -397,11 +431,11 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         Raises:
             FarandoleJobError: a worker failed, and no restart is left.
         """
+        backend, shown = fit.backend, fit.shown
 
         def handle_report(_rank: int, record: dict[str, Any]) -> None:
             shown.show_report(record)
-            if tracker is not None:
-                tracker.log_report(record)
+            tracker.log_report(record)
             if stop is not None:
                 stop.raise_if_ended()
                 if stop.is_stop_newly_requested():
@@ -426,7 +460,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 journal,
                 shown.rank_reporter(),
             ) as run,
-            contextlib.closing(StopRequest(getattr(job, "base", job).store)) as request,
+            contextlib.closing(StopRequest(job.store)) as request,
             shown.offer_stop(request) as stop,
         ):
             if env := self._worker_environment() | (
@@ -447,32 +481,47 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                         f"{left}"
                     )
                     run.record_restart(error.reason)
-                    backend = self._create_backend()
 
-    def _new_run_id(self, framework: str, fingerprint: Fingerprint) -> str:
+    def _new_run_id(self, fingerprint: Fingerprint) -> str:
         """Returns the run's name: as the user set it, or one that no other run has.
 
         Args:
-            framework: that the name begins with.
             fingerprint: of the fit.
         """
-        given = self.getRunId()
-        return (
-            run_id_of_fit(given, fingerprint)
-            if given
-            else f"{framework}_{int(time.time())}_{secrets.token_hex(2)}"
-        )
+        if self.getRunId():
+            return run_id_of_fit(self.getRunId(), fingerprint)
+        return f"{self._flavor}_{int(time.time())}_{secrets.token_hex(2)}"
 
-    def _fit_fingerprint(self, prepared: Prepared) -> Fingerprint:
-        """Returns the parts that decide the result of a fit.
+    def _fit_fingerprint(
+        self, prepared: Prepared, processes: int, totals: Mapping[str, str]
+    ) -> Fingerprint:
+        """Returns the parts that decide the result of a fit. A run continues with another number of
+        processes if the rows of a step and the other totals are the same.
 
         Args:
             prepared: its data.
+            processes: of the fit.
+            totals: digests of the values of all processes together, by name of the part.
         """
         own = self._framework_fingerprint_parts()
         names = {one.name for one in own}
         parts = (*data_parts(prepared), *own, *parameter_parts(self, names))
-        return Fingerprint(parts, tuple(parameter_parts(self, (), LENGTH_PARAMS)))
+        step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
+        step_totals = {"batch_size": step, "backward_passes_per_step": step}
+        length = tuple(parameter_parts(self, (), LENGTH_PARAMS))
+        return Fingerprint(parts, length).with_totals({**step_totals, **totals}, processes)
+
+    def _job_fields(
+        self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
+    ) -> dict[str, Any]:
+        """Returns the fields of a job that all frameworks have, but the user's objects."""
+        run_id, names = self._new_run_id(fingerprint), self._column_roles().stored_columns
+        return {
+            "store": self._filesystem_store().to_remote(run_id, prepared.index),
+            "run_id": run_id,
+            "data": training_data_spec(self, prepared, names, unseeded),
+            "weight": self.getSampleWeightCol(),
+        }
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
         """Returns the framework's parts of a fingerprint: model, optimizer, loss."""
@@ -512,9 +561,9 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
         if self.getBackend() is not None:
             return cast("Backend", self.getBackend()).through(self._filesystem_store())
         verbose = self.getVerbose()
-        streams: dict[str, Any] = (
-            {"stdout": sys.stdout, "stderr": sys.stderr} if verbose > 1 else {}
-        )
+        streams: dict[str, Any] = {
+            name: DriverStream(name) for name in ("stdout", "stderr") if verbose > 1
+        }
         return SparkBackend(
             self.getNumProc(), verbose=verbose, store=self._filesystem_store(), **streams
         )

@@ -17,7 +17,8 @@ import numpy as np
 
 from farandole.data.columns import PreparedColumn, row_shape
 from farandole.data.ragged import is_nested
-from farandole.spark.keras.job import KerasInput, KerasLabel, KerasModelShape
+from farandole.spark.common.model.signature import ModelInput, format_batch_shape
+from farandole.spark.keras.job import KerasLabel, KerasModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,8 +50,8 @@ def create_keras_inputs(
     sizes = [sum(max(1, columns[name].element_count) for name in group) for group in groups]
     if not stated:
         made = [
-            KerasInput(
-                tuple(group), _columns_dtype([columns[name].dtype for name in group]), (-1, size)
+            ModelInput(
+                tuple(group), (-1, size), _columns_dtype([columns[name].dtype for name in group])
             )
             for group, size in zip(groups, sizes, strict=True)
         ]
@@ -72,10 +73,10 @@ def create_keras_inputs(
     made = []
     for index, (group, size, model_input) in enumerate(zip(groups, sizes, stated, strict=True)):
         made.append(
-            KerasInput(
+            ModelInput(
                 tuple(group),
-                _supported_dtype(str(model_input.dtype)),
                 (-1, *_fit_row_shape(group, size, model_input.shape[1:], index)),
+                _supported_dtype(str(model_input.dtype)),
             )
         )
     return tuple(made), names
@@ -293,30 +294,16 @@ def describe_misfit(shape: KerasModelShape, error: Exception) -> str:
         shape: shape of the model.
         error: exception of the model.
     """
-    shapes = ", ".join(f"{spec.name} {_format_shape(spec.shape)}" for spec in shape.inputs)
+    shapes = ", ".join(f"{one.name} {format_batch_shape(one.shape)}" for one in shape.inputs)
     return f"the model does not take its {len(shape.inputs)} inputs as ({shapes}): {error}"
 
 
-def describe_mapping(
-    shape: KerasModelShape, labels: Sequence[KerasLabel], outputs: Sequence[Sequence[int]]
-) -> str:
-    """Describes for the user how columns become inputs of the model and its outputs become columns.
+def describe_output(label: KerasLabel, output: Sequence[int]) -> str:
+    """Describes for the user what an output is compared with.
 
     Args:
-        shape: shape of the model.
-        labels: labels of the run.
-        outputs: shape of one row of each output.
+        label: the label column.
+        output: shape of one row of the output.
     """
-    goes = ", ".join(
-        f"{spec.name} -> {spec.dtype} {_format_shape(spec.shape)}" for spec in shape.inputs
-    )
-    comes = ", ".join(
-        f"{_format_shape((-1, *output))} with {spec.column.name} {spec.dtype} "
-        f"{_format_shape(spec.shape)}"
-        for spec, output in zip(labels, outputs, strict=True)
-    )
-    return f"the model gets {goes}; it returns {comes}"
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
+    shapes = [format_batch_shape(one) for one in ((-1, *output), label.shape)]
+    return f"{shapes[0]} with {label.column.name} {label.dtype} {shapes[1]}"

@@ -4,36 +4,35 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import keras
-from pyspark.ml.util import MLReadable, MLWritable
 
 from farandole._keras.values import as_array
-from farandole.data.columns import PreparedColumn, check_shapes_fit
+from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
 from farandole.spark.common.data.reading import (
+    EXAMPLE_ROWS,
+    array_columns,
     create_transformation,
-    missing_value_policy,
-    training_data_spec,
+    read_example_rows,
 )
-from farandole.spark.common.data.source import sample_rows
 from farandole.spark.common.datamodule import check_data_module
 from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.signature import input_signature
-from farandole.spark.common.runs.trackers import create_trackers
 from farandole.spark.common.runs.tracking import ModelExample
+from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.keras import model_compilation
 from farandole.spark.keras.arrays import (
     create_keras_inputs,
-    describe_mapping,
+    describe_output,
     flat_outputs,
     model_inputs,
     refuse_nested_columns,
 )
-from farandole.spark.keras.fingerprint_parts import add_totals, model_parts
+from farandole.spark.keras.fingerprint_parts import model_parts, optimizer_totals
 from farandole.spark.keras.job import KerasModelShape, KerasTrainingJob, KerasUserObjects
 from farandole.spark.keras.loss_forms import check_loss_form, find_loss_reduction
 from farandole.spark.keras.model import KerasModel
@@ -42,42 +41,20 @@ from farandole.spark.keras.remote import train_rank
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import copy_callbacks, pickle_objects
 from farandole.spark.keras.saving.persistence import (
-    KerasEstimatorParamsReader,
-    KerasEstimatorParamsWriter,
+    KerasEstimatorParamsReadable,
+    KerasEstimatorParamsReader,  # noqa: F401 - Horovod has it here
+    KerasEstimatorParamsWritable,
+    KerasEstimatorParamsWriter,  # noqa: F401 - as above
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
-    from farandole.spark.common.show.progress import ProgressDisplay
     from farandole.spark.keras.job import KerasTrainingResult
     from farandole.spark.keras.model_compilation import CompiledModelCopy
 
 _TENSORFLOW_LOG_LEVEL = "2"
-_EXAMPLE_ROWS = 2
-"""Rows of an example."""
-
-
-class KerasEstimatorParamsWritable(MLWritable):
-    """A mixin that saves an estimator by Spark ML's `write()`."""
-
-    def write(self) -> KerasEstimatorParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
-        `places`.
-        """
-        return KerasEstimatorParamsWriter(cast("Any", self))
-
-
-class KerasEstimatorParamsReadable(MLReadable["KerasEstimator"]):
-    """A mixin that loads an estimator by Spark ML's `read()`."""
-
-    @classmethod
-    def read(cls) -> KerasEstimatorParamsReader:
-        """Returns the reader; loading runs the code that was pickled with the estimator."""
-        return KerasEstimatorParamsReader(cast("Any", cls))
 
 
 class KerasEstimator(
@@ -111,6 +88,8 @@ class KerasEstimator(
     parameters that it was started with. Otherwise `fit` raises an error that lists the differences.
     Each fit of a tuner or with a map of parameters has its own run.
     """
+
+    _flavor = "keras"
 
     def _check_params(self) -> None:
         super()._check_params()
@@ -167,17 +146,8 @@ class KerasEstimator(
         )
         return inputs, outputs
 
-    def _train_model(
-        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
-    ) -> KerasModel:
-        job, copy, outputs, fingerprint = self._create_job(prepared)
-        fingerprint = add_totals(
-            fingerprint,
-            copy.model,
-            self.getOptimizer(),
-            backend.num_processes(),
-            self.getBatchSize() * self.getBackwardPassesPerStep(),
-        )
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+        job, copy, outputs, fingerprint = self._create_job(prepared, backend.num_processes())
         if self.getDataModule() is None:
             job = check_loss_form(
                 job,
@@ -185,35 +155,25 @@ class KerasEstimator(
                 create_transformation(self),
                 wanted=self.getLossReduction(),
                 processes=max_processes(backend),
-                names=self._column_roles().stored_columns,
             )
-        shown.show_message(describe_mapping(job.shape, job.labels, outputs))
-        with (
-            self._hold_run(job, fingerprint, shown) as job,
-            create_trackers(self, job, prepared, fingerprint) as tracker,
-        ):
-            trained = cast(
-                "KerasTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
-            )
+
+        def load_result(trained: KerasTrainingResult) -> Any:
             payload.load_state(copy.model, trained.model)
-            tracker.log_model(copy.model, "keras", self._model_example(job, prepared, copy.model))
-        return KerasModel(
-            history=trained.history,
-            model=copy.model,
-            feature_columns=self.getFeatureCols(),
-            label_columns=self.getLabelCols(),
-            custom_objects=copy.custom_objects,
-            run_id=job.run_id,
-            signature=input_signature(job.shape.inputs),
-            **self._inherited_params(prepared),
-            paths=job.file_paths(),
-            outputs=[
-                ModelOutput(one.column.dtype, bool(one.column.shape), _element_count(output))
-                for one, output in zip(job.labels, outputs, strict=True)
-            ],
+            return copy.model
+
+        return TrainingPlan(
+            job=job,
+            fingerprint=fingerprint,
+            train=train_rank,
+            inputs=job.shape.inputs,
+            output_sizes=[math.prod(output) for output in outputs],
+            load_result=load_result,
+            create_example=partial(self._create_example, job, prepared),
+            output_words=list(map(describe_output, job.labels, outputs)),
+            model_params={"custom_objects": copy.custom_objects},
         )
 
-    def _model_example(
+    def _create_example(
         self, job: KerasTrainingJob, prepared: Prepared, model: Any
     ) -> ModelExample | None:
         """Returns some rows for MLflow; `None` if MLflow is not used, or if the model has several
@@ -221,16 +181,9 @@ class KerasEstimator(
         """
         if not self.getMlflow() or len(job.shape.inputs) != 1 or job.shape.input_keys is not None:
             return None
-        missing, transformation = missing_value_policy(self, prepared), create_transformation(self)
-        rows = sample_rows(
-            prepared.train_url,
-            self._column_roles().stored_columns,
-            _EXAMPLE_ROWS,
-            transformation,
-            missing,
-            prepared.ragged,
-        )
-        given = model_inputs(job.shape, rows, _EXAMPLE_ROWS)
+        names = self._column_roles().stored_columns
+        rows = read_example_rows(self, prepared, names, create_transformation(self))
+        given = model_inputs(job.shape, rows, EXAMPLE_ROWS)
         made = flat_outputs(
             model(keras.ops.convert_to_tensor(given), training=False),
             job.shape.output_keys,
@@ -247,7 +200,7 @@ class KerasEstimator(
         return model_parts(self.getModel(), self.getOptimizer(), self.getLoss())
 
     def _create_job(
-        self, prepared: Prepared
+        self, prepared: Prepared, processes: int
     ) -> tuple[KerasTrainingJob, CompiledModelCopy, list[tuple[int, ...]], Fingerprint]:
         """Returns the run's description, an own copy of the model, its outputs' rows, and a
         fingerprint.
@@ -258,23 +211,8 @@ class KerasEstimator(
         transformation = create_transformation(self)
         columns = {name: prepared.columns[name] for name in raw}
         if transformation is not None:
-            made = sample_rows(
-                prepared.train_url,
-                raw,
-                2,
-                transformation,
-                missing_value_policy(self, prepared),
-                prepared.ragged,
-            )
-            columns = {
-                name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
-                for name, one in made.items()
-            }
-            missing = [name for name in raw if name not in columns]
-            if missing:
-                raise ValueError(
-                    f"transformation_fn returns no columns with these names: {', '.join(missing)}"
-                )
+            made = read_example_rows(self, prepared, raw, transformation)
+            columns = array_columns(made, raw)
         check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
         model = self.getModel()
         inputs, keys = create_keras_inputs(model, groups, columns)
@@ -292,13 +230,12 @@ class KerasEstimator(
             self.getCustomObjects(),
             self.getBackwardPassesPerStep(),
         )
-        weight = self.getSampleWeightCol()
         label_columns = [columns[name] for name in labels]
         shape, arrays, outputs = model_compilation.try_model(
-            copy, shape, label_columns, self.getLabelShapes(), weight is not None
+            copy, shape, label_columns, self.getLabelShapes(), self.getSampleWeightCol() is not None
         )
-        fingerprint = self._fit_fingerprint(prepared)  # of a model that is built by now
-        run_id = self._new_run_id("keras", fingerprint)
+        totals = optimizer_totals(copy.model, self.getOptimizer(), processes)
+        fingerprint = self._fit_fingerprint(prepared, processes, totals)  # the model is built
         objects = KerasUserObjects(
             custom_objects=copy.custom_objects,
             loss=copy.loss,
@@ -313,12 +250,9 @@ class KerasEstimator(
         job = KerasTrainingJob(
             model=copy.packed,
             objects=pickle_objects(objects),
-            store=self._filesystem_store().to_remote(run_id, prepared.index),
-            run_id=run_id,
-            data=training_data_spec(self, prepared, raw),
+            **self._job_fields(prepared, fingerprint),
             shape=shape,
             labels=arrays,
-            weight=weight,
             epochs=self.getEpochs(),
             random_seed=self.getRandomSeed(),
             use_gpu=self.getUseGpu(),
@@ -332,10 +266,3 @@ class KerasEstimator(
             loss_reduction=find_loss_reduction(copy.model, self.getLossReduction()),
         )
         return job, copy, outputs, fingerprint
-
-
-def _element_count(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from farandole.spark.common.runs.digests import arrays_digest, class_name, short_text, value_digest
-from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
+from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
 from farandole.spark.keras.model_compilation import compile_arguments
 from farandole.spark.keras.saving.objects import training_objects
 
@@ -64,27 +64,22 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     return parts if lost is None else [*parts, FingerprintPart.from_value("loss", lost)]
 
 
-def add_totals(
-    fingerprint: Fingerprint, model: Any, optimizer: Any, processes: int, rows: int
-) -> Fingerprint:
-    """Returns a fingerprint with which a run continues if the rows and the learning rate of a step
-    are the same, for any number of processes. A schedule has no such rate.
+def optimizer_totals(model: Any, optimizer: Any, processes: int) -> dict[str, str]:
+    """Returns the digest of the learning rate of all processes together, by name of the part. A
+    schedule has no such rate.
 
     Args:
-        fingerprint: fingerprint of a fit.
-        model: the user's.
+        model: a compiled copy of the user's.
         optimizer: the estimator's; `None` takes the compiled model's.
         processes: number of processes of the fit.
-        rows: number of rows of a step of the optimizer, on one process.
     """
     used, config = _used_optimizer(model, optimizer)
-    rate, step = config.get("learning_rate"), value_digest(rows * processes)
-    totals = {"batch_size": step, "backward_passes_per_step": step}
-    if isinstance(rate, int | float):
-        # Rates are float32, and a quotient of one is not the nearest.
-        config = config | {"learning_rate": f"{rate * processes:.5g}"}
-        totals["optimizer"] = value_digest([type(used), config])
-    return fingerprint.with_totals(totals, processes)
+    rate = config.get("learning_rate")
+    if not isinstance(rate, int | float):
+        return {}
+    # Rates are float32, and a quotient of one is not the nearest.
+    config = config | {"learning_rate": f"{rate * processes:.5g}"}
+    return {"optimizer": value_digest([type(used), config])}
 
 
 def _used_optimizer(model: Any, optimizer: Any) -> tuple[Any, dict[str, Any]]:

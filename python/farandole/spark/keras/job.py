@@ -9,28 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from farandole.spark.common.data.reading import run_file_paths
+from farandole.spark.common.data.reading import TrainingJob
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
-    from farandole.spark.common.data.reading import TrainingDataSpec
-    from farandole.stores.remote_store import RemoteStore
-
-
-@dataclass(frozen=True)
-class KerasInput:
-    """One input of the model: feature columns side by side, as one array."""
-
-    columns: tuple[str, ...]
-    dtype: str
-    """NumPy's name of the elements that the model gets."""
-    shape: tuple[int, ...]
-    """Shape of one batch, -1 for its rows."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
+    from farandole.spark.common.model.signature import ModelInput
 
 
 @dataclass(frozen=True)
@@ -47,27 +30,21 @@ class KerasLabel:
 class KerasModelShape:
     """The inputs and outputs of a model."""
 
-    inputs: tuple[KerasInput, ...]
+    inputs: tuple[ModelInput, ...]
     input_keys: tuple[str, ...] | None
     """Names of the inputs, for a model that takes a dict."""
     output_keys: tuple[str, ...] | None
     """Names of the outputs, in the order of the labels, for a model that returns a dict."""
 
 
-@dataclass(frozen=True)
-class KerasTrainingJob:
-    """One run."""
+@dataclass(frozen=True, kw_only=True)
+class KerasTrainingJob(TrainingJob):
+    """One run, with `KerasUserObjects`."""
 
     model: bytes
     """The compiled model, a `.keras` file."""
-    objects: bytes
-    """Pickled `KerasUserObjects`."""
-    store: RemoteStore
-    run_id: str
-    data: TrainingDataSpec
     shape: KerasModelShape
     labels: tuple[KerasLabel, ...]
-    weight: str | None
     epochs: int
     random_seed: int | None
     use_gpu: bool
@@ -94,10 +71,6 @@ class KerasTrainingJob:
     def step_rows(self) -> int:
         """Rows of a step of the optimizer on one process."""
         return self.data.batch_size * self.passes
-
-    def file_paths(self) -> dict[str, str]:
-        """Returns the paths of the run's files, if it has files."""
-        return run_file_paths(self.store, self.data)
 
 
 @dataclass

@@ -57,7 +57,6 @@ def check_loss_form(
     *,
     wanted: str | None,
     processes: int,
-    names: Sequence[str],
 ) -> KerasTrainingJob:
     """Refuses a loss that several processes or passes cannot compute.
 
@@ -69,7 +68,6 @@ def check_loss_form(
         transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
-        names: columns that are read.
 
     Returns:
         The run, which says whether losses are counted.
@@ -80,20 +78,18 @@ def check_loss_form(
     if processes == 1 and job.passes == 1:
         return job
     if has_custom_train_step(model):
-        check_train_step(
-            job, model, transformation, wanted=wanted, processes=processes, names=names
-        )
+        check_train_step(job, model, transformation, wanted=wanted, processes=processes)
         return job
     losses = _output_losses(model)
     own_reductions = {getattr(loss, "reduction", None) for loss in losses}
     if wanted is not None:
         if wanted == "sum" and not _computes_own_loss(model):
-            added = _added_reductions(job, model, transformation, names, unknown="sum")
+            added = _added_reductions(job, model, transformation, unknown="sum")
             return _count_sums(job, added) if "mean" in added else job
         return job
     is_known = not _computes_own_loss(model) and all(_is_mean_of_rows(loss) for loss in losses)
     if is_known and (job.passes == 1 or not _masks_outputs(job, model)):
-        return _count_losses(job, model, losses, transformation, names)
+        return _count_losses(job, model, losses, transformation)
     if "sum" in own_reductions and len(own_reductions) > 1:
         raise ValueError(
             "some outputs have a loss with reduction='sum', others a mean, so no factor makes the "
@@ -108,7 +104,7 @@ def check_loss_form(
                 "up the rows of a batch, so several processes or passes would train something else "
                 f"than one process. {LOSS_OPTIONS}"
             )
-    _try_parts(job, model, transformation, names)
+    _try_parts(job, model, transformation)
     return job
 
 
@@ -117,13 +113,12 @@ def _count_losses(
     model: Any,
     losses: Sequence[Any],
     transformation: Any,
-    names: Sequence[str],
 ) -> KerasTrainingJob:
     """Returns the run for outputs with losses of Keras, whose sums and counts are known."""
     if job.passes > 1:
         for loss in losses:
             _check_known_loss(loss, weighted=job.weight is not None)
-    added = _added_reductions(job, model, transformation, names)
+    added = _added_reductions(job, model, transformation)
     reductions = {getattr(loss, "reduction", None) for loss in losses}
     if reductions == {"sum"} and set(added) <= {"sum"}:
         return job
@@ -150,7 +145,6 @@ def _added_reductions(
     job: KerasTrainingJob,
     model: Any,
     transformation: Any,
-    names: Sequence[str],
     *,
     unknown: str | None = None,
 ) -> tuple[str, ...]:
@@ -160,7 +154,6 @@ def _added_reductions(
         job: the run.
         model: a compiled copy of the user's.
         transformation: the user's transformation of rows, or `None`.
-        names: columns that are read.
         unknown: reduction of a loss that is neither a mean nor a sum over rows; `None` refuses it.
 
     Raises:
@@ -169,7 +162,7 @@ def _added_reductions(
     layers = _inner_layers(model)
     if all(_is_keras(one) and one.activity_regularizer is None for one in layers):
         return ("mean",) * len(model.losses)  # of weights, which do not depend on rows
-    found = _losses_of_parts(job, model, transformation, names, _added_losses)
+    found = _losses_of_parts(job, model, transformation, _added_losses)
     reductions = []
     for index, whole in enumerate(found.whole):
         word = found.reduction(index) or unknown
@@ -244,10 +237,8 @@ def _may_mask_rows(model: Any) -> bool:
     )
 
 
-def _try_parts(
-    job: KerasTrainingJob, model: Any, transformation: Any, names: Sequence[str]
-) -> None:
-    found = _losses_of_parts(job, model, transformation, names, _total_loss)
+def _try_parts(job: KerasTrainingJob, model: Any, transformation: Any) -> None:
+    found = _losses_of_parts(job, model, transformation, _total_loss)
     word = "sum" if job.loss_reduction == "sum" else "mean"
     if found.is_reduced(0, word):
         return
@@ -270,11 +261,10 @@ def _losses_of_parts(
     job: KerasTrainingJob,
     model: Any,
     transformation: Any,
-    names: Sequence[str],
     losses_of: Callable[[Any, Any, Any, Any], list[float]],
 ) -> PartValues:
     values = []
-    for batch in read_probe_batches(job, transformation, names):
+    for batch in read_probe_batches(job, transformation):
         values.append(losses_of(model, batch.x, batch.y, model(batch.x, training=False)))
         model.reset_metrics()
     return PartValues.from_batches(values, job.policy)

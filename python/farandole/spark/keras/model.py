@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasModel`: a fitted Keras model that transforms DataFrames."""
 
-# ruff: noqa: N815, PLC0415 - Spark ML's names; cycle with persistence
+# ruff: noqa: N815, PLC0415 - Spark ML's names; pandas is loaded on demand
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
-from pyspark.ml.util import MLReadable, MLWritable
+from pyspark.ml.util import MLReadable
 
 from farandole.common import check, pickling
 from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary
-from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.outputs import parse_outputs as outputs_param
 from farandole.spark.common.parameter import Parameter, accessors
-from farandole.spark.job.connect_artifacts import prestage_if_large
+from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.keras.arrays import input_keys, model_argument
 from farandole.spark.keras.predict import KerasPredictor, call_model
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import custom_objects
+from farandole.spark.keras.saving.onnx import export_onnx
+from farandole.spark.keras.saving.persistence import KerasModelReader, KerasModelWriter
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     import pandas as pd
     from pyspark.sql import DataFrame
 
     from farandole.runner.show.history import Entry
-    from farandole.spark.keras.saving.persistence import KerasModelReader, KerasModelWriter
+    from farandole.spark.common.model.onnx import Signature
 
 _SAME_SIZE_DTYPES = {"bfloat16": "float16"}
 """Types that NumPy lacks, and a NumPy type of the same size for each."""
 
 
-class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
+class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
     """A model that adds predictions to DataFrames, by Arrow batches on the executors.
 
     Every column of the DataFrame is kept; each label gets a column `<label>__output`. A prediction
@@ -70,15 +70,12 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
         check.converted_by(dict),
         default={},
     )
-    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
-        "Description of the outputs; determined if omitted.",
-        check.converted_by(outputs_param),
-        default=None,
-    )
 
     setCustomObjects, getCustomObjects = accessors("custom_objects")
 
+    _writer_class = KerasModelWriter
     _framework = "Keras"
+    _onnx_extras, _onnx_packages = "torch,onnx", ("torch",)
 
     def history_frame(self) -> pd.DataFrame:
         """Returns the history as a pandas frame: a row per epoch, `loss`, each metric, and the
@@ -92,91 +89,32 @@ class KerasModel(FarandoleModel, MLReadable["KerasModel"], MLWritable):
     def _history_entries(self) -> list[Entry]:
         return entries_from_keras(self.getHistory() or {})
 
-    def write(self) -> KerasModelWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
-        from farandole.spark.keras.saving.persistence import KerasModelWriter
-
-        return KerasModelWriter(self)
-
     @classmethod
     def read(cls) -> KerasModelReader:
         """Returns the reader; `read().custom_objects({...}).load(path)` runs none of the saved
         code.
         """
-        from farandole.spark.keras.saving.persistence import KerasModelReader
-
         return KerasModelReader(cls)
 
-    def to_onnx(
-        self,
-        path: str | os.PathLike[str],
-        rows: DataFrame | None = None,
-        *,
-        opset: int | None = None,
-        tolerance: float = 1e-4,
-    ) -> None:
-        """Writes the model as an ONNX file, which runs without Keras and without Farandole.
-
-        torch's exporter writes it, in a process that loads the model on Keras's torch backend. The
-        number of rows stays open. Inputs are named after their columns (`a_b` for columns that are
-        one array), outputs after the columns that `transform` adds. ONNX Runtime then predicts some
-        rows, and the file is kept only if it makes the same predictions as the model on its own
-        backend.
-
-        Args:
-            path: of the file, on this host; a model above 1 GiB has its weights in a second file
-                beside it.
-            rows: rows to check with; default: made-up ones.
-            opset: version of ONNX's operators; default: the exporter's.
-            tolerance: most absolute and most relative difference of an output.
-
-        Raises:
-            ImportError: a package is missing; `farandole[torch,onnx]` brings them.
-            ValueError: the model cannot be exported, or the exported one predicts something else.
-            TimeoutError: the export takes more than an hour.
-        """
-        from farandole.spark.common.model.onnx import collect_check_rows, require_exportable
-        from farandole.spark.keras.saving.onnx import export_onnx
-
-        known = require_exportable(self, self.getOutputCols(), extras="torch,onnx", more=("torch",))
+    def _write_onnx(
+        self, path: Path, signature: Signature, opset: int | None
+    ) -> Callable[[Sequence[Any]], Sequence[Any]]:
         model, labels, backend = self.getModel(), self.getLabelColumns(), keras.backend.backend()
         keys = input_keys(model, self._input_columns())
-        arrays = (
-            None
-            if rows is None
-            else self._create_predictor(rows).batch_inputs(collect_check_rows(self, rows), model)
-        )
-        export_onnx(
-            model,
-            custom_objects(model, self.getCustomObjects()),
-            known,
-            keys,
-            labels,
-            self.getOutputCols(),
-            path,
-            arrays,
-            lambda batch: call_model(model, model_argument(batch, keys), labels, backend),
-            opset=opset,
-            tolerance=tolerance,
-        )
+        known = custom_objects(model, self.getCustomObjects())
+        export_onnx(model, known, signature, keys, labels, self.getOutputCols(), path, opset=opset)
+        return lambda batch: call_model(model, model_argument(batch, keys), labels, backend)
 
     def _layer_summaries(self) -> list[LayerSummary]:
         return layer_summaries(self.getModel())
 
     def _create_predictor(self, dataset: DataFrame) -> KerasPredictor:
         return KerasPredictor(
-            model=prestage_if_large(dataset.sparkSession, payload.pack_model(self.getModel())),
+            **self._predictor_arguments(dataset, payload.pack_model(self.getModel())),
             custom_objects=pickling.pickle_by_value(
                 custom_objects(self.getModel(), self.getCustomObjects())
             ),
             backend=keras.backend.backend(),
-            columns=tuple(dataset.columns),
-            groups=tuple(tuple(group) for group in self._input_columns()),
-            labels=tuple(self.getLabelColumns()),
-            kinds=(),
-            batch_size=self.getBatchSize(),
-            encoding=self._feature_encoding(),
-            transformation=self._pickled_transformation(),
         )
 
 

@@ -1,224 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Predictions in Spark's Python workers, one Arrow batch at a time.
-
-The model is sent with the function of the tasks, or before it if a Connect client has a large
-model. A worker keeps it by its content, so that its later tasks use it again. A worker that has not
-loaded Keras yet loads it with the driver's backend, on CPUs.
-"""
+"""A Keras model that predicts in Spark's Python workers."""
 
 # ruff: noqa: PLC0415 - loaded in tasks, when there are rows
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.encoding import ColumnEncoding
-from farandole.spark.job.connect_artifacts import PrestagedFile, load_prestaged
+from farandole.spark.common.model.predictor import BatchPredictor
+from farandole.spark.job.connect_artifacts import load_prestaged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
 
-    from farandole.spark.common.model.classes import AddedClassColumns
-    from farandole.spark.common.transform import UserTransformation
     from farandole.spark.keras.job import KerasModelShape
 
-_MAX_KEPT_MODELS = 2
-_MODEL_CACHE: dict[str, Any] = {}
 
+@dataclass(frozen=True, kw_only=True)
+class KerasPredictor(BatchPredictor):
+    """A Keras model in tasks. A worker that has not loaded Keras yet loads it with the driver's
+    backend, on CPUs.
+    """
 
-@dataclass(frozen=True)
-class KerasPredictor:
-    """A model and how columns go in and out of it."""
-
-    model: bytes | PrestagedFile
     custom_objects: bytes
     backend: str
-    columns: tuple[str, ...]
-    groups: tuple[tuple[str, ...], ...]
-    labels: tuple[str, ...]
-    kinds: tuple[str, ...]
-    batch_size: int
-    encoding: ColumnEncoding = field(default_factory=ColumnEncoding)
-    """Categories, and the replacements of nulls."""
-    added: AddedClassColumns | None = None
-    """Columns in Spark ML's manner."""
-    transformation: bytes | None = None
-    """A pickled `UserTransformation`, if predictions take one."""
 
-    def with_output_kinds(
-        self, kinds: Sequence[str], added: AddedClassColumns | None
-    ) -> KerasPredictor:
-        """Returns the same predictor, with the types of its output columns.
+    pads_to_fixed_length = True
 
-        Args:
-            kinds: one per output: `vector`, or NumPy's name of a number.
-            added: columns in Spark ML's manner, if there are any.
-        """
-        return replace(self, kinds=tuple(kinds), added=added)
-
-    def predict_batches(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields every batch with its predictions appended.
-
-        Args:
-            batches: with the feature columns and any others.
-        """
-        import pyarrow as pa
-
-        from farandole.spark.common.model.outputs import prediction_column
-
-        for batch in batches:
-            found = self.predict_outputs(batch)
-            columns = [
-                prediction_column(values, kind)
-                for values, kind in zip(found, self.kinds, strict=True)
-            ]
-            if self.added is not None:
-                columns += self.added.build_columns(batch, found[0])
-            added = [f"output{index}" for index in range(len(columns))]
-            yield pa.RecordBatch.from_arrays(
-                [*batch.columns, *columns], names=[*batch.schema.names, *added]
-            )
-
-    def probe_output_sizes(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yields the number of elements of each output, one row per output, if there is a row to
-        try.
-
-        Args:
-            batches: with the feature columns.
-        """
-        import pyarrow as pa
-
-        found = False
-        for batch in batches:  # to their end, or Spark would not use this worker again
-            if batch.num_rows and not found:
-                found = True
-                sizes = [values[0].size for values in self.predict_outputs(batch.slice(0, 1))]
-                yield pa.RecordBatch.from_arrays([pa.array(sizes, pa.int32())], names=["size"])
-
-    @cached_property
-    def _model_key(self) -> str:
-        """The identity of the model, computed once in a task."""
-        return (
-            self.model.name
-            if isinstance(self.model, PrestagedFile)
-            else hashlib.sha256(self.model).hexdigest()
-        )
-
-    def _load_model(self) -> Any:
-        key = self._model_key
-        if key not in _MODEL_CACHE:
-            _configure_backend(self.backend)
-            import cloudpickle
-
-            from farandole.spark.keras.saving import payload
-
-            while len(_MODEL_CACHE) >= _MAX_KEPT_MODELS:
-                _MODEL_CACHE.pop(next(iter(_MODEL_CACHE)))
-            # The driver's own model, with the driver's own classes.
-            known = cloudpickle.loads(self.custom_objects)
-            _MODEL_CACHE[key] = payload.unpack_model(
-                load_prestaged(self.model), known, safe_mode=False, compiled=False
-            )
-        return _MODEL_CACHE[key]
-
-    def batch_inputs(self, batch: pa.RecordBatch, model: Any) -> list[npt.NDArray[Any]]:
-        """Returns the array of each of the model's inputs, rows first.
-
-        Args:
-            batch: whose columns go by number.
-            model: of Keras.
-        """
-        from farandole.spark.keras.arrays import input_arrays
-
-        values = self._transform_features(self._feature_arrays(batch))
-        return input_arrays(self._model_shape(values, model), values, batch.num_rows)
-
-    @cached_property
-    def _feature_names(self) -> list[str]:
-        return [name for group in self.groups for name in group]
-
-    @cached_property
-    def _user_transformation(self) -> UserTransformation | None:
+    def load_model(self) -> Any:
+        """Like `BatchPredictor.load_model`."""
+        _configure_backend(self.backend)
         import cloudpickle
 
-        return None if self.transformation is None else cloudpickle.loads(self.transformation)
+        from farandole.spark.keras.saving import payload
 
-    def _feature_arrays(self, batch: pa.RecordBatch) -> dict[str, npt.NDArray[Any]]:
-        """Returns the columns of the model's inputs, before the transformation."""
-        from farandole.spark.common.model.arrow import feature_arrays
-
-        texts = self.transformation is not None
-        return feature_arrays(
-            batch, self.columns, self._feature_names, self.encoding, fixed=True, texts=texts
+        # The driver's own model, with the driver's own classes.
+        known = cloudpickle.loads(self.custom_objects)
+        return payload.unpack_model(
+            load_prestaged(self.model), known, safe_mode=False, compiled=False
         )
 
-    def _transform_features(
-        self, columns: dict[str, npt.NDArray[Any]]
-    ) -> dict[str, npt.NDArray[Any]]:
-        """Returns the columns after the transformation, of one row at least."""
-        if self._user_transformation is None:
-            return columns
-        made = self._user_transformation.transform_features(columns, self._feature_names)
-        return {name: made[name] for name in self._feature_names}
+    def create_inputs(
+        self, columns: dict[str, npt.NDArray[Any]], rows: int, model: Any
+    ) -> list[Any]:
+        """Like `BatchPredictor.create_inputs`; the inputs are arrays."""
+        from farandole.spark.keras.arrays import input_arrays
+
+        return input_arrays(self._model_shape(columns, model), columns, rows)
 
     def _model_shape(self, values: dict[str, npt.NDArray[Any]], model: Any) -> KerasModelShape:
         """Returns the model's inputs, made of these columns."""
-        from farandole.data.columns import PreparedColumn
+        from farandole.spark.common.data.reading import array_columns
         from farandole.spark.keras.arrays import create_keras_inputs
         from farandole.spark.keras.job import KerasModelShape
 
-        columns = {
-            name: PreparedColumn(name, str(one.dtype), tuple(one.shape[1:]))
-            for name, one in values.items()
-        }
+        columns = array_columns(values)
         return KerasModelShape(*create_keras_inputs(model, self.groups, columns), None)
 
-    def predict_outputs(self, batch: pa.RecordBatch) -> list[npt.NDArray[Any]]:
-        """Returns the model's outputs for some rows, (rows, elements) per output.
+    def call_model(
+        self, model: Any, columns: dict[str, npt.NDArray[Any]], rows: int
+    ) -> list[npt.NDArray[Any]]:
+        """Like `BatchPredictor.call_model`."""
+        from farandole.spark.keras.arrays import describe_misfit, model_inputs
 
-        Args:
-            batch: whose columns go by number.
-        """
-        count = batch.num_rows
-        if count == 0:
-            return [np.empty((0, 1), dtype=np.float32) for _ in self.labels]
-        model = self._load_model()
-
-        from farandole.spark.keras.arrays import (
-            describe_misfit,
-            flat_outputs,
-            model_inputs,
-            output_keys,
-        )
-
-        columns = self._feature_arrays(batch)
-        parts: list[list[npt.NDArray[Any]]] = []
-        for start in range(0, count, self.batch_size):
-            some = self._transform_features(
-                {name: one[start : start + self.batch_size] for name, one in columns.items()}
-            )
-            shape = self._model_shape(some, model)
-            size = min(self.batch_size, count - start)
-            try:
-                with _no_gradients(self.backend):
-                    value = model(model_inputs(shape, some, size), training=False)
-            except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
-                raise ValueError(describe_misfit(shape, error)) from None
-            found = flat_outputs(value, output_keys(value, self.labels), len(self.labels))
-            parts.append([_output_to_numpy(one) for one in found])
-        return [np.concatenate(pieces).reshape(count, -1) for pieces in zip(*parts, strict=True)]
+        shape = self._model_shape(columns, model)
+        try:
+            with _no_gradients(self.backend):
+                value = model(model_inputs(shape, columns, rows), training=False)
+        except Exception as error:  # noqa: BLE001 - told in a sentence, Spark adds the rest
+            raise ValueError(describe_misfit(shape, error)) from None
+        return _output_arrays(value, self.labels)
 
 
 def call_model(
@@ -232,14 +92,16 @@ def call_model(
         labels: the label columns.
         backend: on which Keras runs.
     """
-    from farandole.spark.keras.arrays import flat_outputs, output_keys
-
     with _no_gradients(backend):
         value = model(argument, training=False)
-    return [
-        _output_to_numpy(one)
-        for one in flat_outputs(value, output_keys(value, labels), len(labels))
-    ]
+    return _output_arrays(value, labels)
+
+
+def _output_arrays(value: Any, labels: Sequence[str]) -> list[npt.NDArray[Any]]:
+    from farandole.spark.keras.arrays import flat_outputs, output_keys
+
+    found = flat_outputs(value, output_keys(value, labels), len(labels))
+    return [_output_to_numpy(one) for one in found]
 
 
 def _output_to_numpy(output: Any) -> npt.NDArray[Any]:

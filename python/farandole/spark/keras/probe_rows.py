@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from farandole.spark.common.data.source import sample_rows
+from farandole.spark.common.data.reading import PROBE_PART_ROWS
 from farandole.spark.keras.arrays import model_inputs, model_labels
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ LOSS_OPTIONS = (
     '"per_batch" averages them by batches'
 )
 """A sentence that ends the errors of losses."""
-_PART_ROWS = (3, 20, 9) * 8
-"""Rows of the parts. They are few, because the loss of a part with most of the rows is close to the
-loss of all rows, for any loss.
-"""
 _RELATIVE_TOLERANCE = 1e-4
 _HALF_RELATIVE_TOLERANCE = 2e-2
 """Tolerance of models that compute with 16-bit floats."""
@@ -44,36 +40,26 @@ class ProbeBatch:
     """Sample weights, or `None`."""
 
 
-def read_probe_batches(
-    job: KerasTrainingJob, transformation: Any, names: Sequence[str]
-) -> list[ProbeBatch]:
+def read_probe_batches(job: KerasTrainingJob, transformation: Any) -> list[ProbeBatch]:
     """Returns rows from all parts of the data, and then the parts of these rows.
 
     Args:
         job: the run.
         transformation: the user's transformation of rows, or `None`.
-        names: columns that are read.
     """
-    data, rows = job.data, sum(_PART_ROWS)
-    columns = sample_rows(
-        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
-    )
-    ends = np.cumsum(_PART_ROWS).tolist()
-
-    def create_batch(first: int, last: int) -> ProbeBatch:
-        part = {name: values[first:last] for name, values in columns.items()}
+    found = []
+    for columns, rows in job.data.read_probe_parts(transformation):
         given = (
-            model_inputs(job.shape, part, last - first),
-            model_labels(job.shape, job.labels, part, last - first),
+            model_inputs(job.shape, columns, rows),
+            model_labels(job.shape, job.labels, columns, rows),
         )
         x, y = (keras.tree.map_structure(keras.ops.convert_to_tensor, one) for one in given)
         weights = None
         if job.weight is not None:
-            weights = keras.ops.convert_to_tensor(part[job.weight].reshape(-1).astype(np.float32))
-        return ProbeBatch(x, y, weights)
-
-    bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
-    return [create_batch(first, last) for first, last in bounds]
+            flat = columns[job.weight].reshape(-1).astype(np.float32)
+            weights = keras.ops.convert_to_tensor(flat)
+        found.append(ProbeBatch(x, y, weights))
+    return found
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ class PartValues:
     parts: Sequence[Sequence[Any]]
     tolerance: float
 
-    row_count = sum(_PART_ROWS)
+    row_count = sum(PROBE_PART_ROWS)
     """Number of all rows."""
 
     @classmethod
@@ -115,7 +101,7 @@ class PartValues:
         values = [part[index] for part in self.parts]
         if word == "sum":
             return sum(values)
-        weighed = zip(values, _PART_ROWS, strict=True)
+        weighed = zip(values, PROBE_PART_ROWS, strict=True)
         return sum(value * (count / self.row_count) for value, count in weighed)
 
     def is_reduced(self, index: int, word: str) -> bool:

@@ -26,7 +26,7 @@ from farandole.spark.keras.probe_rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from farandole.spark.keras.job import KerasTrainingJob
     from farandole.spark.keras.probe_rows import ProbeBatch
@@ -39,7 +39,6 @@ def check_train_step(
     *,
     wanted: str | None,
     processes: int,
-    names: Sequence[str],
 ) -> None:
     """Refuses a `train_step` if its gradient of all rows is not the mean of the gradients of parts.
 
@@ -52,7 +51,6 @@ def check_train_step(
         transformation: the user's transformation of rows, or `None`.
         wanted: the user's `loss_reduction`, or `None`.
         processes: most processes that the job may have.
-        names: columns that are read.
 
     Raises:
         ValueError: the gradients are no mean over rows, or do not reach the model's optimizer.
@@ -62,7 +60,7 @@ def check_train_step(
         _refuse_other_optimizers(model, name)
     if wanted is not None:
         return
-    batches = read_probe_batches(job, transformation, names)
+    batches = read_probe_batches(job, transformation)
     try:
         with _infer_in_layers(model):
             gradients = [_step_gradients(model, batch) for batch in [batches[0], *batches]]

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.lightning.elastic import LightningState
 from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS
 
 if TYPE_CHECKING:
     import torch
 
     from farandole.spark.lightning.loader import LightningLoader
     from farandole.spark.lightning.run_recorder import LightningRunRecorder
-
-COMMIT_INTERVAL_STEPS = 10
-"""Steps from one commit to the next."""
 
 
 @dataclass(frozen=True)

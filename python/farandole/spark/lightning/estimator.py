@@ -2,32 +2,17 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchEstimator` of Lightning: a `LightningModule` fitted data-parallel on a DataFrame."""
 
-# ruff: noqa: PLC0415 - cycle with persistence
-
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-from pyspark.ml.util import MLReadable, MLWritable
-
-from farandole.data.columns import check_shapes_fit
 from farandole.runner.backend import max_processes
-from farandole.spark.common.data.reading import (
-    create_transformation,
-    missing_value_policy,
-    training_data_spec,
-)
 from farandole.spark.common.datamodule import check_data_module
-from farandole.spark.common.estimator import FarandoleEstimator
-from farandole.spark.common.model.outputs import ModelOutput
-from farandole.spark.common.model.signature import input_signature
-from farandole.spark.common.runs.digests import class_name, value_digest
+from farandole.spark.common.runs.digests import class_name
 from farandole.spark.common.runs.fingerprint import FingerprintPart
-from farandole.spark.common.runs.trackers import create_trackers
+from farandole.spark.common.training_plan import TrainingPlan
 from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
 from farandole.spark.lightning.model import TorchModel
 from farandole.spark.lightning.module_wrapper import wrap_module
@@ -35,20 +20,26 @@ from farandole.spark.lightning.params import LightningParams
 from farandole.spark.lightning.remote import compression_hook_arguments, train_rank
 from farandole.spark.lightning.step_probe import check_training_step
 from farandole.spark.torch import mapping
-from farandole.spark.torch.columns.losses import construct_losses, loss_output_form
-from farandole.spark.torch.columns.tensors import create_torch_inputs
-from farandole.spark.torch.fingerprint_parts import model_parts
-from farandole.spark.torch.job import TorchLabel, TorchTrainingJob, TrainingLoopOptions
+from farandole.spark.torch.columns.losses import construct_losses
+from farandole.spark.torch.estimator_base import TorchEstimatorBase
+from farandole.spark.torch.job import TorchLabel, TorchUserObjects
 from farandole.spark.torch.loss_probe import check_loss_forms
 from farandole.spark.torch.saving import payload
+from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReadable,  # noqa: F401 - Horovod has these here
+    TorchEstimatorParamsReader,  # noqa: F401
+    TorchEstimatorParamsWritable,  # noqa: F401
+    TorchEstimatorParamsWriter,  # noqa: F401
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from farandole.data.prepare import PreparedData as Prepared
     from farandole.runner.backend import Backend
     from farandole.spark.common.runs.fingerprint import Fingerprint
     from farandole.spark.common.runs.tracking import ModelExample
-    from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter
-    from farandole.spark.common.show.progress import ProgressDisplay
+    from farandole.spark.torch.estimator_base import SampledColumns
     from farandole.spark.torch.job import TorchTrainingResult
 
 _LIGHTNING_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -58,32 +49,7 @@ MIN_PL_VERSION = "2.4.0"
 """The first version of Lightning that this works with."""
 
 
-class TorchEstimatorParamsWritable(MLWritable):
-    """A mixin that saves an estimator by Spark ML's `write()`."""
-
-    def write(self) -> ParamsWriter:
-        """Returns the writer; `write().overwrite().save(path)` replaces the old directory, see
-        `places`.
-        """
-        from farandole.spark.torch.saving.persistence import TorchParamsWriter
-
-        return TorchParamsWriter(cast("Any", self))
-
-
-class TorchEstimatorParamsReadable(MLReadable["LightningEstimator"]):
-    """A mixin that loads an estimator by Spark ML's `read()`."""
-
-    @classmethod
-    def read(cls) -> ParamsReader[Any]:
-        """Returns the reader; loading runs the code that was pickled with the estimator."""
-        from farandole.spark.torch.saving.persistence import TorchParamsReader
-
-        return TorchParamsReader(cls)
-
-
-class LightningEstimator(
-    LightningParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
-):
+class LightningEstimator(LightningParams, TorchEstimatorBase):
     """An estimator that fits a `LightningModule` on a DataFrame, on several processes at once.
 
     A batch is a dict of tensors by column: features as `farandole.spark.torch.TorchEstimator` makes
@@ -100,14 +66,13 @@ class LightningEstimator(
 
     def _check_params(self) -> None:
         super()._check_params()
-        if not isinstance(self.getModel(), torch.nn.Module):
-            raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
-        if self.getLoss() is not None and self.getLossConstructors() is not None:
-            raise ValueError(
-                "at most one of parameters loss and loss_constructors may be specified"
-            )
         if self._lightning_package() is None:
-            self._check_plain_module()
+            if self.getOptimizer() is None:
+                raise ValueError("optimizer is required for a plain module")
+            self._check_optimizer()
+            if self.getLoss() is None and self.getLossConstructors() is None:
+                raise ValueError("loss is required for a plain module")
+            self._label_losses()
         else:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights", "lr_scheduler"):
                 if self.getOrDefault(name) is not None:
@@ -120,15 +85,6 @@ class LightningEstimator(
             if not hasattr(one, "on_fit_start"):
                 raise TypeError(f"a callback must be a Lightning callback: {one!r}")
         compression_hook_arguments(self.getGradientCompression())
-
-    def _check_plain_module(self) -> None:
-        optimizer = self.getOptimizer()
-        if optimizer is None:
-            raise ValueError("optimizer is required for a plain module")
-        mapping.check_optimizer(self.getModel(), optimizer)
-        mapping.check_scheduler(self.getLrScheduler(), optimizer)
-        if self.getLoss() is None and self.getLossConstructors() is None:
-            raise ValueError("loss is required for a plain module")
 
     def _lightning_package(self) -> str | None:
         """Returns the package whose `LightningModule` the model is; `None` for a plain module."""
@@ -146,83 +102,39 @@ class LightningEstimator(
         """Returns the class of the fitted model."""
         return TorchModel
 
-    def _train_model(
-        self, backend: Backend, prepared: Prepared, shown: ProgressDisplay
-    ) -> TorchModel:
-        mapping.check_embeddings(self.getModel(), max_processes(backend))
-        processes = backend.num_processes()
-        step = value_digest(self.getBatchSize() * self.getBackwardPassesPerStep() * processes)
-        fingerprint = self._fit_fingerprint(prepared).with_totals(
-            {"batch_size": step, "backward_passes_per_step": step}, processes
-        )
-        job, objects, sizes, tensors = self._create_job(prepared, fingerprint)
-        base = job.base
-        self._check_losses(
-            base,
-            objects,
-            processes=max_processes(backend),
-            names=self._column_roles().stored_columns,
-        )
-        with (
-            self._hold_run(base, fingerprint, shown) as base,
-            create_trackers(self, base, prepared, fingerprint) as tracker,
-        ):
-            job = replace(job, base=base)
-            trained = cast(
-                "TorchTrainingResult", self._launch_job(backend, train_rank, job, shown, tracker)[0]
-            )
-            objects.module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
-            module = objects.module.model if self._lightning_package() is None else objects.module
-            tracker.log_model(module, "pytorch", self._model_example(base, module, tensors))
-        outputs = None
-        if sizes is not None:
-            outputs = [
-                ModelOutput(one.column.dtype, bool(one.column.shape), size)
-                for one, size in zip(base.labels, sizes, strict=True)
-            ]
-        input_dtypes = (
-            [one.dtype for one in base.inputs] if prepared.encoding else self.getInputDtypes()
-        )
-        return TorchModel(
-            history=trained.history,
-            model=module,
-            feature_columns=self.getFeatureCols(),
-            input_shapes=self.getInputShapes(),
-            input_dtypes=input_dtypes,
-            label_columns=self.getLabelCols(),
-            run_id=base.run_id,
-            loss=self.getLoss(),
-            loss_constructors=self.getLossConstructors(),
-            signature=input_signature(base.inputs),
-            **self._inherited_params(prepared),
-            paths=base.file_paths(),
-            outputs=outputs,
+    def _plan_training(self, prepared: Prepared, backend: Backend) -> TrainingPlan:
+        sampled = self._sample_columns(prepared, backend)
+        fingerprint = self._fit_fingerprint(prepared, backend.num_processes(), {})
+        is_plain, losses = self._lightning_package() is None, self._constructed_losses()
+        job, objects = self._create_job(prepared, fingerprint, sampled, losses)
+        module, sizes = objects.module, None
+        if is_plain:
+            found = mapping.model_outputs(job.inputs, job.labels, module, sampled.rows)
+            sizes = [output[0].numel() for output in found]
+        if isinstance(objects.data_module, type | None):  # else its rows and batches are unknown
+            most, changes = max_processes(backend), objects.transformation
+            if is_plain:
+                check_loss_forms(job, losses, module.model, changes, processes=most)
+            else:
+                check_training_step(job, module, changes, processes=most)
+
+        def load_result(trained: TorchTrainingResult) -> torch.nn.Module:
+            module.load_state_dict(payload.unpack_state(trained.checkpoint)["model"])
+            return module.model if is_plain else module
+
+        return TrainingPlan(
+            job=job,
+            fingerprint=fingerprint,
+            train=train_rank,
+            inputs=job.inputs,
+            output_sizes=sizes,
+            load_result=load_result,
+            create_example=lambda model: self._create_example(job, model, sampled.rows),
+            model_params=self._model_params(prepared, job.inputs),
         )
 
-    def _check_losses(
-        self,
-        job: TorchTrainingJob,
-        objects: LightningUserObjects,
-        *,
-        processes: int,
-        names: list[str],
-    ) -> None:
-        """Tries losses of an unknown form on parts of real rows."""
-        if not isinstance(objects.data_module, type | None):
-            return  # its rows and batches are unknown here
-        if self._lightning_package() is not None:
-            check_training_step(
-                job, objects.module, objects.transformation, processes=processes, names=names
-            )
-            return
-        losses = self._label_losses(len(job.labels))
-        model = objects.module.model
-        check_loss_forms(
-            job, losses, model, objects.transformation, processes=processes, names=names
-        )
-
-    def _model_example(
-        self, job: TorchTrainingJob, module: torch.nn.Module, tensors: dict[str, torch.Tensor]
+    def _create_example(
+        self, job: LightningTrainingJob, module: torch.nn.Module, rows: dict[str, torch.Tensor]
     ) -> ModelExample | None:
         """Returns some rows for MLflow; `None` if MLflow is not used, or if `forward` does not take
         the columns.
@@ -230,18 +142,13 @@ class LightningEstimator(
         if not self.getMlflow():
             return None
         try:
-            outputs = mapping.model_outputs(job.inputs, job.labels, module, tensors)
+            outputs = mapping.model_outputs(job.inputs, job.labels, module, rows)
         except ValueError:  # the steps of a LightningModule need not call it
             return None
-        return mapping.model_example(job, tensors, outputs)
-
-    def _loss_output_form(self) -> str | None:
-        loss = self.getLoss()
-        return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
+        return mapping.model_example(job, rows, outputs)
 
     def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
-        model = self.getModel()
-        parts = model_parts(model, self.getOptimizer())
+        model, parts = self.getModel(), super()._framework_fingerprint_parts()
         if self._lightning_package() is not None:
             parts += [
                 FingerprintPart.from_value(
@@ -253,36 +160,19 @@ class LightningEstimator(
         return parts
 
     def _create_job(
-        self, prepared: Prepared, fingerprint: Fingerprint
-    ) -> tuple[
-        LightningTrainingJob, LightningUserObjects, list[int] | None, dict[str, torch.Tensor]
-    ]:
-        """Returns the run's description, a copy of the user's objects, known sizes of outputs,
-        and some rows.
-        """
-        transformation = create_transformation(self)
-        raw = self._column_roles().stored_columns
-        columns, tensors = mapping.transformed_columns(
-            prepared, raw, transformation, missing_value_policy(self, prepared)
-        )
-        inputs, names = self._input_columns(), self.getLabelCols()
-        check_shapes_fit(columns, inputs, self.getInputShapes(), "feature")
-        check_shapes_fit(columns, [[name] for name in names], self.getLabelShapes(), "label")
-        mapping.check_weight_column(prepared, self.getSampleWeightCol())
-        package = self._lightning_package()
-        losses = self._label_losses(len(names))
-        shapes = self.getLabelShapes()
-        labels = tuple(
-            TorchLabel(*one) for one in mapping.map_labels(names, columns, losses, shapes)
-        )
-        made = create_torch_inputs(
-            inputs, columns, self.getInputShapes(), self.getInputDtypes(), prepared
-        )
-        if package is None:
-            labels = mapping.find_index_lists(labels, losses, made, self.getModel(), tensors)
+        self,
+        prepared: Prepared,
+        fingerprint: Fingerprint,
+        sampled: SampledColumns,
+        losses: list[Any],
+    ) -> tuple[LightningTrainingJob, LightningUserObjects]:
+        """Returns the run's description, and a copy of the user's objects."""
+        package, names = self._lightning_package(), self.getLabelCols()
+        mapped = mapping.map_labels(names, sampled.columns, losses, self.getLabelShapes())
+        labels = tuple(TorchLabel(*one) for one in mapped)
         objects = LightningUserObjects(
             module=self.getModel(),
-            transformation=transformation,
+            transformation=sampled.transformation,
             data_module=check_data_module(self.getDataModule()),
             callbacks=tuple(self.getCallbacks()),
             logger=self.getLogger(),
@@ -290,24 +180,23 @@ class LightningEstimator(
             trainer_args=self.getTrainerArgs() or {},
             compression=self.getGradientCompression(),
         )
+        installed = next(
+            one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
+        )
         if package is None:
+            labels = mapping.find_index_lists(
+                labels, losses, sampled.inputs, self.getModel(), sampled.rows
+            )
             objects.module = wrap_module(
-                next(
-                    one
-                    for one in _LIGHTNING_PACKAGES
-                    if find_spec(one.partition(".")[0]) is not None
-                ),
+                installed,
                 model=self.getModel(),
                 optimizer=self.getOptimizer(),
                 scheduler=self.getLrScheduler(),
                 interval=self.getLrSchedulerInterval(),
                 losses=losses,
                 loss_weights=self.getLossWeights() or [1.0 / len(names)] * len(names),
-                metrics=[
-                    list(one) if isinstance(one, list | tuple) else [one]
-                    for one in self.getMetrics() or []
-                ],
-                inputs=made,
+                metrics=self._metric_groups(),
+                inputs=sampled.inputs,
                 labels=labels,
                 weight=self.getSampleWeightCol(),
                 reduction=self.getLossReduction(),
@@ -318,57 +207,29 @@ class LightningEstimator(
             compression="gradient_compression",
             transformation="transformation_fn",
         )
-        run_id = self._new_run_id("pytorch", fingerprint)
-        base = TorchTrainingJob(
-            objects=packed,
-            store=self._filesystem_store().to_remote(run_id, prepared.index),
-            run_id=run_id,
-            data=training_data_spec(
-                self, prepared, raw, unseeded=0 if self.getDeterministic() else None
-            ),
-            loop=TrainingLoopOptions.from_estimator(self),
-            inputs=made,
-            labels=labels,
-            weight=self.getSampleWeightCol(),
-            loss_weights=(),
-            loss_reduction=self.getLossReduction(),
-        )
-        mine: LightningUserObjects = payload.unpack_pickle(packed)
         job = LightningTrainingJob(
-            base=base,
-            package=package
-            or next(
-                one for one in _LIGHTNING_PACKAGES if find_spec(one.partition(".")[0]) is not None
-            ),
+            **self._job_fields(prepared, fingerprint),
+            objects=packed,
+            inputs=sampled.inputs,
+            labels=labels,
+            package=package or installed,
             batches=package is not None,
             log_every=self.getLogEveryNSteps(),
             gpus=self.getNumGpus(),
             allow_pickle=self.getAllowPickle(),
         )
-        sizes = None
-        if package is None:
-            outputs = mapping.model_outputs(made, labels, mine.module, tensors)
-            sizes = [output[1:].numel() for output in outputs]
-        return job, mine, sizes, tensors
+        return job, payload.unpack_pickle(packed)
 
-    def _label_losses(self, count: int) -> list[Any]:
+    def _constructed_losses(self) -> list[Any]:
         """Returns the losses of a plain module; for a `LightningModule`, placeholders by which
         labels keep their type.
         """
-        given = self.getLoss() or self.getLossConstructors()
-        if given is None:
-            return [_placeholder_loss] * count
-        losses = list(given) if isinstance(given, list | tuple) else [given] * count
-        if len(losses) != count:
-            raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
-        if self.getLoss() is not None:
-            return losses
-        from farandole.spark.torch.job import TorchUserObjects
-
-        objects = TorchUserObjects(self.getModel(), self.getOptimizer(), losses, True, [], None)
-        return construct_losses(
-            objects, model=self.getModel(), optimizer=self.getOptimizer(), rank=0, size=1
-        )
+        if self._lightning_package() is not None:
+            return [_placeholder_loss] * len(self.getLabelCols())
+        model, optimizer, losses = self.getModel(), self.getOptimizer(), self._label_losses()
+        constructed = self.getLoss() is None
+        objects = TorchUserObjects(model, optimizer, losses, constructed, [], None)
+        return construct_losses(objects, model=model, optimizer=optimizer, rank=0, size=1)
 
 
 def _placeholder_loss(_output: Any, _label: Any) -> None:
@@ -377,16 +238,3 @@ def _placeholder_loss(_output: Any, _label: Any) -> None:
 
 TorchEstimator = LightningEstimator
 """Horovod's name of it."""
-
-
-def __getattr__(name: str) -> object:
-    """Horovod's names of what saves estimators."""
-    from farandole.spark.torch.saving import persistence
-
-    names = {
-        "TorchEstimatorParamsReader": persistence.TorchParamsReader,
-        "TorchEstimatorParamsWriter": persistence.TorchParamsWriter,
-    }
-    if name not in names:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return names[name]

@@ -7,18 +7,15 @@ objects.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from farandole.spark.torch.job import TorchTrainingJob
+from farandole.spark.torch.job import TorchTrainingJob
 
 
-@dataclass(frozen=True)
-class LightningTrainingJob:
-    """One run."""
+@dataclass(frozen=True, kw_only=True)
+class LightningTrainingJob(TorchTrainingJob):
+    """One run, with `LightningUserObjects`."""
 
-    base: TorchTrainingJob
-    """Data, loop, inputs and labels as for plain PyTorch, with `LightningUserObjects`."""
     package: str
     """`lightning.pytorch` or `pytorch_lightning`, whichever the module is of."""
     batches: bool
@@ -27,11 +24,6 @@ class LightningTrainingJob:
     gpus: int | None
     allow_pickle: bool | None
     """Whether the user allows the code in a checkpoint; `None` asks the variable."""
-
-    @property
-    def run_id(self) -> str:
-        """Name of the run."""
-        return self.base.run_id
 
 
 @dataclass

@@ -13,6 +13,7 @@ import logging
 import pickle
 import warnings
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def train_rank(job: LightningTrainingJob) -> TorchTrainingResult | None:
     hvd.init(process_sets="dynamic")
     with (
         scratch.temporary_directory() as folder,
-        contextlib.closing(StopCheck(job.base.store)) as halt,
+        contextlib.closing(StopCheck(job.store)) as halt,
     ):
         try:
             return _start_training(job, folder, halt)
@@ -82,10 +83,9 @@ def train_rank(job: LightningTrainingJob) -> TorchTrainingResult | None:
 def _start_training(
     job: LightningTrainingJob, folder: Path, halt: StopCheck
 ) -> TorchTrainingResult | None:
-    base = job.base
-    prepare_process(base.loop, hvd.rank())
-    device = choose_rank_device(base.loop.use_gpu and job.gpus != 0)
-    objects: LightningUserObjects = payload.unpack_pickle(base.objects)
+    prepare_process(job.loop, hvd.rank())
+    device = choose_rank_device(job.loop.use_gpu and job.gpus != 0)
+    objects: LightningUserObjects = payload.unpack_pickle(job.objects)
     if not is_elastic():
         return _train_in_world(job, objects, device, folder, halt, None)
     from farandole.lightning import elastic  # noqa: PLC0415 - needs one of Lightning's packages
@@ -105,13 +105,13 @@ def _train_in_world(
 ) -> TorchTrainingResult | None:
     """Trains from the beginning, or from the progress so far, to the end."""
     check_device_agreement(device)
-    base, rank, size = job.base, hvd.rank(), hvd.size()
+    rank, size = hvd.rank(), hvd.size()
     reached = LightningRunProgress() if state is None else state.reached
     resume, history = None, list(reached.history)
     if not reached.begun:
         # One read for all: a rank 0 of a lost gang may not have ended yet, and write another in
         # between.
-        found = broadcast_plain(base.store.resume() if rank == 0 else None, 0)
+        found = broadcast_plain(job.store.resume() if rank == 0 else None, 0)
         if found is not None:
             resume = folder / "resume.ckpt"
             resume.write_bytes(found)
@@ -127,44 +127,34 @@ def _train_in_world(
         data: dict[str, Any] = {"datamodule": _create_data_module(job, objects, rank, size)}
     else:
         train_source, val_source, _ = create_sources(
-            base, objects.transformation, None, rank, size, moves=moves
+            job, objects.transformation, None, rank, size, moves=moves
         )
         counter = None if job.batches else objects.module.label_counter()
         loader = LightningLoader(
             train_source,
-            base,
-            base.data.train_steps,
+            job,
+            job.data.train_steps,
             len(history),
             reached.place,
             size=size,
-            passes=objects.trainer_args.get("accumulate_grad_batches", base.loop.backward_passes),
+            passes=objects.trainer_args.get("accumulate_grad_batches", job.loop.backward_passes),
             counter=counter,
         )
         data = {"train_dataloaders": loader}
         if val_source is not None:
-            held = LightningLoader(val_source, base, base.data.val_steps, len(history))
+            held = LightningLoader(val_source, job, job.data.val_steps, len(history))
             data["val_dataloaders"] = held
     watch.use_loaders(loader, held)
     if not job.batches:
         objects.module.use_loaders(loader, held)
-    module: Any = torch.compile(objects.module) if base.loop.compile else objects.module
-    if state is None:
-        trainer.fit(
-            module,
-            **data,
-            ckpt_path=None if resume is None else str(resume),
-            **_weights_only_argument(job, trainer),
-        )
-    else:
+    module: Any = torch.compile(objects.module) if job.loop.compile else objects.module
+    fit = trainer.fit
+    if state is not None:
         state.reached = replace(reached, begun=True, history=history)
         state.begin_world(loader, watch)
-        state.fit(
-            trainer,
-            module,
-            **data,
-            ckpt_path=None if resume is None else str(resume),
-            **_weights_only_argument(job, trainer),
-        )
+        fit = partial(state.fit, trainer)
+    path = None if resume is None else str(resume)
+    fit(module, **data, ckpt_path=path, **_weights_only_argument(job, trainer))
     if hvd.rank() != 0:
         return None
     return TorchTrainingResult(
@@ -179,21 +169,16 @@ def _create_trainer(
     folder: Path,
     device: torch.device,
 ) -> Any:
-    loop = job.base.loop
+    loop = job.loop
     lightning = import_module(job.package)
     checkpoint = lightning.callbacks.ModelCheckpoint
     own = [one for one in objects.callbacks if isinstance(one, checkpoint)]
     for one in own:
         one.dirpath = str(folder / "run")
-    loggers = (
-        objects.logger
-        if isinstance(objects.logger, list | tuple)
-        else [objects.logger]
-        if objects.logger
-        else []
-    )
+    given = objects.logger or []
+    loggers = given if isinstance(given, list | tuple) else [given]
     for logger in loggers:
-        _redirect_logger(logger, folder / "run" / job.base.store.logs_subdir)
+        _redirect_logger(logger, folder / "run" / job.store.logs_subdir)
     callbacks = [*objects.callbacks, watch.create_callback(lightning.Callback)]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
@@ -296,8 +281,8 @@ def _load_checkpoint(job: LightningTrainingJob, found: bytes) -> dict[str, Any]:
         return payload.unpack_state(found)
     except pickle.UnpicklingError as error:
         raise PickleNotAllowedError(
-            f"the checkpoint of run {job.base.run_id!r} contains more than tensors and plain "
-            f"values: loading it runs code. If you trust {job.base.store.run_path}, set "
+            f"the checkpoint of run {job.run_id!r} contains more than tensors and plain "
+            f"values: loading it runs code. If you trust {job.store.run_path}, set "
             f"{ALLOW_PICKLE_PARAMETER}=True or {ALLOW_PICKLE_VARIABLE}=1, else choose another "
             f"run_id: {error}"
         ) from error
@@ -306,12 +291,12 @@ def _load_checkpoint(job: LightningTrainingJob, found: bytes) -> dict[str, Any]:
 def _create_data_module(
     job: LightningTrainingJob, objects: LightningUserObjects, rank: int, size: int
 ) -> Any:
-    data = job.base.data
+    data = job.data
     if not isinstance(objects.data_module, type):
         return objects.data_module
     return data.create_data_module(
         objects.data_module,
-        epochs=job.base.loop.epochs,
+        epochs=job.loop.epochs,
         transformation=objects.transformation,
         rank=rank,
         size=size,

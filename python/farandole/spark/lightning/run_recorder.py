@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,12 @@ import torch
 
 import farandole.torch as hvd
 from farandole.numpy.plain import allgather_plain
-from farandole.spark import task
 from farandole.spark.common.runs.finite_loss import check_finite_loss
-from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.epoch_reports import (
+    EpochReporter,
+    write_epoch_checkpoints,
+    write_history,
+)
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
 from farandole.spark.lightning.step_loss import StepLossScaler
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from farandole.spark.lightning.job import LightningTrainingJob
     from farandole.spark.lightning.loader import LightningLoader
 
-_REPORT_INTERVAL_SECONDS = 0.2
 _TENSOR_STATE_KEYS = ("model", "optimizer")
 _CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the files of Lightning's checkpoint callbacks."""
@@ -71,12 +72,13 @@ class LightningRunRecorder:
     ) -> None:
         self._earlier_totals = begun
         self._moves = moves
-        self.job, self.store = job, job.base.store
+        self.job, self.store = job, job.store
         self.scratch = scratch
         self.history = history
         self.rank, self.size = rank, size
         self.best: dict[str, Any] | None = None
-        self.started = self.reported = time.monotonic()
+        self.started = time.monotonic()
+        self.reporter = EpochReporter(job.loop.epochs)
         self.rows = 0
         self.val_rows = 0
         self.total = 0.0
@@ -97,7 +99,7 @@ class LightningRunRecorder:
                 them.
         """
         self._loaders = {"train": train, "val": val}
-        reduction = self.job.base.loss_reduction or "mean"
+        reduction = self.job.loss_reduction or "mean"
         self._scaler = StepLossScaler(train, reduction, self.size)
 
     def scale_loss(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
@@ -165,27 +167,16 @@ class LightningRunRecorder:
         self.meter.end_batch(rows)
         if isinstance(loss, torch.Tensor) and rows:
             value = float(loss.detach())
-            if self.job.base.loop.terminate_on_nan:
+            if self.job.loop.terminate_on_nan:
                 check_finite_loss(value, trainer.current_epoch, index, self.rank)
             self.total += value * rows
         if self.halt.should_stop_after_step(self.rank):
             trainer.should_stop = True
-        now = time.monotonic()
-        if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
+        if self.rank != 0 or not self.reporter.is_step_due():
             return
-        self.reported = now
-        speed = self.rows * self.size / max(now - self.started, 1e-9)
-        epoch_fields = {"epoch": trainer.current_epoch, "epochs": self.job.base.loop.epochs}
-        steps = {"step": index + 1, "steps": int(trainer.num_training_batches)}
-        task.report(
-            {
-                "kind": "step",
-                **epoch_fields,
-                **steps,
-                "rows_per_second": speed,
-                "loss": self.total / max(self.rows, 1),
-            }
-        )
+        speed = self.rows * self.size / max(time.monotonic() - self.started, 1e-9)
+        steps, loss = int(trainer.num_training_batches), self.total / max(self.rows, 1)
+        self.reporter.report_step(trainer.current_epoch, index + 1, steps, speed, loss)
 
     def end_epoch(self, trainer: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
@@ -232,19 +223,9 @@ class LightningRunRecorder:
         self.history.append(entry)
         self._publish_epoch(trainer)
         if self.rank == 0:
-            told_steps = {
-                "epochs": self.job.base.loop.epochs,
-                "steps": int(trainer.num_training_batches),
-            }
-            task.report(
-                {
-                    "kind": "epoch",
-                    "entry": entry,
-                    **told_steps,
-                    "rows_per_second": rows / max(seconds, 1e-9),
-                }
-            )
-        stopping = self.job.base.loop.early_stopping
+            steps = int(trainer.num_training_batches)
+            self.reporter.report_epoch(entry, steps, rows / max(seconds, 1e-9))
+        stopping = self.job.loop.early_stopping
         if (
             stopping is not None and stopping.is_over(self.history)
         ) or self.halt.should_stop_after_epoch(self.rank):
@@ -270,7 +251,7 @@ class LightningRunRecorder:
         return self._earlier_totals[1] + float(total)
 
     def _publish_epoch(self, trainer: Any) -> None:
-        best, every = self.job.base.loop.best, self.job.base.loop.checkpoint_every
+        best, every = self.job.loop.best, self.job.loop.checkpoint_every
         is_best = best is not None and best.best_index(self.history) == len(self.history) - 1
         if is_best and (self._moves or self.rank == 0):
             self.best = {
@@ -283,20 +264,9 @@ class LightningRunRecorder:
         trainer.save_checkpoint(str(path))  # all ranks take part
         if self.rank != 0:
             return
-        data, name = path.read_bytes(), self.store.checkpoint_filename
-        if is_best:
-            self.store.write_checkpoint(f"{name}.best", data)
-        if every is not None and len(self.history) % every == 0:
-            self.store.write_checkpoint(f"{name}.epoch-{len(self.history):04d}", data)
-        self.store.write_checkpoint(name, data)
-        logs = self.store.logs_subdir
-        self.store.write_log(
-            f"{logs}/history.jsonl",
-            "".join(json.dumps(one) + "\n" for one in self.history).encode(),
-        )
-        self.store.write_log(
-            f"{logs}/events.out.tfevents.farandole", encode_scalar_events(self.history)
-        )
+        count = len(self.history)
+        write_epoch_checkpoints(self.store, path.read_bytes(), count, is_best=is_best, every=every)
+        write_history(self.store, self.history)
         self.publish_files()
 
     def publish_files(self) -> None:
@@ -324,7 +294,7 @@ class LightningRunRecorder:
             return self.best
         found = (
             self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
-            if self.job.base.loop.best
+            if self.job.loop.best
             else None
         )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import sample_rows
 from farandole.spark.torch.columns.tensors import input_tensor
-from farandole.spark.torch.loss_probe import PROBE_PART_ROWS, PartLoss, check_parts
+from farandole.spark.torch.loss_probe import PartLoss, check_parts
 from farandole.spark.torch.training.source import to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from farandole.spark.torch.job import TorchTrainingJob
 
@@ -26,7 +25,6 @@ def check_training_step(
     transformation: Any,
     *,
     processes: int,
-    names: Sequence[str],
 ) -> None:
     """Refuses a module whose loss of all rows is not the mean of its losses of parts, if several
     processes or passes make one step.
@@ -39,7 +37,6 @@ def check_training_step(
         module: a copy of the user's.
         transformation: the user's transformation of rows, or `None`.
         processes: number of processes of the job.
-        names: columns that are read.
 
     Raises:
         ValueError: the loss is no mean over rows; the message names the options.
@@ -47,15 +44,9 @@ def check_training_step(
     alone = processes == 1 and job.loop.backward_passes == 1
     if alone or job.loss_reduction is not None or not module.automatic_optimization:
         return
-    data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = sample_rows(
-        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
-    )
-    columns = to_tensors(arrays)
-    ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
-    bounds = [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
-    losses = [_step_loss(job, module, columns, first, last) for first, last in bounds]
-    if any(mean_loss is None for mean_loss in losses):
+    tried = job.data.read_probe_parts(transformation, to_tensors)
+    losses = [_step_loss(job, module, columns, rows) for columns, rows in tried]
+    if any(one is None for one in losses):
         warnings.warn(
             f"training_step of {type(module).__name__} cannot be tried without a trainer, so its "
             "loss is taken for a mean over rows. With class weights, ignored labels or a sum, "
@@ -65,31 +56,22 @@ def check_training_step(
         )
         return
     whole, *parts = [
-        PartLoss(mean_loss * (last - first), float(last - first))
-        for mean_loss, (first, last) in zip(losses, bounds, strict=True)
-        if mean_loss is not None
+        PartLoss(loss * rows, float(rows))
+        for loss, (_, rows) in zip(losses, tried, strict=True)
+        if loss is not None
     ]
     check_parts(whole, parts, f"the loss of training_step of {type(module).__name__}")
 
 
 def _step_loss(
-    job: TorchTrainingJob,
-    module: Any,
-    columns: Mapping[str, torch.Tensor],
-    first: int,
-    last: int,
+    job: TorchTrainingJob, module: Any, part: Mapping[str, torch.Tensor], rows: int
 ) -> float | None:
     """Returns the loss of some rows; `None` if the step does not work without a trainer."""
-    part = {name: values[first:last] for name, values in columns.items()}
-    host, count = torch.device("cpu"), last - first
-    batch: dict[str, Any] = {
-        torch_input.name: input_tensor(part, torch_input, count, host) for torch_input in job.inputs
-    }
-    for torch_label in job.labels:
-        label = part[torch_label.column.name].to(getattr(torch, torch_label.dtype))
-        batch[torch_label.column.name] = (
-            label if torch_label.shape is None else label.reshape(torch_label.shape)
-        )
+    host = torch.device("cpu")
+    batch: dict[str, Any] = {one.name: input_tensor(part, one, rows, host) for one in job.inputs}
+    for spec in job.labels:
+        label = part[spec.column.name].to(getattr(torch, spec.dtype))
+        batch[spec.column.name] = label if spec.shape is None else label.reshape(spec.shape)
     if job.weight is not None:
         batch[job.weight] = part[job.weight].float().reshape(-1)
     training = module.training

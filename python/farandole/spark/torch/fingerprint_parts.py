@@ -13,7 +13,7 @@ from farandole.spark.common.runs.digests import (
     describe_optimizer,
     value_digest,
 )
-from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
+from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
 
 if TYPE_CHECKING:
     import torch
@@ -51,17 +51,12 @@ def model_parts(
     return parts
 
 
-def add_totals(
-    fingerprint: Fingerprint, optimized: torch.optim.Optimizer, processes: int, rows: int
-) -> Fingerprint:
-    """Returns a fingerprint with which a run continues if the rows and the learning rates of a step
-    are the same, for any number of processes.
+def optimizer_totals(optimized: torch.optim.Optimizer, processes: int) -> dict[str, str]:
+    """Returns the digest of the learning rates of all processes together, by name of the part.
 
     Args:
-        fingerprint: fingerprint of a fit.
-        optimized: the user's.
+        optimized: the user's optimizer.
         processes: number of processes of the fit.
-        rows: number of rows of a step of the optimizer, on one process.
     """
     groups = [
         {
@@ -70,13 +65,7 @@ def add_totals(
         }
         for group in describe_optimizer(optimized)
     ]
-    step = value_digest(rows * processes)
-    totals = {
-        "batch_size": step,
-        "backward_passes_per_step": step,
-        "optimizer": value_digest([type(optimized), groups]),
-    }
-    return fingerprint.with_totals(totals, processes)
+    return {"optimizer": value_digest([type(optimized), groups])}
 
 
 def _describe_optimizer(optimized: torch.optim.Optimizer) -> str:

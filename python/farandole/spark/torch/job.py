@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.spark.common.data.reading import run_file_paths
+from farandole.spark.common.data.reading import TrainingJob
+from farandole.spark.common.model.signature import ModelInput
 
 if TYPE_CHECKING:
     from farandole.data.columns import PreparedColumn
-    from farandole.spark.common.data.reading import TrainingDataSpec
     from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
     from farandole.spark.torch.params import TorchParams
-    from farandole.stores.remote_store import RemoteStore
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,13 @@ class TorchLabel:
 
 
 @dataclass(frozen=True)
-class TorchInput:
-    """One argument of the model: the feature columns side by side, as one tensor."""
+class TorchInput(ModelInput):
+    """One argument of the model, as one tensor."""
 
-    columns: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Shape of one batch, -1 for its rows."""
-    dtype: str = "float32"
     ragged: bool = False
     """Whether the length of batches may differ from the one in `shape`."""
     nested: bool = False
     """Whether a batch is a nested tensor, with rows of different lengths."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
 
 
 @dataclass(frozen=True)
@@ -103,26 +93,16 @@ class TrainingLoopOptions:
         )
 
 
-@dataclass(frozen=True)
-class TorchTrainingJob:
-    """One run."""
+@dataclass(frozen=True, kw_only=True)
+class TorchTrainingJob(TrainingJob):
+    """One run, with `TorchUserObjects`."""
 
-    objects: bytes
-    """Pickled `TorchUserObjects`."""
-    store: RemoteStore
-    run_id: str
-    data: TrainingDataSpec
     loop: TrainingLoopOptions
     inputs: tuple[TorchInput, ...]
     labels: tuple[TorchLabel, ...]
-    weight: str | None
-    loss_weights: tuple[float, ...]
+    loss_weights: tuple[float, ...] = ()
     loss_reduction: str | None = None
     """The user's word for losses of an unknown form, see `columns.loss_terms`."""
-
-    def file_paths(self) -> dict[str, str]:
-        """Returns the paths of the run's files, if it has files."""
-        return run_file_paths(self.store, self.data)
 
 
 @dataclass

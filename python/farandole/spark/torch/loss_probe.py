@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farandole.spark.common.data.source import sample_rows
+from farandole.spark.common.data.reading import PROBE_PART_ROWS
 from farandole.spark.torch.columns.loss_terms import LabelLoss
 from farandole.spark.torch.columns.losses import shape_label
 from farandole.spark.torch.mapping import model_outputs
@@ -25,13 +25,9 @@ from farandole.torch import loss_sums
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from farandole.spark.common.data.reading import ProbePart
     from farandole.spark.torch.job import TorchLabel, TorchTrainingJob
 
-PROBE_PART_ROWS = (3, 20, 9) * 8
-"""Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
-contain labels that only a few rows have. The parts are small, because the loss of a part with most
-of the rows is close to the loss of all rows, for any loss.
-"""
 _MODEL_ROWS = 16
 """Rows for which the model is called; labels are compared with these outputs in turn."""
 _RELATIVE_TOLERANCE = 1e-4
@@ -50,19 +46,6 @@ class PartLoss:
         return self.total / self.count if self.count else 0.0
 
 
-@dataclass(frozen=True)
-class ProbeRows:
-    """Real rows on which losses are tried.
-
-    Attributes:
-        columns: tensors by column.
-        outputs: outputs of the model, one per label, as many rows as `columns` has.
-    """
-
-    columns: dict[str, torch.Tensor]
-    outputs: list[torch.Tensor]
-
-
 def needs_probe(loss: Any, reduction: str | None) -> bool:
     """Returns whether only a trial shows the form of the result of a loss.
 
@@ -73,55 +56,33 @@ def needs_probe(loss: Any, reduction: str | None) -> bool:
     return reduction is None and loss_sums.known_reduction(loss) is None
 
 
-def read_probe_rows(
-    job: TorchTrainingJob, model: torch.nn.Module, transformation: Any, names: Sequence[str]
-) -> ProbeRows:
-    """Returns rows on which losses are tried.
-
-    Args:
-        job: the run.
-        model: a copy of the user's.
-        transformation: the user's transformation of rows, or `None`.
-        names: columns that are read.
-    """
-    data, rows = job.data, sum(PROBE_PART_ROWS)
-    arrays = sample_rows(
-        data.train_url, names, rows, transformation, data.missing, data.ragged, spread=True
-    )
-    columns = to_tensors(arrays)
-    outputs = model_outputs(job.inputs, job.labels, model, columns, _MODEL_ROWS)
-    order = torch.arange(rows) % _MODEL_ROWS
-    return ProbeRows(columns, [output[order] for output in outputs])
-
-
 def check_loss_parts(
-    torch_label: TorchLabel, loss: Any, output: torch.Tensor, values: torch.Tensor, name: str
+    torch_label: TorchLabel, loss: Any, output: torch.Tensor, parts: Sequence[ProbePart], name: str
 ) -> None:
     """Refuses a loss whose parts do not give the whole.
 
     Args:
         torch_label: the label.
         loss: its loss.
-        output: output of the model.
-        values: the label column, as many rows.
+        output: output of the model, whose rows are compared with the labels in turn.
+        parts: all rows, and then the parts of these rows.
         name: words for the loss in the message.
 
     Raises:
         ValueError: the loss of all rows is not the mean of the losses of parts.
     """
-    label_loss = LabelLoss(loss, torch_label)
-    label = values.to(getattr(torch, torch_label.dtype))
-    ends = torch.tensor(PROBE_PART_ROWS).cumsum(0).tolist()
-    bounds = [(0, ends[-1]), *zip([0, *ends[:-1]], ends, strict=True)]
+    label_loss, first = LabelLoss(loss, torch_label), 0
     found: list[PartLoss] = []
-    for first, last in bounds:
-        rows = last - first
-        count = label_loss.count(label[first:last], rows)
-        shaped = shape_label(label[first:last], output[first:last], torch_label.shape)
+    for columns, rows in parts:
+        first = 0 if len(found) <= 1 else first  # all rows, and the first part
+        some = output[torch.arange(first, first + rows) % len(output)]
+        first += rows
+        label = columns[torch_label.column.name].to(getattr(torch, torch_label.dtype))
+        count, shaped = label_loss.count(label, rows), shape_label(label, some, torch_label.shape)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)  # a loss with random parts has the same in each call
-                term = label_loss.term(output[first:last], shaped, None, count)
+                term = label_loss.term(some, shaped, None, count)
         except Exception as error:
             raise ValueError(
                 f"{name} takes no batch of {rows} rows, so it cannot be averaged over processes: "
@@ -168,7 +129,6 @@ def check_loss_forms(
     transformation: Any,
     *,
     processes: int,
-    names: Sequence[str],
 ) -> None:
     """Tries the losses of unknown forms, if several processes or passes make one step.
 
@@ -178,7 +138,6 @@ def check_loss_forms(
         model: a copy of the user's.
         transformation: the user's transformation of rows, or `None`.
         processes: number of processes of the job.
-        names: columns that are read.
 
     Raises:
         ValueError: a loss is no mean over rows; the message names the label and the options.
@@ -186,14 +145,12 @@ def check_loss_forms(
     tried = [needs_probe(loss, job.loss_reduction) for loss in losses]
     if not any(tried) or (processes == 1 and job.loop.backward_passes == 1):
         return
-    rows = read_probe_rows(job, model, transformation, names)
-    for torch_label, loss, output, is_tried in zip(
-        job.labels, losses, rows.outputs, tried, strict=True
-    ):
+    parts = job.data.read_probe_parts(transformation, to_tensors)
+    outputs = model_outputs(job.inputs, job.labels, model, parts[0].columns, _MODEL_ROWS)
+    for label, loss, output, is_tried in zip(job.labels, losses, outputs, tried, strict=True):
         if is_tried:
-            column = torch_label.column.name
-            name = f"the loss {loss_sums.loss_name(loss)} of column {column!r}"
-            check_loss_parts(torch_label, loss, output, rows.columns[column], name)
+            name = f"the loss {loss_sums.loss_name(loss)} of column {label.column.name!r}"
+            check_loss_parts(label, loss, output, parts, name)
 
 
 def _is_close(whole: float, parts: Sequence[float]) -> bool:

@@ -15,57 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole._native import prepare as native
-from farandole.data.columns import PreparedColumn, row_shape
-from farandole.spark.common.data.source import sample_rows
+from farandole.data.columns import row_shape
+from farandole.spark.common.data.reading import EXAMPLE_ROWS
 from farandole.spark.common.runs.tracking import ModelExample
 from farandole.spark.torch.columns.losses import label_dtype, shape_label, takes_class_indices
 from farandole.spark.torch.columns.tensors import describe_misfit, flat_outputs, input_tensor
 from farandole.spark.torch.training.batches import describe_unknown_class
 from farandole.spark.torch.training.scores import ScoreSums
-from farandole.spark.torch.training.source import to_tensors
 from farandole.torch.loss_sums import ignored_label
 from farandole.torch.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData as Prepared
-    from farandole.spark.common.data.source import MissingValuePolicy
     from farandole.spark.torch.job import TorchInput, TorchLabel, TorchTrainingJob, TorchUserObjects
-
-_SAMPLE_ROWS = 2
-
-
-def transformed_columns(
-    prepared: Prepared, names: Sequence[str], transformation: Any, missing: MissingValuePolicy
-) -> tuple[dict[str, PreparedColumn], dict[str, torch.Tensor]]:
-    """Returns the columns that training processes will see, and some rows of them.
-
-    Args:
-        prepared: the data.
-        names: columns that are read.
-        transformation: the user's transformation, or `None`.
-        missing: treatment of nulls, NaN and infinities.
-
-    Raises:
-        ValueError: the transformation leaves out a column that is needed.
-    """
-    arrays = sample_rows(
-        prepared.train_url, names, _SAMPLE_ROWS, transformation, missing, prepared.ragged
-    )
-    tensors = to_tensors(arrays)
-    if transformation is None:
-        return {name: prepared.columns[name] for name in names}, tensors
-    columns = {
-        name: PreparedColumn(name, str(arrays[name].dtype), tuple(arrays[name].shape[1:]))
-        for name in tensors
-    }
-    lacking = [name for name in names if name not in columns]
-    if lacking:
-        raise ValueError(
-            f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
-        )
-    return columns, tensors
 
 
 def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
@@ -363,7 +328,7 @@ def model_example(
     """
     if len(job.inputs) != 1 or job.inputs[0].ragged:
         return None
-    given = input_tensor(tensors, job.inputs[0], _SAMPLE_ROWS, torch.device("cpu"))
+    given = input_tensor(tensors, job.inputs[0], EXAMPLE_ROWS, torch.device("cpu"))
     return ModelExample(_to_numpy(given), _to_numpy(outputs[0]) if len(outputs) == 1 else None)
 
 
@@ -377,7 +342,7 @@ def model_outputs(
     labels: Sequence[TorchLabel],
     model: torch.nn.Module,
     rows: dict[str, torch.Tensor],
-    count: int = _SAMPLE_ROWS,
+    count: int = EXAMPLE_ROWS,
 ) -> list[torch.Tensor]:
     """Returns a model's outputs for some rows.
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import farandole.torch as hvd
-from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
+from farandole.spark.common.show.epoch_reports import EpochReporter
 from farandole.spark.torch.callbacks import CallbackGroup, TrainingState
 from farandole.spark.torch.columns.loss_terms import mean_of_terms
 from farandole.spark.torch.columns.losses import construct_losses
@@ -31,11 +33,7 @@ from farandole.spark.torch.training.batch_norm import (
 )
 from farandole.spark.torch.training.batches import BatchEvaluator, UserMinibatch
 from farandole.spark.torch.training.checkpoints import RunCheckpoints
-from farandole.spark.torch.training.elastic import (
-    COMMIT_INTERVAL_STEPS,
-    TorchElasticRun,
-    TorchRunProgress,
-)
+from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.setup import (
@@ -55,8 +53,6 @@ if TYPE_CHECKING:
     from farandole.spark.torch.training.batches import ScoredBatch
     from farandole.spark.torch.training.setup import BatchedSource
     from farandole.spark.torch.training.step_counts import StepCounts
-
-_REPORT_INTERVAL_SECONDS = 0.2
 
 
 def train_rank(job: TorchTrainingJob) -> TorchTrainingResult | None:
@@ -95,7 +91,11 @@ class _TorchTrainer:
             backward_passes_per_step=job.loop.backward_passes,
             op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
-        self.elastic_run = TorchElasticRun(self.model, self.optimizer)
+        self.elastic_run = ElasticRun(
+            TorchRunProgress(),
+            hvd.elastic.run,
+            partial(hvd.elastic.TorchState, self.model, self.optimizer),
+        )
         self.checkpoints = RunCheckpoints(job, self.rank, moves=self.elastic_run.moves)
         losses = construct_losses(
             objects, model=self.model, optimizer=self.optimizer, rank=self.rank, size=self.size
@@ -115,7 +115,8 @@ class _TorchTrainer:
             self.model, self.optimizer, self.rank, self.size, job.loop.epochs, history=self.history
         )
         self.callbacks = CallbackGroup(objects.callbacks, state)
-        self.started = self.reported = time.monotonic()
+        self.started = time.monotonic()
+        self.reporter = EpochReporter(job.loop.epochs)
         self.end_reason: str | None = None
         self.losses = FiniteLossCheck(wanted=job.loop.terminate_on_nan, rank=self.rank)
         self.halt = StopCheck(job.store)
@@ -237,13 +238,8 @@ class _TorchTrainer:
         self.callbacks.call_callbacks("on_epoch_end")
         self.checkpoints.publish_epoch(self._checkpoint_state, self.history)
         if self.rank == 0:
-            told = {
-                "entry": entry,
-                "epochs": self.loop.epochs,
-                "steps": reached.place.steps,
-                "rows_per_second": rows / max(reached.seconds, 1e-9),
-            }
-            task.report({"kind": "epoch", **told})
+            speed = rows / max(reached.seconds, 1e-9)
+            self.reporter.report_epoch(entry, reached.place.steps, speed)
         self.elastic_run.commit_progress(
             history=list(self.history),
             place=EpochPosition(),
@@ -425,15 +421,11 @@ class _TorchTrainer:
         started: float,
         scores: ScoreSums,
     ) -> None:
-        now = time.monotonic()
-        if self.rank != 0 or now - self.reported < _REPORT_INTERVAL_SECONDS:
+        if self.rank != 0 or not self.reporter.is_step_due():
             return
-        self.reported = now
-        speed = self._trained_row_count(source, source.position_after_steps(epoch, step)) / max(
-            begun.seconds + now - started, 1e-9
-        )
-        place = {"epoch": epoch, "epochs": self.loop.epochs, "step": step, "steps": steps}
-        task.report({"kind": "step", **place, "rows_per_second": speed, "loss": scores.mean_loss()})
+        rows = self._trained_row_count(source, source.position_after_steps(epoch, step))
+        speed = rows / max(begun.seconds + time.monotonic() - started, 1e-9)
+        self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
 
     def _trained_row_count(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""

@@ -7,21 +7,32 @@ frameworks.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from farandole.spark.common.data.source import MissingValuePolicy
+from farandole.data.columns import PreparedColumn
+from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from farandole.data.columns import PreparedColumn
     from farandole.data.prepare import PreparedData
     from farandole.data.ragged import Ragged
     from farandole.spark.common.params import EstimatorParams
     from farandole.stores.remote_store import RemoteStore
+
+_Source = TypeVar("_Source", bound=BatchSource)
+
+EXAMPLE_ROWS = 2
+"""Rows of an example, with which a model is tried."""
+PROBE_PART_ROWS = (3, 20, 9) * 8
+"""Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
+contain labels that only a few rows have. The parts are small, because the loss of a part with most
+of the rows is close to the loss of all rows, for any loss.
+"""
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,93 @@ class TrainingDataSpec:
             verbose=False,
             random_seed=self.order_seed,
         )
+
+    def open_sources(
+        self, kind: type[_Source], casts: dict[str, str | None], **more: Any
+    ) -> tuple[_Source, _Source | None]:
+        """Returns the sources of training and validation rows.
+
+        Args:
+            kind: class of the sources.
+            casts: columns to read, and the types that the reader casts them to.
+            **more: further arguments of the class, such as `rank` and `size`.
+        """
+
+        def open_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> _Source:
+            return kind(
+                url,
+                casts,
+                batch_size=batch_size,
+                seed=self.order_seed,
+                shuffle=shuffle,
+                threads=threads,
+                in_memory=self.in_memory,
+                missing=self.missing,
+                ragged=self.ragged,
+                **more,
+            )
+
+        train = open_source(
+            self.train_url, self.batch_size, self.train_threads, shuffle=self.shuffle
+        )
+        if self.val_url is None:
+            return train, None
+        # The order does not matter: sums over rows are the same. If shuffled, each byte is read
+        # once.
+        return train, open_source(self.val_url, self.val_batch_size, self.val_threads, shuffle=True)
+
+    def read_probe_parts(
+        self, transformation: Any, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> list[ProbePart]:
+        """Returns rows from all parts of the data, on which a loss is tried, and then the parts of
+        these rows.
+
+        Args:
+            transformation: the user's transformation of rows, or `None`.
+            convert: changes the columns before they are divided into parts.
+        """
+        rows, names = sum(PROBE_PART_ROWS), list(self.columns)
+        columns = convert(
+            sample_rows(
+                self.train_url, names, rows, transformation, self.missing, self.ragged, spread=True
+            )
+        )
+        ends = list(itertools.accumulate(PROBE_PART_ROWS))
+        return [
+            ProbePart({name: one[first:last] for name, one in columns.items()}, last - first)
+            for first, last in [(0, rows), *zip([0, *ends[:-1]], ends, strict=True)]
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """The description of a run for its training processes: the parts of all frameworks."""
+
+    objects: bytes
+    """The user's objects, pickled."""
+    store: RemoteStore
+    run_id: str
+    data: TrainingDataSpec
+    weight: str | None
+    """Column of the weights of rows."""
+
+    def file_paths(self) -> dict[str, str]:
+        """Returns the paths of the run's files, if it has files."""
+        run, filename = self.store.checkpoint_path, self.store.checkpoint_filename
+        named = {
+            "training data": self.data.train_url,
+            "validation data": self.data.val_url,
+            "checkpoint": None if run is None else f"{run}/{filename}",
+            "logs": self.store.logs_path,
+        }
+        return {name: path for name, path in named.items() if path is not None}
+
+
+class ProbePart(NamedTuple):
+    """Some rows on which a loss is tried: arrays or tensors by column, and the number of rows."""
+
+    columns: dict[str, Any]
+    rows: int
 
 
 def training_data_spec(
@@ -164,18 +262,41 @@ def create_transformation(estimator: EstimatorParams) -> UserTransformation | No
     return UserTransformation(function, edits or (), removed or ())
 
 
-def run_file_paths(store: RemoteStore, data: TrainingDataSpec) -> dict[str, str]:
-    """Returns the paths of a run's files, if it has files.
+def read_example_rows(
+    estimator: EstimatorParams, prepared: PreparedData, names: Sequence[str], transformation: Any
+) -> dict[str, Any]:
+    """Returns `EXAMPLE_ROWS` rows as training processes will see them, arrays by column.
 
     Args:
-        store: store of the run.
-        data: data that the run reads.
+        estimator: whose parameters count.
+        prepared: the data.
+        names: columns that are read.
+        transformation: the user's transformation of rows, or `None`.
     """
-    run, name = store.checkpoint_path, store.checkpoint_filename
-    named = {
-        "training data": data.train_url,
-        "validation data": data.val_url,
-        "checkpoint": None if run is None else f"{run}/{name}",
-        "logs": store.logs_path,
+    missing = missing_value_policy(estimator, prepared)
+    return sample_rows(
+        prepared.train_url, names, EXAMPLE_ROWS, transformation, missing, prepared.ragged
+    )
+
+
+def array_columns(
+    arrays: Mapping[str, Any], names: Sequence[str] = ()
+) -> dict[str, PreparedColumn]:
+    """Returns the columns that arrays belong to, of which a transformation may have made some.
+
+    Args:
+        arrays: some rows.
+        names: columns that are needed.
+
+    Raises:
+        ValueError: the transformation leaves out a column that is needed.
+    """
+    lacking = [name for name in names if name not in arrays]
+    if lacking:
+        raise ValueError(
+            f"transformation_fn returns no columns with these names: {', '.join(lacking)}"
+        )
+    return {
+        name: PreparedColumn(name, str(array.dtype), tuple(array.shape[1:]))
+        for name, array in arrays.items()
     }
-    return {name: path for name, path in named.items() if path is not None}

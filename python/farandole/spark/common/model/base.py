@@ -10,28 +10,33 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import cloudpickle
 from pyspark.ml import Model
 
-from farandole.common import pickling
+from farandole.common import check, pickling
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.encoding import ColumnEncoding
 from farandole.spark.common.data.schema import check_types
 from farandole.spark.common.model.classes import AddedClassColumns, ClassificationParams
 from farandole.spark.common.model.outputs import (
+    ModelOutput,
     add_predictions,
+    parse_outputs,
     probe_outputs,
     rename_columns_to_numbers,
 )
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import ModelParams
 from farandole.spark.common.show.progress import ProgressLines
 from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import os
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     import numpy.typing as npt
     import pandas as pd
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
     from farandole.spark.common.model.evaluation import ClassSums, ModelEvaluation, ValueSums
     from farandole.spark.common.model.model_summary import LayerSummary
+    from farandole.spark.common.model.onnx import Signature
+    from farandole.spark.common.model.predictor import BatchPredictor
     from farandole.spark.common.show.chart import MetricsChart
     from farandole.ui import Viewer
 
@@ -53,7 +60,17 @@ _SHOWN_MESSAGES: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 class FarandoleModel(ClassificationParams, ModelParams, Model):
     """The base of the models of all frameworks."""
 
+    outputs: Parameter[Sequence[ModelOutput]] = Parameter(
+        "Description of the outputs; determined if omitted.",
+        check.converted_by(parse_outputs),
+        default=None,
+    )
+
     _framework = "the framework"
+    _onnx_extras: ClassVar[str] = "onnx"
+    """Extras of Farandole that install the packages for an export."""
+    _onnx_packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that an export needs in addition to ONNX's own."""
 
     def transform(self, df: Any, params: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Adds the model's predictions to a DataFrame.
@@ -237,6 +254,63 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             [title, *(f"{name}\n  " + "\n  ".join(lines) for name, lines in parts.items() if lines)]
         )
 
+    def to_onnx(
+        self,
+        path: str | os.PathLike[str],
+        rows: DataFrame | None = None,
+        *,
+        opset: int | None = None,
+        tolerance: float = 1e-4,
+    ) -> None:
+        """Writes the model as an ONNX file, which runs without its framework and without Farandole.
+
+        torch's exporter traces the model in evaluation mode; a Keras model on Keras's torch
+        backend, in another process. The number of rows stays open. Inputs are named after their
+        columns (`a_b` for columns that are one input), outputs after the columns that `transform`
+        adds. ONNX Runtime then predicts some rows, and the file is kept only if it makes the same
+        predictions as the model.
+
+        Args:
+            path: of the file, on this host; a model above 1 GiB has its weights in a second file
+                beside it.
+            rows: rows to check with; default: made-up ones.
+            opset: version of ONNX's operators; default: the exporter's.
+            tolerance: most absolute and most relative difference of an output.
+
+        Raises:
+            ImportError: a package is missing; the message names the extra that brings it.
+            ValueError: the model cannot be exported, or the exported one predicts something else.
+            TimeoutError: the export of a Keras model takes more than an hour.
+        """
+        from farandole.spark.common.model import onnx
+
+        signature = onnx.require_exportable(
+            self, self.getOutputCols(), extras=self._onnx_extras, more=self._onnx_packages
+        )
+        arrays = None
+        if rows is not None:
+            predictor = self._create_predictor(rows)
+            arrays = predictor.batch_inputs(onnx.collect_check_rows(self, rows), self.getModel())
+        with onnx.write_atomically(path) as made:
+            predict = self._write_onnx(made, signature, opset)
+            onnx.check_onnx_predictions(made, signature, arrays, predict, tolerance)
+
+    def _write_onnx(
+        self, path: Path, signature: Signature, opset: int | None
+    ) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """Writes the model as an ONNX file, and returns the function that predicts arrays of its
+        inputs.
+
+        Args:
+            path: of the file.
+            signature: the model's inputs.
+            opset: version of ONNX's operators; `None` is the exporter's.
+
+        Raises:
+            ValueError: the model cannot be exported.
+        """
+        raise NotImplementedError
+
     def _layer_summaries(self) -> list[LayerSummary]:
         """Returns summaries of the model's layers, with and without parameters."""
         raise NotImplementedError
@@ -282,14 +356,32 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         """
         return require_output_form(what, self.getOutputForm(), self.getLabelColumns())
 
-    def _create_predictor(self, dataset: DataFrame) -> Any:
-        """Returns the object that predicts in tasks, with `predict`, `probe`, `outputs` and
-        `completed`.
+    def _create_predictor(self, dataset: DataFrame) -> BatchPredictor:
+        """Returns the object that predicts in tasks.
 
         Args:
             dataset: that will be transformed.
         """
         raise NotImplementedError
+
+    def _predictor_arguments(self, dataset: DataFrame, model: bytes) -> dict[str, Any]:
+        """Returns the arguments that the predictors of all frameworks take.
+
+        Args:
+            dataset: that will be transformed.
+            model: the packed model.
+        """
+        from farandole.spark.job.connect_artifacts import prestage_if_large
+
+        return {
+            "model": prestage_if_large(dataset.sparkSession, model),
+            "columns": tuple(dataset.columns),
+            "groups": tuple(tuple(group) for group in self._input_columns()),
+            "labels": tuple(self.getLabelColumns()),
+            "batch_size": self.getBatchSize(),
+            "encoding": self._feature_encoding(),
+            "transformation": self._pickled_transformation(),
+        }
 
     def _check_feature_columns(self, dataset: DataFrame) -> None:
         """Refuses a DataFrame that the model cannot take."""

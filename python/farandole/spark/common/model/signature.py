@@ -1,13 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The inputs of a model as plain values: their columns, shapes and types."""
+"""The inputs of a model: their columns, shapes and types."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One argument of a model: feature columns side by side, as one array or tensor."""
+
+    columns: tuple[str, ...]
+    shape: tuple[int, ...]
+    """Shape of one batch, -1 for its rows."""
+    dtype: str = "float32"
+    """Name of the type of the elements that the model gets."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+        return self.columns[0] if len(self.columns) == 1 else f"[{', '.join(self.columns)}]"
+
+
+def format_batch_shape(shape: Sequence[int]) -> str:
+    """Returns the shape of a batch for messages, with `rows` for -1."""
+    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
+
+
+def describe_mapping(inputs: Iterable[Any], outputs: Iterable[str]) -> str:
+    """Describes for the user how columns become inputs of a model, and what it returns.
+
+    Args:
+        inputs: of the model.
+        outputs: words for each output.
+    """
+    goes = ", ".join(
+        f"{one.name} -> {'nested ' if getattr(one, 'nested', False) else ''}{one.dtype} "
+        f"{format_batch_shape(one.shape)}"
+        for one in inputs
+    )
+    return f"the model gets {goes}; it returns {', '.join(outputs)}"
 
 
 def input_signature(inputs: Iterable[Any]) -> list[dict[str, Any]]:

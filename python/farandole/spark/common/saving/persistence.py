@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
-from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWriter
+from pyspark.ml.util import DefaultParamsReader, MLReadable, MLReader, MLWritable, MLWriter
 
+from farandole.spark.common.model.outputs import outputs_as_dicts
 from farandole.spark.common.saving import store_backend
 from farandole.spark.common.saving.save_directory import SaveDirectory
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER, check_load_allowed
@@ -65,6 +66,8 @@ class ParamsWriter(MLWriter):
         values = {
             param.name: value for param, value in instance._paramMap.items() if value is not None
         }
+        if "outputs" in values:
+            values["outputs"] = outputs_as_dicts(values["outputs"])
         values.pop(
             ALLOW_PICKLE_PARAMETER, None
         )  # a file must not contain the consent to run what it contains
@@ -164,8 +167,34 @@ class ParamsReader(MLReader[T]):
         return loaded
 
 
-def is_plain_json(value: Any) -> bool:
-    """Returns whether JSON holds a value as it is."""
+class ParamsWritable(MLWritable):
+    """A mixin that saves an object by Spark ML's `write()`."""
+
+    _writer_class: ClassVar[type[ParamsWriter]]
+
+    def write(self) -> ParamsWriter:
+        """Returns the writer; `write().overwrite().save(path)` replaces the old directory."""
+        return self._writer_class(cast("Any", self))
+
+
+class ParamsReadable(MLReadable[T]):
+    """A mixin that loads an object by Spark ML's `read()`."""
+
+    _reader_class: ClassVar[type[ParamsReader[Any]]]
+
+    @classmethod
+    def read(cls) -> ParamsReader[Any]:
+        """Returns the reader; loading runs the code that was pickled with the object."""
+        return cls._reader_class(cls)
+
+
+def split_plain_json(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values that JSON holds as they are, and the others, by name."""
+    plain = {name: value for name, value in values.items() if _is_plain_json(value)}
+    return plain, {name: value for name, value in values.items() if name not in plain}
+
+
+def _is_plain_json(value: Any) -> bool:
     if isinstance(value, list):
-        return all(is_plain_json(one) for one in value)
+        return all(_is_plain_json(one) for one in value)
     return value is None or isinstance(value, str | int | float | bool)

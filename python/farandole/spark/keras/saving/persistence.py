@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import cloudpickle
 
 from farandole.common import pickling
-from farandole.spark.common.model.outputs import outputs_as_dicts
-from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain_json
+from farandole.spark.common.saving.persistence import (
+    ParamsReadable,
+    ParamsReader,
+    ParamsWritable,
+    ParamsWriter,
+    split_plain_json,
+)
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.saving.objects import copy_callbacks, custom_objects, pickle_objects
 from farandole.stores.pickle_policy import PickleNotAllowedError
@@ -41,8 +46,6 @@ class KerasModelWriter(ParamsWriter):
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
         model, given = values.pop("model"), values.pop("custom_objects", {})
-        if "outputs" in values:
-            values["outputs"] = outputs_as_dicts(values["outputs"])
         parts = {"model": payload.pack_model(model)}
         objects = custom_objects(model, given)
         if objects:
@@ -128,8 +131,7 @@ class KerasEstimatorParamsWriter(ParamsWriter):
         """Like `ParamsWriter.parts`."""
         parts: dict[str, bytes] = {}
         model = values.pop("model", None)
-        plain = {name: value for name, value in values.items() if is_plain_json(value)}
-        rest = {name: value for name, value in values.items() if name not in plain}
+        plain, rest = split_plain_json(values)
         if model is not None:
             parts["model"] = payload.pack_model(model)
             given = rest.get("custom_objects", {})
@@ -157,3 +159,15 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
                 payload.unpack_model(parts["model"], rest.get("custom_objects"), safe_mode=False)
             )
         loaded.setParams(**rest)
+
+
+class KerasEstimatorParamsWritable(ParamsWritable):
+    """A mixin that saves an estimator by Spark ML's `write()`."""
+
+    _writer_class = KerasEstimatorParamsWriter
+
+
+class KerasEstimatorParamsReadable(ParamsReadable["KerasEstimator"]):
+    """A mixin that loads an estimator by Spark ML's `read()`."""
+
+    _reader_class = KerasEstimatorParamsReader

@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The progress of a Keras run, and how it continues in another world of an elastic job.
+"""The progress of a Keras run, which `ElasticRun` commits.
 
-After a world fails, the remaining processes go back to the last commit: weights, optimizer, metrics
-and position in the data belong to one step. The rest of that epoch is a separate `fit`, which
-callbacks do not notice.
+In another world, the rest of an epoch is a separate `fit`, which callbacks do not notice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from farandole.keras import elastic
 from farandole.spark.common.data.source import EpochPosition
+from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.keras.training.scores import assign_metrics, sum_metrics
 from farandole.stores import durable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterator, Sequence
 
     from farandole.spark.keras.training.feed import BatchFeed, DataModuleFeed
     from farandole.spark.keras.training.publish import RunPublisher
-
-COMMIT_INTERVAL_STEPS = 10
-"""Steps from one commit to the next; commits are also made at the ends of epochs."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +51,6 @@ class KerasRunProgress:
     stopped: bool = False
 
 
-class KerasElasticRun:
-    """A run that continues through the worlds of an elastic job.
-
-    Args:
-        model: compiled and built, with a distributed optimizer.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.reached = KerasRunProgress()
-        self._state: Any = elastic.KerasState(model, reached=self.reached)
-
-    def run_in_each_world(self, train: Callable[[], None]) -> None:
-        """Calls a function that trains from the last commit to the end, in each world until one has
-        finished.
-
-        Args:
-            train: the function; it begins with a collective call that reads the progress so far.
-        """
-
-        def train_in_world(state: Any) -> None:
-            self.reached = state.reached
-            train()
-
-        elastic.run(train_in_world)(self._state)
-
-    def commit_progress(self, **changes: Any) -> None:
-        """Updates the progress of the run and commits it; a collective call.
-
-        Args:
-            **changes: new values of fields of `KerasRunProgress`.
-        """
-        self.reached = self._state.reached = replace(self.reached, **changes)
-        self._state.commit()
-
-
 class CommitCallback(keras.callbacks.Callback):
     """A callback that commits at an interval of steps and at the end of an epoch; the last callback
     on all ranks.
@@ -102,7 +63,7 @@ class CommitCallback(keras.callbacks.Callback):
 
     def __init__(
         self,
-        elastic_run: KerasElasticRun,
+        elastic_run: ElasticRun[KerasRunProgress],
         feed: BatchFeed | DataModuleFeed,
         publisher: RunPublisher,
     ) -> None:
@@ -186,32 +147,30 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
         self._epoch = 0
         super().__init__(list(callbacks), add_history=True, **more)
 
+    @contextlib.contextmanager
+    def _only(self, callbacks: list[Any]) -> Iterator[None]:
+        """Calls only these callbacks inside the context."""
+        every, self.callbacks = self.callbacks, callbacks
+        yield
+        self.callbacks = every
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of the training."""
-        every, self.callbacks = (
-            self.callbacks,
-            self._user_callbacks.callbacks_to_call(self.callbacks, "begin"),
-        )
-        super().on_train_begin(logs)
-        self.callbacks = every
+        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, "begin")):
+            super().on_train_begin(logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Calls all callbacks, if the whole training ends with this part."""
-        every = self.callbacks
         model: Any = self.model
-        self.callbacks = every if self._epoch + 1 >= self._last_epoch or model.stop_training else []
-        super().on_train_end(logs)
-        self.callbacks = every
+        ends = self._epoch + 1 >= self._last_epoch or model.stop_training
+        with self._only(self.callbacks if ends else []):
+            super().on_train_end(logs)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls the callbacks that have not been called for the begin of this epoch."""
         self._epoch = epoch
-        every, self.callbacks = (
-            self.callbacks,
-            self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}"),
-        )
-        super().on_epoch_begin(epoch, logs)
-        self.callbacks = every
+        with self._only(self._user_callbacks.callbacks_to_call(self.callbacks, f"epoch {epoch}")):
+            super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Calls all callbacks with the number of the step in its epoch."""

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Files and reports that rank 0 writes during a run.
-
-<runs>/<run_id>/checkpoint          after the last complete epoch, a `.keras` file; a repeated run
-                                    continues from it
-<runs>/<run_id>/checkpoint.previous the one before, which is used if the last one is damaged
-<runs>/<run_id>/checkpoint.best     what `checkpoint_callback` kept, another
-<runs>/<run_id>/logs/               history, and scalars for TensorBoard
+"""Files and reports that rank 0 writes during a run, see
+`farandole.spark.common.show.epoch_reports`. A checkpoint is a `.keras` file; `checkpoint.best` is
+the one that `checkpoint_callback` kept.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +15,7 @@ import numpy as np
 
 from farandole._keras.callbacks import sync_jax_state
 from farandole.runner.show.history import entries_from_keras
-from farandole.spark import task
-from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.epoch_reports import EpochReporter, write_history
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.keras.saving import payload
 from farandole.stores import durable
@@ -29,11 +23,9 @@ from farandole.stores import durable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from farandole.spark.common.runs.stop_request import StopCheck
     from farandole.spark.keras.job import KerasTrainingJob
     from farandole.spark.keras.training.learning_rate import ScaledLearningRate
 
-_REPORT_INTERVAL_SECONDS = 0.2
 _SECONDS, _ROWS = "seconds", "rows"
 
 
@@ -68,30 +60,6 @@ class StepTimingCallback(keras.callbacks.Callback):
         """Reports the measured times."""
         del epoch, logs
         self._meter.finish_report()
-
-
-class StopRequestCallback(keras.callbacks.Callback):
-    """A callback that ends the run on all ranks after an epoch in which the fit was stopped.
-
-    It does not end the run within an epoch, because some backends call the callbacks of a step from
-    another thread and after the step.
-
-    Args:
-        halt: check whether the fit was stopped.
-        rank: rank of this process.
-    """
-
-    def __init__(self, halt: StopCheck, rank: int) -> None:
-        super().__init__()
-        self._stop_check = halt
-        self._rank = rank
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Asks."""
-        del epoch, logs
-        if self._stop_check.should_stop_after_epoch(self._rank):
-            model: Any = self.model
-            model.stop_training = True
 
 
 class UserCheckpointCallback(keras.callbacks.Callback):
@@ -186,7 +154,8 @@ class RunPublisher(keras.callbacks.Callback):
         self.timing: list[dict[str, float]] = note.get("timing", [])
         self.last: bytes | None = None
         self._epoch = 0
-        self._epoch_start = self._last_report_time = 0.0
+        self._epoch_start = 0.0
+        self._reporter = EpochReporter(job.epochs)
         self._training_seconds: float | None = None
 
     def set_epoch_size(self, steps: int, rows: int) -> None:
@@ -205,20 +174,12 @@ class RunPublisher(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Reports now and then."""
-        now = time.monotonic()
-        if not self._writes or now - self._last_report_time < _REPORT_INTERVAL_SECONDS:
+        if not self._writes or not self._reporter.is_step_due():
             return
-        self._last_report_time = now
-        done = batch + 1
-        speed = self._rows * done / self._steps / max(now - self._epoch_start, 1e-9)
-        place = {
-            "epoch": self._epoch,
-            "epochs": self._job.epochs,
-            "step": done,
-            "steps": self._steps,
-        }
-        loss = (logs or {}).get("loss", float("nan"))
-        task.report({"kind": "step", **place, "rows_per_second": speed, "loss": float(loss)})
+        done, loss = batch + 1, float((logs or {}).get("loss", float("nan")))
+        seconds = max(time.monotonic() - self._epoch_start, 1e-9)
+        speed = self._rows * done / self._steps / seconds
+        self._reporter.report_step(self._epoch, done, self._steps, speed, loss)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Notes how long training took, without validation."""
@@ -239,15 +200,7 @@ class RunPublisher(keras.callbacks.Callback):
             self._write_files(self.current_checkpoint())
         entry = entries_from_keras(self.history, self.timing)[-1]
         speed = self._rows / max(self._training_seconds or seconds, 1e-9)
-        task.report(
-            {
-                "kind": "epoch",
-                "entry": entry,
-                "epochs": self._job.epochs,
-                "steps": self._steps,
-                "rows_per_second": speed,
-            }
-        )
+        self._reporter.report_epoch(entry, self._steps, speed)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Publishes once more: other callbacks may have changed the model, as
@@ -292,14 +245,8 @@ class RunPublisher(keras.callbacks.Callback):
             store.write_checkpoint(f"{store.checkpoint_filename}.best", self.kept.path.read_bytes())
         store.write_checkpoint(store.checkpoint_filename, checkpoint)
         told = entries_from_keras(self.history, self.timing)
-        store.write_log(
-            f"{store.logs_subdir}/history.jsonl",
-            "".join(json.dumps(one) + "\n" for one in told).encode(),
-        )
+        write_history(store, told, events=self._tensorboard_directory is None)
         if self._tensorboard_directory is None:
-            store.write_log(
-                f"{store.logs_subdir}/events.out.tfevents.farandole", encode_scalar_events(told)
-            )
             return
         for path in sorted(self._tensorboard_directory.rglob("*")):
             if durable.is_present_file(path) and self._has_checkpoint_file_changed(path):

@@ -23,6 +23,8 @@ from farandole.spark.common.runs.finite_loss import check_finite_loss
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from farandole.spark.common.runs.stop_request import StopCheck
+
 
 class GlobalScoresCallback(keras.callbacks.Callback):
     """A callback that replaces this process's scores by the scores of all processes; the first
@@ -268,14 +270,27 @@ class FiniteLossCallback(keras.callbacks.Callback):
 
 class AgreedStopCallback(keras.callbacks.Callback):
     """A callback that ends the run on all ranks after the epoch in which a callback has ended it on
-    one rank; the last callback on all ranks.
+    one rank, or in which the fit was stopped; the last callback on all ranks.
+
+    It does not end the run within an epoch, because some backends call the callbacks of a step from
+    another thread and after the step.
+
+    Args:
+        halt: check whether the fit was stopped.
+        rank: rank of this process.
     """
+
+    def __init__(self, halt: StopCheck, rank: int) -> None:
+        super().__init__()
+        self._stop_check = halt
+        self._rank = rank
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Asks all processes."""
         del epoch, logs
         model: Any = self.model
-        mine = np.array([int(bool(model.stop_training))], np.int32)
+        ends = self._stop_check.should_stop_after_epoch(self._rank) or model.stop_training
+        mine = np.array([int(bool(ends))], np.int32)
         model.stop_training = bool(
             arrays.allreduce(mine, op=arrays.Max, name="farandole.keras.stop")[0]
         )

@@ -12,6 +12,7 @@ import copy
 import inspect
 import random
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -27,6 +28,7 @@ from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
 from farandole.spark import task
 from farandole.spark.common.data.source import BatchSource, EpochPosition
+from farandole.spark.common.runs.elastic_run import ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.keras.arrays import reader_casts, zero_batch
 from farandole.spark.keras.job import KerasTrainingResult
@@ -34,7 +36,7 @@ from farandole.spark.keras.model_compilation import restore_loss
 from farandole.spark.keras.saving import payload
 from farandole.spark.keras.training.elastic import (
     CommitCallback,
-    KerasElasticRun,
+    KerasRunProgress,
     OncePerMomentCallbacks,
     PartialFitCallbackList,
 )
@@ -50,7 +52,6 @@ from farandole.spark.keras.training.loss_counts import count_losses
 from farandole.spark.keras.training.publish import (
     RunPublisher,
     StepTimingCallback,
-    StopRequestCallback,
     UserCheckpointCallback,
 )
 from farandole.spark.keras.training.scores import (
@@ -96,21 +97,14 @@ class KerasTrainer:
         self.has_entered = False
         self.first_best = getattr(self.objects.checkpoint_callback, "best", None)
         self.model = self._load_model()
+        self.elastic_run = ElasticRun(
+            KerasRunProgress(), hvd.elastic.run, partial(hvd.elastic.KerasState, self.model)
+        )
 
     def run(self) -> KerasTrainingResult | None:
         """Trains up to the last epoch."""
         with scratch.temporary_directory() as folder, contextlib.closing(self.halt):
-            if self.moves:
-                self.elastic_run = KerasElasticRun(self.model)
-                self.elastic_run.run_in_each_world(lambda: self._train_in_world(folder))
-            else:
-                self._load_checkpoint()
-                self._scale_learning_rate(1)
-                self._set_seed_states()
-                self.publisher = self._create_publisher(folder)
-                with self.module:
-                    if self.done < self.job.epochs:
-                        self._fit_epochs(self.done, self.job.epochs)
+            self.elastic_run.run_in_each_world(lambda: self._train_in_world(folder))
             publisher = self.publisher
             return (
                 KerasTrainingResult(publisher.result_model(), publisher.history)
@@ -119,7 +113,7 @@ class KerasTrainer:
             )
 
     def _train_in_world(self, folder: Path) -> None:
-        """Trains from the progress so far to the last epoch, in one world of an elastic job."""
+        """Trains from the progress so far to the last epoch, in one world."""
         self.size, self.rank = basics.size(), basics.rank()
         course, model = self.elastic_run, self.model
         # Functions that were compiled for another world may contain that world's numbers.
@@ -146,18 +140,19 @@ class KerasTrainer:
     def _fit_from_progress(self, last: int) -> None:
         """Trains from the progress so far to an epoch."""
         reached = self.elastic_run.reached
-        self.train, self.val = self._create_feeds(reached.place)
-        self.publisher.set_epoch_size(self.train.steps, self.train.rows)
+        if self.moves:
+            self.train, self.val = self._create_feeds(reached.place)
+            self.publisher.set_epoch_size(self.train.steps, self.train.rows)
         with self.module:
             self._fit_epochs(reached.epoch, last, reached.place)
 
-    def _fit_epochs(self, first: int, last: int, place: EpochPosition | None = None) -> None:
+    def _fit_epochs(self, first: int, last: int, place: EpochPosition) -> None:
         model, train, val = self.model, self.train, self.val
         batches = train.batches_of_epochs(first, last)
         validation = None if val is None else val.validation_batches()
         verbose = 2 if self.job.verbose > 1 and self.rank == 0 else 0
         callbacks: Any = self._create_callbacks(self.publisher)
-        if place is not None:
+        if self.moves:
             callbacks = PartialFitCallbackList(
                 [*callbacks, CommitCallback(self.elastic_run, train, self.publisher)],
                 self.once_per_moment,
@@ -172,7 +167,7 @@ class KerasTrainer:
         try:
             model.fit(
                 prefetch_batches(batches, self.job.prefetch),
-                steps_per_epoch=train.steps - (0 if place is None else place.steps),
+                steps_per_epoch=train.steps - place.steps,
                 epochs=last,
                 initial_epoch=first,
                 shuffle=False,  # the reader does
@@ -281,7 +276,7 @@ class KerasTrainer:
             callbacks += boards
         if self.rank == 0 or self.moves:
             callbacks += [*([] if publisher.kept is None else [publisher.kept]), publisher]
-        return [*callbacks, StopRequestCallback(self.halt, self.rank), AgreedStopCallback()]
+        return [*callbacks, AgreedStopCallback(self.halt, self.rank)]
 
     def _create_publisher(self, directory: Path) -> RunPublisher:
         kept = None
@@ -317,17 +312,21 @@ class KerasTrainer:
         """Returns the feeds of training, from a position in an epoch on, and of validation."""
         if self.objects.data_module is not None:
             return self._create_module_feeds()
-        job, data = self.job, self.job.data
-        train = self._create_source(
-            data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle
+        job, data, objects = self.job, self.job.data, self.objects
+        casts: dict[str, str | None] = dict.fromkeys(data.columns)
+        if objects.transformation is None:
+            casts = reader_casts(job.shape, job.labels, job.weight)
+        train, source = data.open_sources(
+            BatchSource,
+            casts,
+            rank=self.rank,
+            size=self.size,
+            transformation=objects.transformation,
+            moves=self.moves,
+            fixed=True,  # Keras asks for one shape
         )
         val = None
-        if data.val_url is not None:
-            # The order does not matter: sums over rows are the same. If shuffled, each byte is read
-            # once.
-            source = self._create_source(
-                data.val_url, data.val_batch_size, data.val_threads, shuffle=True
-            )
+        if source is not None:
             # Processes that add up counts have the same number of steps.
             most = source.steps_until_end() if job.counts_losses else source.own_step_count
             steps = min(most, data.val_steps or most)
@@ -355,30 +354,6 @@ class KerasTrainer:
             return train, None
         return train, DataModuleFeed(
             module.val_data, val_steps, val_steps * data.val_batch_size * size
-        )
-
-    def _create_source(
-        self, url: str, batch_size: int, threads: int, *, shuffle: bool
-    ) -> BatchSource:
-        job, objects = self.job, self.objects
-        casts: dict[str, str | None] = dict.fromkeys(job.data.columns)
-        if objects.transformation is None:
-            casts = reader_casts(job.shape, job.labels, job.weight)
-        return BatchSource(
-            url,
-            casts,
-            batch_size=batch_size,
-            rank=self.rank,
-            size=self.size,
-            seed=job.data.order_seed,
-            shuffle=shuffle,
-            threads=threads,
-            in_memory=job.data.in_memory,
-            transformation=objects.transformation,
-            missing=job.data.missing,
-            moves=self.moves,
-            ragged=job.data.ragged,
-            fixed=True,  # Keras asks for one shape
         )
 
 

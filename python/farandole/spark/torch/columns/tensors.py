@@ -18,6 +18,7 @@ import torch
 
 from farandole.data.columns import row_shape
 from farandole.data.ragged import lengths_column
+from farandole.spark.common.model.signature import format_batch_shape
 from farandole.spark.torch.job import TorchInput
 
 if TYPE_CHECKING:
@@ -251,38 +252,16 @@ def describe_misfit(names: Sequence[str], inputs: Sequence[torch.Tensor], error:
     return f"the model does not take its {len(inputs)} feature columns as ({shapes}): {error}"
 
 
-def describe_mapping(
-    inputs: Sequence[TorchInput],
-    labels: Sequence[TorchLabel],
-    outputs: Sequence[torch.Tensor],
-    losses: Sequence[Callable[..., Any]],
-) -> str:
-    """Describes for the user how columns become inputs of the model and its outputs become columns.
+def describe_output(label: TorchLabel, output: torch.Tensor, loss: Callable[..., Any]) -> str:
+    """Describes for the user what an output is compared with.
 
     Args:
-        inputs: the arguments of the model.
-        labels: the label columns.
-        outputs: outputs of the model for some rows.
-        losses: one per label.
+        label: the label column.
+        output: output of the model for some rows.
+        loss: loss of the label.
     """
-    parts = [
-        f"{each.name} -> {'nested ' if each.nested else ''}{each.dtype} {_format_shape(each.shape)}"
-        for each in inputs
-    ]
-    ends = [
-        f"{_format_shape((-1, *output.shape[1:]))} with {label.column.name} {label.dtype} by "
-        f"{_function_name(loss)}"
-        for label, output, loss in zip(labels, outputs, losses, strict=True)
-    ]
-    return f"the model gets {', '.join(parts)}; it returns {', '.join(ends)}"
-
-
-def _format_shape(shape: Sequence[int]) -> str:
-    return f"({', '.join('rows' if size == -1 else str(size) for size in shape)})"
-
-
-def _function_name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+    shape, name = format_batch_shape((-1, *output.shape[1:])), type(loss).__name__
+    return f"{shape} with {label.column.name} {label.dtype} by {getattr(loss, '__name__', name)}"
 
 
 def _describe_type(value: Any) -> str:

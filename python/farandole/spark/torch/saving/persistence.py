@@ -20,8 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from farandole.common import pickling
-from farandole.spark.common.model.outputs import outputs_as_dicts
-from farandole.spark.common.saving.persistence import ParamsReader, ParamsWriter, is_plain_json
+from farandole.spark.common.saving.persistence import (
+    ParamsReadable,
+    ParamsReader,
+    ParamsWritable,
+    ParamsWriter,
+    split_plain_json,
+)
 from farandole.spark.torch.saving import payload, tensorfile
 
 if TYPE_CHECKING:
@@ -76,8 +81,6 @@ class TorchModelWriter(ParamsWriter):
         pickled = io.BytesIO()
         _WeightsPickler(pickled, weights).dump({name: values.get(name) for name in _PICKLED_PARAMS})
         plain = {name: value for name, value in values.items() if name not in _PICKLED_PARAMS}
-        if "outputs" in plain:
-            plain["outputs"] = outputs_as_dicts(plain["outputs"])
         bare = {name: tensor.detach().cpu() for name, tensor in weights.items()}
         state = (
             tensorfile.dump_tensors(bare)
@@ -123,20 +126,31 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         loaded.setParams(**{name: value for name, value in objects.items() if value is not None})
 
 
-class TorchParamsWriter(ParamsWriter):
+class TorchEstimatorParamsWriter(ParamsWriter):
     """A writer of an estimator."""
 
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Like `ParamsWriter.parts`."""
-        plain = {name: value for name, value in values.items() if is_plain_json(value)}
-        rest = {name: value for name, value in values.items() if name not in plain}
+        plain, rest = split_plain_json(values)
         return plain, {"objects": payload.pack_pickle(rest)}
 
 
-class TorchParamsReader(ParamsReader[Any]):
+class TorchEstimatorParamsReader(ParamsReader[Any]):
     """A reader of an estimator."""
 
     def restore_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
         """Like `ParamsReader.restore`."""
         self.check_pickled_code(path)
         loaded.setParams(**payload.unpack_pickle(parts["objects"]))
+
+
+class TorchEstimatorParamsWritable(ParamsWritable):
+    """A mixin that saves an estimator by Spark ML's `write()`."""
+
+    _writer_class = TorchEstimatorParamsWriter
+
+
+class TorchEstimatorParamsReadable(ParamsReadable[Any]):
+    """A mixin that loads an estimator by Spark ML's `read()`."""
+
+    _reader_class = TorchEstimatorParamsReader

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""A run's checkpoints: the last one, the best one, and the ones that are kept at an interval.
-
-<runs>/<run_id>/checkpoint               after the last complete epoch; a repeated run continues
-                                         from it
-<runs>/<run_id>/checkpoint.previous      after the epoch before, which is used if the last one is
-                                         damaged
-<runs>/<run_id>/checkpoint.best          after the best epoch, with `best_checkpoint`
-<runs>/<run_id>/checkpoint.epoch-0010    after the tenth epoch, with `checkpoint_every=10`
+"""A run's checkpoints: the last one, the best one, and the ones that are kept at an interval. See
+`farandole.spark.common.show.epoch_reports` for their names.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import farandole.torch as hvd
 from farandole.numpy.plain import broadcast_plain
-from farandole.spark.common.show.event_file import encode_scalar_events
+from farandole.spark.common.show.epoch_reports import write_epoch_checkpoints, write_history
 from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
 from farandole.stores.pickle_policy import PickleNotAllowedError
@@ -120,19 +113,9 @@ class RunCheckpoints:
             self.best = packed
         if not writes:
             return
-        name, every = self._store.checkpoint_filename, self._job.loop.checkpoint_every
-        if is_best:
-            self._store.write_checkpoint(f"{name}.best", packed)
-        if every is not None and len(history) % every == 0:
-            self._store.write_checkpoint(f"{name}.epoch-{len(history):04d}", packed)
-        self._store.write_checkpoint(name, packed)
-        logs = self._store.logs_subdir
-        self._store.write_log(
-            f"{logs}/history.jsonl", "".join(json.dumps(one) + "\n" for one in history).encode()
-        )
-        self._store.write_log(
-            f"{logs}/events.out.tfevents.farandole", encode_scalar_events(history)
-        )
+        every = self._job.loop.checkpoint_every
+        write_epoch_checkpoints(self._store, packed, len(history), is_best=is_best, every=every)
+        write_history(self._store, history)
 
     def training_result(
         self, state: Callable[[], dict[str, Any]], history: list[dict[str, Any]]

@@ -134,30 +134,15 @@ def create_sources(
         }
         casts = {name: "float32" if name in floats else None for name in dict.fromkeys(used)}
 
-    def create_source(url: str, batch_size: int, threads: int, *, shuffle: bool) -> TensorSource:
-        return TensorSource(
-            url,
-            casts,
-            batch_size=batch_size,
-            rank=rank,
-            size=size,
-            seed=data.order_seed,
-            shuffle=shuffle,
-            threads=threads,
-            in_memory=data.in_memory,
-            transformation=transformation,
-            least=least_rows,
-            missing=data.missing,
-            moves=moves,
-            ragged=data.ragged,
-        )
-
-    train = create_source(data.train_url, data.batch_size, data.train_threads, shuffle=data.shuffle)
-    val = None
-    if data.val_url is not None:
-        # The order does not matter: means over rows are the same. If shuffled, each byte is read
-        # once.
-        val = create_source(data.val_url, data.val_batch_size, data.val_threads, shuffle=True)
+    train, val = data.open_sources(
+        TensorSource,
+        casts,
+        rank=rank,
+        size=size,
+        transformation=transformation,
+        least=least_rows,
+        moves=moves,
+    )
     return train, val, contextlib.nullcontext()
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parts of a fit that the template `FarandoleEstimator._train` gets: the place where it runs,
+and the job that a framework makes of prepared data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from farandole.spark.common.model.outputs import ModelOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint
+    from farandole.spark.common.runs.tracking import ModelExample
+    from farandole.spark.common.show.progress import ProgressDisplay
+
+
+@dataclass(frozen=True)
+class FitResources:
+    """The backend of a fit, and the display of its progress."""
+
+    backend: Backend
+    shown: ProgressDisplay
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The job of a fit, and the functions of its framework that use the result.
+
+    Attributes:
+        job: description of the job, with `store`, `run_id`, `data`, `labels` and `file_paths`.
+        fingerprint: fingerprint of the fit.
+        train: trains one rank's part of the job; returns what rank 0 brings back.
+        inputs: inputs of the model, with `columns`, `shape` and `dtype`.
+        output_sizes: elements of one row of each output; `None` if the first prediction must find
+            out.
+        load_result: returns the trained model, given the result of rank 0.
+        create_example: returns some rows for MLflow, given the trained model.
+        output_words: words about each output for the user; none if they are unknown.
+        model_params: parameters that only the fitted models of this framework have.
+    """
+
+    job: Any
+    fingerprint: Fingerprint
+    train: Callable[[Any], Any]
+    inputs: Sequence[Any]
+    output_sizes: Sequence[int] | None
+    load_result: Callable[[Any], Any]
+    create_example: Callable[[Any], ModelExample | None]
+    output_words: Sequence[str] = ()
+    model_params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> list[ModelOutput] | None:
+        """The description of the outputs for the fitted model."""
+        if self.output_sizes is None:
+            return None
+        return [
+            ModelOutput(label.column.dtype, bool(label.column.shape), size)
+            for label, size in zip(self.job.labels, self.output_sizes, strict=True)
+        ]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""The parts of a fit that the estimators of PyTorch and Lightning share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from farandole.data.columns import check_shapes_fit
+from farandole.runner.backend import max_processes
+from farandole.spark.common.data.reading import (
+    array_columns,
+    create_transformation,
+    read_example_rows,
+)
+from farandole.spark.common.estimator import FarandoleEstimator
+from farandole.spark.torch import mapping
+from farandole.spark.torch.columns.losses import loss_output_form
+from farandole.spark.torch.columns.tensors import create_torch_inputs
+from farandole.spark.torch.fingerprint_parts import model_parts
+from farandole.spark.torch.job import TrainingLoopOptions
+from farandole.spark.torch.params import TorchParams
+from farandole.spark.torch.saving.persistence import (
+    TorchEstimatorParamsReadable,
+    TorchEstimatorParamsWritable,
+)
+from farandole.spark.torch.training.source import to_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from farandole.data.columns import PreparedColumn
+    from farandole.data.prepare import PreparedData as Prepared
+    from farandole.runner.backend import Backend
+    from farandole.spark.common.runs.fingerprint import Fingerprint, FingerprintPart
+    from farandole.spark.torch.job import TorchInput
+
+
+@dataclass(frozen=True)
+class SampledColumns:
+    """The columns that training processes will see, and some rows of them.
+
+    Attributes:
+        columns: by name.
+        rows: tensors of some rows, by name.
+        inputs: arguments of the model.
+        transformation: the user's transformation of rows, or `None`.
+    """
+
+    columns: dict[str, PreparedColumn]
+    rows: dict[str, torch.Tensor]
+    inputs: tuple[TorchInput, ...]
+    transformation: Any
+
+
+class TorchEstimatorBase(
+    TorchParams, FarandoleEstimator, TorchEstimatorParamsReadable, TorchEstimatorParamsWritable
+):
+    """The base of the estimators of PyTorch and Lightning."""
+
+    _flavor = "pytorch"
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        if not isinstance(self.getModel(), torch.nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module: {type(self.getModel()).__name__}")
+
+    def _check_optimizer(self) -> None:
+        mapping.check_optimizer(self.getModel(), self.getOptimizer())
+        mapping.check_scheduler(self.getLrScheduler(), self.getOptimizer())
+
+    def _label_losses(self) -> list[Any]:
+        """Returns the losses, or their constructors, one per label."""
+        loss, constructors = self.getLoss(), self.getLossConstructors()
+        if loss is not None and constructors is not None:
+            raise ValueError(
+                "at most one of parameters loss and loss_constructors may be specified"
+            )
+        given = constructors if loss is None else loss
+        if given is None:
+            raise ValueError("loss is required")
+        losses = list(given) if isinstance(given, list | tuple) else [given]
+        count = len(self.getLabelCols())
+        losses = losses * count if len(losses) == 1 else losses
+        for label_loss in losses:
+            if not callable(label_loss):
+                raise TypeError(f"loss must be a function of (output, label): {label_loss!r}")
+        if len(losses) != count:
+            raise ValueError(f"loss needs one loss, or one per label column {count}: {len(losses)}")
+        return losses
+
+    def _metric_groups(self) -> list[list[Any]]:
+        metrics = self.getMetrics() or []
+        return [list(one) if isinstance(one, list | tuple) else [one] for one in metrics]
+
+    def _sample_columns(self, prepared: Prepared, backend: Backend) -> SampledColumns:
+        """Reads some rows, and checks model and columns against each other."""
+        mapping.check_embeddings(self.getModel(), max_processes(backend))
+        transformation, shapes = create_transformation(self), self.getInputShapes()
+        names = self._column_roles().stored_columns
+        arrays = read_example_rows(self, prepared, names, transformation)
+        rows = to_tensors(arrays)
+        columns = {name: prepared.columns[name] for name in names}
+        if transformation is not None:
+            columns = array_columns({name: arrays[name] for name in rows}, names)
+        inputs, labels = self._input_columns(), [[name] for name in self.getLabelCols()]
+        check_shapes_fit(columns, inputs, shapes, "feature")
+        check_shapes_fit(columns, labels, self.getLabelShapes(), "label")
+        mapping.check_weight_column(prepared, self.getSampleWeightCol())
+        made = create_torch_inputs(inputs, columns, shapes, self.getInputDtypes(), prepared)
+        return SampledColumns(columns, rows, made, transformation)
+
+    def _job_fields(
+        self, prepared: Prepared, fingerprint: Fingerprint, unseeded: int | None = None
+    ) -> dict[str, Any]:
+        unseeded = 0 if self.getDeterministic() else unseeded
+        return {
+            **super()._job_fields(prepared, fingerprint, unseeded),
+            "loop": TrainingLoopOptions.from_estimator(self),
+            "loss_reduction": self.getLossReduction(),
+        }
+
+    def _model_params(self, prepared: Prepared, inputs: Sequence[TorchInput]) -> dict[str, Any]:
+        """Returns the parameters that the fitted models of PyTorch and Lightning have."""
+        known = [one.dtype for one in inputs]
+        return {
+            "input_shapes": self.getInputShapes(),
+            "input_dtypes": known if prepared.encoding else self.getInputDtypes(),
+            "loss": self.getLoss(),
+            "loss_constructors": self.getLossConstructors(),
+        }
+
+    def _loss_output_form(self) -> str | None:
+        loss = self.getLoss()
+        return loss_output_form(loss[0] if isinstance(loss, list | tuple) and loss else loss)
+
+    def _framework_fingerprint_parts(self) -> list[FingerprintPart]:
+        return model_parts(self.getModel(), self.getOptimizer())
