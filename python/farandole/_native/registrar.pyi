@@ -123,8 +123,8 @@ class Registrar:
 
         Args:
             first: Workers that the first world waits for.
-            least: Fewest workers of a world.
-            most: Most workers of a world.
+            min_workers: Fewest workers of a world.
+            max_workers: Most workers of a world.
             timeout: Seconds the job may wait for workers.
             reset_limit: Number of changes of the world after which the job fails; default: no
                 limit.
