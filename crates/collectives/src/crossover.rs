@@ -132,6 +132,7 @@ fn default_algorithm(shape: GroupShape, bytes: usize, capacity: usize) -> Allred
     let row =
         CROSSOVER_ROWS.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
     let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
+    // Beyond the capacity of a ring, a member would wait for readers in the middle of the step.
     if bytes <= direct.min(capacity) {
         AllreduceAlgorithm::Direct
     } else if bytes <= doubling.min(capacity) {

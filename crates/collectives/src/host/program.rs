@@ -349,6 +349,7 @@ impl AllreducePlan {
         match self.algorithm {
             PlannedAlgorithm::Pipeline(_) => equal && sizes[0] == 1,
             PlannedAlgorithm::Hierarchy(_) => equal,
+            // Otherwise the hosts of pairs do more than the others.
             PlannedAlgorithm::Halving(_) => equal && sizes.len().is_power_of_two(),
             _ => false,
         }

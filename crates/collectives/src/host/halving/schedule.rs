@@ -117,6 +117,8 @@ impl HalvingSchedule {
         capacity: usize,
     ) -> Option<Self> {
         let share =
+            // At least so many chunks, so that even small tensors keep all steps busy at the same
+            // time.
             (bytes / hosts.largest_host_size() / MIN_CHUNKS_PER_SHARE).next_multiple_of(UNIT_BYTES);
         let longest = share.clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
         let chunk = even_chunk_bytes(bytes, longest, hosts.largest_host_size());
@@ -302,6 +304,7 @@ impl HalvingSchedule {
 
     /// Returns the other hosts with which a host exchanges messages.
     fn partner_hosts(&self, host: usize) -> BTreeSet<usize> {
+        // The hosts of a pair take turns. These two chunks show both turns.
         let turns = [0, self.hosts.largest_host_size()];
         let steps = |chunk| {
             (0..self.stage_count(host, chunk))
@@ -322,6 +325,8 @@ impl HalvingSchedule {
         let mut peers: BTreeSet<usize> = hosts.local_peers(member).collect();
         for host in self.partner_hosts(own.host) {
             let size = hosts.host_members(host).len();
+            // The carriers of a chunk on both hosts, and the turns of pairs, repeat after this
+            // number of chunks.
             let period = [size, 2 * hosts.largest_host_size()]
                 .into_iter()
                 .fold(own.size, least_common_multiple);
@@ -426,6 +431,7 @@ impl HalvingSchedule {
 
 /// Returns both halves of a range, in units: first the half to keep.
 fn split_halves(range: Range<usize>, is_lower: bool) -> (Range<usize>, Range<usize>) {
+    // In units, so that no element is cut and messages stay aligned.
     let middle = (range.start + (range.len() / 2).next_multiple_of(UNIT_BYTES)).min(range.end);
     let (lower, upper) = (range.start..middle, middle..range.end);
     if is_lower { (lower, upper) } else { (upper, lower) }

@@ -250,6 +250,7 @@ fn chunk_bytes(
         (bytes / hosts.largest_host_size() / MIN_CHUNKS_PER_SHARE).next_multiple_of(UNIT_BYTES);
     let largest = MAX_CHUNK_BYTES.max(sizes.len() * MIN_PART_BYTES);
     let chunk = share.clamp(MIN_CHUNK_BYTES, largest).min(part * sizes.len());
+    // A part that fills whole packets: short packets between them once cost a quarter of the time.
     let packets = chunk / sizes.len() / PACKET_PAYLOAD_BYTES;
     let chunk = match packets {
         0 => chunk,
