@@ -102,6 +102,8 @@ const MIN_HALVING_HOSTS: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CrossoverTable {
     /// Rules by number of hosts and number of members on the fullest host.
+    // Sorted: members compare digests of the text, and it must not depend on the order of the
+    // lists.
     shapes: BTreeMap<(usize, usize), AlgorithmRules>,
     rules: AlgorithmRules,
 }

@@ -101,6 +101,7 @@ impl AdasumJob {
             &tensors,
         );
         let other = vec![0; own.len()];
+        // Products of all tensors go in one message, so fused tensors need no more swaps than one.
         let measures = vec![0; tensors.len() * AdasumProducts::ENCODED_BYTES];
         let theirs = measures.clone();
         Self {
