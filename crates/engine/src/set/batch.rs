@@ -134,6 +134,7 @@ impl FusedBatch {
 
     /// Returns an alltoall whose rows are not known, and the rows that this member sends.
     pub(super) fn missing_splits(&self) -> Option<(&Arc<CachedResponse>, &[u64])> {
+        // An alltoall is never fused, so it is the only part.
         let part = self.parts.first().filter(|part| part.agreed.lacks_splits())?;
         Some((&part.agreed, &part.entry.as_ref()?.rows))
     }
@@ -199,6 +200,7 @@ impl FusedBatch {
             }
         }
         if let Some(last) = pieces.last_mut() {
+            // Pieces complete in order, so the span ends with the last one.
             last.span = span;
         }
         pieces
