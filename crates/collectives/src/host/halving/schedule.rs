@@ -195,6 +195,7 @@ impl HalvingSchedule {
         let members = self.hosts.host_members(host).len().max(1);
         let begun =
             (LOOKAHEAD_CHUNKS * self.level_count() + 1) * self.hosts.largest_host_size() / members;
+        // A short operation has fewer chunks than this, and more memory would stay unused.
         begun.min(self.chunks.div_ceil(members))
     }
 
@@ -254,6 +255,7 @@ impl HalvingSchedule {
             .checked_shl(u32::try_from(step).ok()?)
             .filter(|distance| *distance < self.full)?;
         let place = self.position_among_swapping_hosts(host);
+        // Each earlier step kept one half, so the range follows from the place alone.
         for step in 0..step {
             range = split_halves(range, place >> step & 1 == 0).0;
         }
@@ -286,6 +288,7 @@ impl HalvingSchedule {
     fn meeting_level(&self, host: usize, other: usize) -> Option<usize> {
         match self.position_among_swapping_hosts(host) ^ self.position_among_swapping_hosts(other) {
             0 => Some(0),
+            // Hosts meet only if their positions differ in exactly one bit.
             distance if distance.is_power_of_two() => {
                 Some(usize::from(self.folded > 0) + distance.ilog2() as usize)
             }
@@ -337,6 +340,7 @@ impl HalvingSchedule {
             };
             peers.extend(carried.filter(meets).map(|chunk| hosts.carrier_for_turn(host, chunk)));
         }
+        // A member has no link to itself, so the links to later members move down by one.
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
         let halving_link = |peer: &usize| {
             let (link, peer) = (link(peer), MemberHostPosition::new(hosts, *peer));

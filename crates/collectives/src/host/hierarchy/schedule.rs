@@ -226,6 +226,7 @@ fn part_bytes(chunk: usize, hosts: usize) -> usize {
 
 /// Returns the lag of results behind partials between hosts, in chunks.
 fn result_lag_between_hosts(hosts: &MembersByHost) -> usize {
+    // Members carry chunks in turn: each is at least `LOOKAHEAD_CHUNKS` of its own chunks ahead.
     LOOKAHEAD_CHUNKS * hosts.largest_host_size()
 }
 
