@@ -237,6 +237,7 @@ pub trait Device: Send + Sync {
     fn copy_all_async(&self, pairs: &[(Buffer, Buffer)]) -> Result<Arc<dyn DeviceEvent>> {
         let mut last = None;
         for (from, to) in pairs {
+            // Copies in one direction run in order, so the last event covers all of them.
             last = Some(self.copy_async(from, to)?);
         }
         last.ok_or_else(|| Error::Shape { reason: "nothing is to be copied".to_owned() })

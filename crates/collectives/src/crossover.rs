@@ -102,6 +102,8 @@ const MIN_HALVING_HOSTS: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CrossoverTable {
     /// Rules by number of hosts and number of members on the fullest host.
+    // Sorted: members compare digests of the text, and it must not depend on the order of the
+    // lists.
     shapes: BTreeMap<(usize, usize), AlgorithmRules>,
     rules: AlgorithmRules,
 }
@@ -132,6 +134,7 @@ fn default_algorithm(shape: GroupShape, bytes: usize, capacity: usize) -> Allred
     let row =
         CROSSOVER_ROWS.iter().find(|row| shape.members <= row.members && shape.hosts <= row.hosts);
     let (direct, doubling) = row.map_or((0, 0), |row| (row.direct, row.doubling));
+    // Beyond the capacity of a ring, a member would wait for readers in the middle of the step.
     if bytes <= direct.min(capacity) {
         AllreduceAlgorithm::Direct
     } else if bytes <= doubling.min(capacity) {

@@ -58,6 +58,7 @@ impl KernelCache {
             return Ok(code);
         }
         let code = compile()?;
+        // A cache that cannot be written is no failure: the next process compiles again.
         drop(self.store_cubin(&path, &code));
         Ok(code)
     }
@@ -81,6 +82,7 @@ impl KernelCache {
             let mut file = fs::OpenOptions::new().write(true).create_new(true).open(&unfinished)?;
             file.write_all(&Sha256::digest(code))?;
             file.write_all(code)?;
+            // Without fsync: if the machine crashes, the digest shows that the file is incomplete.
             drop(file);
             fs::rename(&unfinished, path)
         };

@@ -55,6 +55,8 @@ impl GpuDevice {
     /// across the call.
     pub unsafe fn record_event_after(&self, stream: usize) -> Result<Arc<dyn DeviceEvent>> {
         let (open, stream) = (self.ensure_open()?, std::ptr::with_exposed_provenance_mut(stream));
+        // An event of a captured stream would become a part of the graph and would never be reached
+        // here.
         if open.context.is_capturing(stream)? {
             return Err(Error::Captured { ordinal: self.ordinal });
         }
@@ -101,6 +103,7 @@ impl GpuDevice {
             }
         }
         let open = self.ensure_open().map_err(|error| self.device_error(&error))?;
+        // The blocks of staging memory of finished copies are free again after this.
         open.release_finished_buffers();
         let (name, stream) = if down {
             ("cuMemcpyDtoHAsync", open.device_to_host)

@@ -187,6 +187,7 @@ impl CudaDriver {
         let mut count = 0;
         // SAFETY: the place lives across the call.
         match unsafe { (self.table.count)(&raw mut count) } {
+            // The driver reports a machine without a GPU as an error.
             NO_DEVICE => Ok(0),
             status => {
                 self.check_status("cuDeviceGetCount", 0, status)?;
@@ -249,6 +250,7 @@ impl CudaDriver {
             (self.table.attribute)(&raw mut there, MEMORY_POOLS_SUPPORTED, device)
         };
         let asked = self.device_handle(ordinal).map(asked);
+        // Old drivers know neither the attribute nor the functions.
         asked == Ok(0) && there != 0 && self.table.allocate.is_some() && self.table.free.is_some()
     }
 

@@ -100,6 +100,7 @@ impl ProcessGpus {
     /// # Errors
     /// `NotFound`, `Symbols`, `CudaDriver`: also when there is no such GPU.
     pub fn open_gpu(&self, ordinal: u32, packages: &[PathBuf]) -> Result<Arc<GpuDevice>> {
+        // Held until the end, so that two threads do not open the same GPU twice.
         let mut known = self.opened_gpus.lock();
         if let Some(gpu) = known.get(&ordinal) {
             return Ok(Arc::clone(gpu));
@@ -339,6 +340,7 @@ fn members_share_one_gpu(capabilities: &[Option<GpuCapabilities>]) -> bool {
             .is_some_and(|gpu| gpu.uuid == first.uuid && gpu.neighbourhood == first.neighbourhood)
     };
     first.neighbourhood != 0
+        // Together with the first member, one launch takes at most MAX_MEMBERS_PER_LAUNCH inputs.
         && (1..MAX_MEMBERS_PER_LAUNCH).contains(&others.len())
         && others.iter().all(alike)
 }
@@ -366,6 +368,7 @@ const ABILITY_REGISTERED_MEMORY: u8 = 2;
 const ABILITY_FLOAT8_REDUCTION: u8 = 4;
 /// The first byte in the name of a communicator by CUDA IPC. For NCCL it has the abilities of all
 /// members.
+// No sum of abilities has this bit.
 const IPC_NAME_TAG: u8 = 0x80;
 
 /// The length of the encoded capabilities: a presence byte, the UUID of the GPU, the NCCL version,

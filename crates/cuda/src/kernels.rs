@@ -22,6 +22,7 @@ pub const KERNEL_SOURCE: &str = concat!(
 );
 
 /// Tensors of one launch.
+// The arguments of a kernel have at most 4096 bytes on every device, and these take 3848.
 pub const MAX_TENSORS_PER_LAUNCH: usize = 160;
 /// Elements of a tensor that a block moves.
 pub const ELEMENTS_PER_TILE: u64 = 4096;
@@ -85,6 +86,7 @@ pub fn plan_transfers(
             tiles += count.div_ceil(ELEMENTS_PER_TILE);
             batch.address[index] = *address;
             batch.count[index] = *count;
+            // In units of 16 bytes, 32 bits reach 64 GiB.
             batch.start[index] =
                 u32::try_from(at / TENSOR_ALIGNMENT_BYTES).map_err(|_| too_many())?;
             batch.tiles[index] = u32::try_from(tiles).map_err(|_| too_many())?;
@@ -207,6 +209,7 @@ pub fn reduction_kernel_name(dtype: DataType) -> Result<String> {
 
 /// Blocks for a launch over so many elements.
 pub fn block_count_for(count: u64) -> u32 {
+    // A launch of 0 blocks is an error.
     u32::try_from(count.div_ceil(ELEMENTS_PER_TILE).clamp(1, MAX_BLOCKS_PER_LAUNCH)).unwrap_or(1)
 }
 

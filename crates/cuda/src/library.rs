@@ -29,6 +29,8 @@ impl SharedLibrary {
     /// # Errors
     /// The loader's words.
     pub fn open_library(name: &Path) -> Result<Self, String> {
+        // NOW: a missing symbol is an error here, and not a crash at the first call. LOCAL: the
+        // symbols stay apart from other copies in the process.
         Self::open_with_flags(name, libc::RTLD_NOW | libc::RTLD_LOCAL)
     }
 

@@ -119,6 +119,8 @@ impl LibrarySearchPath {
         let mut tried = Vec::new();
         for candidate in self.list_candidates(kind) {
             let opened = match &candidate {
+                // A file that does not exist is no problem worth a report; one that cannot be
+                // loaded is.
                 LibraryCandidate::File(path) if matches!(path.try_exists(), Ok(false)) => continue,
                 LibraryCandidate::File(path) => SharedLibrary::open_library(path),
                 LibraryCandidate::Loaded(name) => match SharedLibrary::find_loaded(name) {

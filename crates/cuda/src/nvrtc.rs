@@ -118,10 +118,13 @@ impl NvrtcCompiler {
             )
         };
         check_status(arch, status)?;
+        // Machine code instead of PTX, so that the driver compiles nothing when it loads the
+        // module.
         let arch_option = CString::new(format!("--gpu-architecture=sm_{arch}")).unwrap_or_default();
         let options = [
             arch_option.as_ptr(),
             c"--std=c++17".as_ptr(),
+            // Averages of 64-bit integers are summed in 128 bits, as on the host.
             c"--device-int128".as_ptr(),
             // Products are rounded before they are added, as on the host.
             c"--fmad=false".as_ptr(),

@@ -42,6 +42,7 @@ impl<L: PageLocking> StagingPool<L> {
     /// Lends at least `bytes` bytes, not zeroed; `None` if no memory is left. The block returns to
     /// the pool when the last clone is dropped.
     pub fn lend_memory(&self, bytes: usize) -> Option<HostMemory> {
+        // Few different sizes, so that a returned block fits later requests.
         let size = bytes.max(MIN_BLOCK_BYTES).checked_next_power_of_two()?;
         let mut blocks = self.blocks.lock();
         if let Some(block) = blocks
@@ -50,6 +51,7 @@ impl<L: PageLocking> StagingPool<L> {
         {
             return Some(block.memory.clone());
         }
+        // Frees blocks of other sizes first, so that idle memory stays below the limit.
         self.trim_idle(&mut blocks, MAX_IDLE_BYTES.saturating_sub(size));
         let memory = HostMemory::new_shareable(size)?;
         let locked = self.page_locking.lock_pages(&memory);

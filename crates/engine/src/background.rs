@@ -86,6 +86,7 @@ pub(crate) fn spawn_background_thread(inner: Arc<EngineShared>) -> Result<JoinHa
 
 fn run_background_loop(inner: &EngineShared) {
     let background = &inner.background;
+    // No count of drives has this value, so the first interval only records the count.
     let (mut seen, mut listening) = (u64::MAX, false);
     while !background.is_stopping() {
         inner.host.send_heartbeat();

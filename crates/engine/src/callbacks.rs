@@ -69,6 +69,8 @@ impl CallbackQueue {
     pub(crate) fn join_thread(&self) {
         let Some(CallbackThread { sender, thread }) = self.0.lock().take() else { return };
         drop(sender);
+        // A callback may drop the last reference to the engine, and a thread cannot wait for
+        // itself.
         if thread.thread().id() != thread::current().id() {
             drop(thread.join());
         }

@@ -211,6 +211,7 @@ fn resolve_splits(
     if splits.len() != members {
         return refuse(format!("one number for each of {members} ranks: {splits:?}"));
     }
+    // The numbers come from the caller, and a sum that wraps could equal the rows.
     match splits.iter().try_fold(0u64, |sum, split| sum.checked_add(*split)) {
         Some(sum) if sum == rows => Ok(splits),
         _ => refuse(format!("they must add up to the {rows} rows of the tensor: {splits:?}")),

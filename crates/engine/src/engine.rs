@@ -146,6 +146,7 @@ impl Engine {
         self.check_original_process()?;
         let (id, ranks) = (options.id, options.members.as_slice().into());
         tracing::debug!(process_set = id.0, ranks = ?options.members, "a process set is added");
+        // Registered first, so that no other call can take the number meanwhile.
         let key = self.sets.add_set(id, ranks)?;
         let added = ProcessSet::new(key, options, self.shared.clone())
             .and_then(|set| self.inner.add_set(set));
@@ -171,6 +172,7 @@ impl Engine {
     /// `UnknownSet`, `Forked`.
     pub fn remove_set(&self, set: ProcessSetId) -> Result<()> {
         self.check_original_process()?;
+        // The world itself cannot be removed: changes of process sets are agreed on in it.
         if set == ProcessSetId::GLOBAL {
             return Err(Error::UnknownSet { set });
         }
@@ -260,6 +262,8 @@ impl Engine {
         if done.len() != requests.len() {
             return Err(Error::Group { members: requests.len(), sets: 1 });
         }
+        // Before the submission: after it, a failure to start the thread would leave requests
+        // without callbacks.
         self.inner.callbacks.ensure_thread()?;
         self.admit_group(requests, done)?;
         self.inner.announce_submission();
@@ -276,6 +280,7 @@ impl Engine {
         let members = requests.len();
         let mut sets: Vec<ProcessSetId> =
             requests.iter().map(|request| request.process_set).collect();
+        // Equal neighbours are enough: if there are two sets, they meet somewhere in the list.
         sets.dedup();
         let (&[set], Ok(size)) = (&*sets, u32::try_from(members)) else {
             return Err(Error::Group { members, sets: sets.len() });
@@ -292,6 +297,7 @@ impl Engine {
             .iter()
             .map(|submission| &submission.entry.name)
             .find(|name| !names.insert(*name));
+        // One lock for the checks and the admission: a group is admitted as a whole or not at all.
         let mut submissions = self.inner.submissions.lock();
         submissions.check_open(key)?;
         if let Some(first) = checked.first().filter(|_| submissions.has_joined(key)) {
@@ -389,6 +395,7 @@ impl Engine {
         driver.sets.clear();
         self.inner.release_driver(driver);
         self.inner.background.request_stop();
+        // The thread may sleep in the parker, where it does not see the flag.
         self.inner.host.unpark();
         if thread.join().is_err() {
             // The panic hook has logged the panic; there is nothing left to end.

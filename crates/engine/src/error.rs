@@ -304,6 +304,7 @@ impl Error {
             | Self::Timeline { .. }
             | Self::Forked { .. } => FaultOrigin::Usage,
             Self::Failed { cause, .. } => cause.fault(),
+            // A call after the own shutdown is a mistake of the program and no failure of a peer.
             Self::Stopped { cause } if matches!(**cause, StopCause::ShutDown) => FaultOrigin::Usage,
             Self::Stopped { cause } => cause.fault(),
             Self::Start { .. } => FaultOrigin::Environment,

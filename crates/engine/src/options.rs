@@ -92,11 +92,13 @@ impl From<&Config> for EngineSettings {
             stall_check: check,
             stall_shutdown: check.and_then(|check| {
                 let limit = config.stall_shutdown_time;
+                // A smaller limit would stop the engine before the first report.
                 (!limit.is_zero() && limit >= check).then_some(limit)
             }),
             barrier_deadlock_timeout: Some(config.meeting_timeout).filter(|time| !time.is_zero()),
             nvtx: !config.disable_nvtx_ranges,
             timeline_limit: config.timeline_limit,
+            // A threshold that the user has set is kept.
             tune: (config.autotune && !config.given.contains(&"fusion_threshold")).then(|| {
                 AutotuneOptions {
                     warmup_samples: u32::try_from(config.autotune_warmup_samples)

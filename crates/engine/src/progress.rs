@@ -30,6 +30,7 @@ use crate::{
 };
 
 /// Interval at which this process sends heartbeats and checks its peers.
+// The default peer timeout of 5 s has room for 20 heartbeats, so a late one is not a loss.
 pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(250);
 /// Longest sleep of a waiter before it tries to take the progress lock again.
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(50);
@@ -97,6 +98,7 @@ impl EngineShared {
     ) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let crowded = world.local_ranks().len() > cores;
+        // On a crowded host, a thread that spins keeps a peer from its core.
         let spin = if crowded { settings.spin / 8 } else { settings.spin };
         Self {
             oversubscribed: crowded,
@@ -163,11 +165,13 @@ impl EngineShared {
         while let Some(mut driver) = self.acquire_driver(handle, deadline) {
             self.drive_until(&mut driver, DriveGoal::Done(handle, deadline));
             self.unlock_driver(driver);
+            // The drive may have ended only because another thread wanted the lock.
             if Instant::now() >= deadline || !self.submissions.lock().is_pending(handle) {
                 break;
             }
         }
         self.signals.decrement_lock_waiters();
+        // This thread stops driving, but work of other callers may be left.
         self.request_drive_if_needed();
         self.submissions.lock().take_result(handle)
     }
@@ -181,11 +185,15 @@ impl EngineShared {
     ) -> Option<MutexGuard<'_, DriverState>> {
         let start = Instant::now();
         loop {
+            // The thread that preempts needs the lock for a moment only, so waiters let it go
+            // first.
             if !self.signals.is_preempt_requested()
                 && let Some(driver) = self.progress.try_lock()
             {
                 return Some(driver);
             }
+            // `announce_before_wait` woke no driver, so the driver may sleep and not know of the
+            // request.
             self.wake_driver();
             let spun = start.elapsed();
             if spun < LOCK_SPIN_TIME {
@@ -215,6 +223,7 @@ impl EngineShared {
         self.signals.increment_preempt_requests();
         let driver = loop {
             self.wake_driver();
+            // The driver may go to sleep just after the wake-up. A short wait wakes it again.
             if let Some(driver) = self.progress.try_lock_for(Duration::from_millis(1)) {
                 break driver;
             }
@@ -240,6 +249,7 @@ impl EngineShared {
         let cause = Arc::new(cause);
         let mut driver = self.preempt_driver();
         self.submissions.lock().close_set(key, &cause);
+        // Takes the queue first: no submission may be queued for a set that is gone.
         self.enqueue_or_stop(&mut driver);
         let driven = &mut *driver;
         if let Some(set) = driven.sets.iter_mut().find(|set| set.key == key) {
@@ -258,6 +268,7 @@ impl EngineShared {
     fn unlock_driver(&self, driver: MutexGuard<'_, DriverState>) {
         self.signals.store_busy_flag(driver.is_busy());
         self.drives.fetch_add(1, Ordering::Relaxed);
+        // Unlocks before it reads `waiters`: see the third pair in `signals`.
         drop(driver);
         if self.signals.should_notify_waiters() {
             // Notify under the lock: a waiter is then either asleep or has not checked yet.

@@ -102,6 +102,8 @@ impl ProcessSetChange {
             }
             Self::Outcome(reason) => {
                 let text = reason.as_deref().unwrap_or_default();
+                // The negotiation compares numbers, so different reasons must have different
+                // numbers.
                 (ChangeTopic::Outcome, text.bytes().map(u64::from).collect())
             }
         }
@@ -170,6 +172,7 @@ impl CollectiveRequest {
             dtype: DataType::U8,
             shape: vec![0],
             input: nothing.clone(),
+            // Without an output, the engine would allocate one.
             output: Some(nothing),
             process_set,
             ready: None,

@@ -75,6 +75,7 @@ impl StackAnswer {
 
 impl Drop for StackAnswer {
     fn drop(&mut self) {
+        // Does nothing after `send_stacks`, whose answer is there already.
         self.0.0.lock().get_or_insert(ThreadStacks::Unknown);
     }
 }
@@ -210,6 +211,7 @@ impl fmt::Display for StallReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
+            // Horovod's words, which scripts may look for in logs.
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset \
              of ranks and are waiting for remainder of ranks for more than {} seconds.",
             self.limit.as_secs_f64()

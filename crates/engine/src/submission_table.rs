@@ -76,6 +76,7 @@ impl SubmissionTable {
         mut submission: CheckedSubmission,
         callback: Option<Callback>,
     ) -> RequestHandle {
+        // Relaxed: the number must be unique, and it orders nothing else.
         let handle = RequestHandle(NEXT_HANDLE.fetch_add(1, Ordering::Relaxed));
         submission.entry.handle = handle;
         let names = self.sets.entry(submission.set).or_default();
@@ -91,6 +92,7 @@ impl SubmissionTable {
 
     /// Moves the queued requests to the end of `into`.
     pub(crate) fn drain_queue(&mut self, into: &mut VecDeque<CheckedSubmission>) {
+        // The usual case: the driver has taken everything before, and no element is moved.
         if into.is_empty() {
             std::mem::swap(&mut self.queue, into);
         } else {
@@ -103,6 +105,7 @@ impl SubmissionTable {
         match self.handles.get(&handle.0) {
             Some(HandleState::Done(_)) => Ok(true),
             Some(HandleState::Pending) => Ok(false),
+            // The callback gets the result, so no caller may wait for it, too.
             Some(HandleState::WithCallback(_)) | None => Err(Error::UnknownHandle { handle }),
         }
     }

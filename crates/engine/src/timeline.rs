@@ -143,6 +143,7 @@ fn timeline_owner<'a>(world: &'a World, name: &'a str) -> TimelineOwner<'a> {
     TimelineOwner {
         name,
         rank: world.rank.0,
+        // Containers of one machine have one clock, so they count as one host in a timeline.
         host: world.own_placement().host.machine_name(),
         size: world.size(),
         generation: world.generation.0,

@@ -123,6 +123,7 @@ impl Autotuner {
                 self.finish_score(now);
             }
         }
+        // A score begins with a tensor whose return marks the end of each step.
         if self.since.is_none() {
             self.since = Some(now);
             self.first = Some(Arc::clone(tensor));
@@ -133,6 +134,7 @@ impl Autotuner {
     fn finish_score(&mut self, now: Instant) {
         let Some(since) = self.since.replace(now) else { return };
         let micros = now.saturating_duration_since(since).as_secs_f64() * 1e6;
+        // Clocks may show no time between two steps.
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         self.scores.push(self.bytes as f64 / micros.max(1e-3));
         (self.bytes, self.steps) = (0, 0);
@@ -157,6 +159,8 @@ impl Autotuner {
         if self.samples >= self.options.max_samples {
             self.finish_search();
         } else if self.at == self.candidates.len() {
+            // A pass measures all candidates in the same minutes, so that a slow minute hurts all
+            // alike.
             self.at = 0;
             self.sort_candidates();
             self.candidates.truncate(self.candidates.len() / 2);

@@ -64,6 +64,7 @@ impl OutcomeReceiver {
 fn to_output(completion: &RequestCompletion) -> TensorOutput {
     let (address, bytes, owner) = match &completion.output {
         Some(memory) => {
+            // The C caller frees the memory by this pointer, after the completion here is gone.
             let owner = Box::into_raw(Box::new(memory.clone()));
             (memory.address().cast(), memory.len(), owner.cast())
         }
@@ -123,6 +124,7 @@ fn record_result(
     gathered.missing -= 1;
     match result {
         Ok(completion) => gathered.results[index] = Some(completion),
+        // The first failure is reported; later ones are mostly its consequences.
         Err(error) => gathered.failure = gathered.failure.take().or_else(|| Some(error.into())),
     }
     if gathered.missing > 0 {
@@ -133,6 +135,7 @@ fn record_result(
         Some(failure) => Err(failure),
         None => Ok(gathered.results.drain(..).flatten().collect()),
     };
+    // The receiver is foreign code, which may submit again and so come back here.
     drop(gathered);
     receiver.send_outcome(results);
 }

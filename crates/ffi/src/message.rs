@@ -24,6 +24,7 @@ impl SubmissionFailure {
 
     /// Returns the text without the bytes that would end it early.
     pub(crate) fn to_c_string(&self) -> CString {
+        // C would end the text at the first zero.
         let bytes: Vec<u8> = self.text.bytes().filter(|byte| *byte != 0).collect();
         CString::new(bytes).unwrap_or_default()
     }
@@ -40,6 +41,7 @@ impl From<Error> for SubmissionFailure {
         let mut source = error.source();
         while let Some(cause) = source {
             let more = cause.to_string();
+            // Many messages contain the text of their cause already.
             if !text.contains(&more) {
                 text.push_str(": ");
                 text.push_str(&more);
@@ -53,6 +55,7 @@ impl From<Error> for SubmissionFailure {
 impl From<farandole::session::Error> for SubmissionFailure {
     fn from(error: farandole::session::Error) -> Self {
         let code = match &error {
+            // The framework reports both as a failed precondition.
             farandole::session::Error::NotInitialized => EngineStatusCode::Mismatch,
             other => code_for_fault(other.fault()),
         };

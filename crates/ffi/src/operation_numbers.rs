@@ -35,6 +35,7 @@ fn with_operation_numbers<T>(
 ) -> T {
     let mut counts = OPERATION_NUMBERS.lock();
     let known =
+        // A new session starts its numbers again, like all other ranks.
         counts.take().filter(|counts| std::ptr::eq(counts.session.as_ptr(), Arc::as_ptr(session)));
     let known = known.unwrap_or_else(|| OperationNumbers {
         session: Arc::downgrade(session),

@@ -53,6 +53,7 @@ unsafe fn convert_request(
     let shape = unsafe { slice_from_raw(request.shape, request.rank as usize) };
     // SAFETY: `split_count` numbers are at `splits`.
     let splits = unsafe { slice_from_raw(request.splits, request.split_count) };
+    // A null pointer means an even split; an empty list is a mistake that the engine reports.
     let splits = (!request.splits.is_null()).then_some(splits);
     let dtype =
         u8::try_from(request.dtype).ok().and_then(DataType::from_wire).ok_or_else(|| {
@@ -60,6 +61,7 @@ unsafe fn convert_request(
         })?;
     let kind = request_kind(call, splits)?;
     let bytes = |shape: &[u64]| {
+        // Checked, because the shape comes from C and a wrapped size would be read beyond its end.
         shape
             .iter()
             .try_fold(dtype.element_size() as u64, |bytes, extent| bytes.checked_mul(*extent))
@@ -75,6 +77,7 @@ unsafe fn convert_request(
     // only read.
     let input =
         unsafe { Buffer::from_raw(request.input.cast_mut().cast(), length, MemoryKind::Host) };
+    // A barrier and a join read no memory of the caller.
     if matches!(kind, RequestKind::Barrier | RequestKind::Join { .. }) {
         return Ok(CollectiveRequest {
             kind,

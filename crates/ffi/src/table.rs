@@ -76,6 +76,8 @@ fn submit_unattended(
     receiver: OutcomeReceiver,
 ) -> Result<(), SubmissionFailure> {
     let mut callbacks = completion::group_callbacks(receiver, requests.len());
+    // A single request is no group: a group has another signature, which would not match other
+    // ranks.
     if requests.len() == 1
         && let (Some(request), Some(done)) = (requests.pop(), callbacks.pop())
     {
@@ -128,6 +130,7 @@ fn drive_to_end(
     for handle in handles {
         let result = loop {
             match engine.wait(handle, ATTENDED_WAIT_LIMIT) {
+                // The limit of one wait has passed. The engine's own deadlines end the operation.
                 Ok(None) => {}
                 Ok(Some(completion)) => break Ok(completion),
                 Err(error) => break Err(error),
@@ -163,6 +166,7 @@ unsafe extern "C" fn write_placement(
         let (members, position) =
             match session.engine().process_set_members(ProcessSetId(process_set)) {
                 Ok(members) => (members.len(), members.iter().position(|rank| *rank == world.rank)),
+                // A rank that is not in the set can ask, too: its answer is a rank of -1.
                 Err(farandole::engine::Error::NotAMember { .. }) => (0, None),
                 Err(error) => return Err(error.into()),
             };
@@ -203,6 +207,7 @@ unsafe fn write_status(
     let Err(failure) = result else { return EngineStatusCode::Success as u32 };
     let text = failure.to_c_string();
     let bytes = text.as_bytes();
+    // Room for the zero that ends the text in C.
     let length = bytes.len().min(capacity.saturating_sub(1));
     if capacity > 0 {
         // SAFETY: `length` + 1 bytes are within the caller's room.

@@ -59,6 +59,8 @@ impl AnnouncementTally {
         members: &[u32],
         others: impl Fn(u32) -> Vec<u32>,
     ) {
+        // As long as all sources announce one number, it travels up unchanged: a few bytes for any
+        // number of ranks.
         self.announcement = Some(match (self.announcement.take(), announcement) {
             (None, announcement) => announcement,
             (
@@ -69,6 +71,8 @@ impl AnnouncementTally {
                 Announcement::Cached(id, entry, absent)
             }
             (Some(before), announcement) => {
+                // A number cannot express a difference, so the earlier sources get their full
+                // requests back.
                 let earlier_members: Vec<u32> =
                     self.sources.iter().flat_map(|source| others(*source)).collect();
                 let mut variants = before.into_variants(&earlier_members);
@@ -123,6 +127,7 @@ impl AnnouncementTally {
 }
 
 fn merge_variant(variants: &mut Vec<RequestVariant>, variant: RequestVariant) {
+    // The site is no disagreement: a rank may hold a tensor on the host and its peers on devices.
     match variants.iter_mut().find(|known| known.signature.matches_except_site(&variant.signature))
     {
         Some(known) => {
@@ -155,6 +160,7 @@ impl Announcement {
             Self::Explicit(variants) => variants,
             Self::Cached(_, entry, absent) => {
                 let members: Vec<u32> =
+                    // Members that have joined submitted nothing, so they have no rows.
                     members.iter().copied().filter(|member| !absent.contains(member)).collect();
                 let rows = members
                     .iter()
@@ -170,6 +176,8 @@ impl Announcement {
     pub fn encode_to(&self, name: &str, subtree: &[u32], writer: &mut FrameWriter<'_>) {
         match self {
             Self::Cached(id, _, absent) => {
+                // Joined members are rare. A tag of their own saves the empty list in every other
+                // announcement.
                 writer.write_byte(if absent.is_empty() { 0 } else { 3 });
                 writer.write_varint(id.slot.into());
                 writer.write_varint(id.version.into());
@@ -194,8 +202,11 @@ impl RequestVariant {
     fn encode_to(&self, subtree: &[u32], writer: &mut FrameWriter<'_>) {
         self.signature.encode_to(writer);
         let mut order: Vec<usize> = (0..self.members.len()).collect();
+        // The reader takes row counts in ascending order of members, which is the order of `below`.
         order.sort_unstable_by_key(|at| self.members[*at]);
         let all = self.members.len() == subtree.len();
+        // Usually the whole subtree has announced. The empty list keeps the frame independent of
+        // its size.
         let listed = if all { &[][..] } else { &order[..] };
         writer.write_varints(listed.iter().map(|at| u64::from(self.members[*at])));
         let counts = self.signature.call.row_counts_per_member();
@@ -219,6 +230,8 @@ impl RequestVariant {
             below.to_vec()
         } else {
             let known =
+                // A number from the wire is an index later, so it must be one of the sender's
+                // subtree.
                 |number: u64| u32::try_from(number).ok().filter(|member| below.contains(member));
             listed
                 .into_iter()
@@ -246,6 +259,7 @@ pub fn resolve_variants(
     {
         let counts = variant.signature.call.row_counts_per_member();
         let mut rows = vec![0; counts * ranks.len()];
+        // `chunks_exact` panics at 0. Without counts there are no rows, and the loop does nothing.
         for (member, given) in variant.members.iter().zip(variant.rows.chunks_exact(counts.max(1)))
         {
             let first = *member as usize * counts;
@@ -267,6 +281,7 @@ pub fn resolve_variants(
         .find(|(_, part)| differs(*part))
         .map_or("requests", |(text, _)| text);
     let mut text = format!("Mismatched {}: tensor {name}: ", rule.replace("{}", &call));
+    // Announcements arrive in any order. The text must not depend on it (NE-3).
     variants.sort_by_key(|variant| variant.members.iter().min().copied());
     for (index, variant) in variants.iter().enumerate() {
         let mut order: Vec<usize> = (0..variant.members.len()).collect();
@@ -304,6 +319,7 @@ fn first_dimensions_text(rows: &[u64]) -> String {
 }
 
 /// Largest number of first dimensions in a message.
+// A world has up to thousands of members, and the message has a list for each variant.
 const MAX_SHOWN_DIMENSIONS: usize = 16;
 
 /// A comparable part of a signature.

@@ -44,6 +44,8 @@ impl CachedResponse {
 
     /// Returns the same response without the rows of an alltoall.
     pub fn without_splits(self: Arc<Self>) -> Arc<Self> {
+        // Readers of a list create the entry without splits, so all members must exchange them
+        // again.
         if self.splits.get().is_none() {
             return self;
         }
@@ -129,6 +131,7 @@ impl ResponseCache {
     /// Returns an empty cache for this number of entries; 0 turns it off.
     pub fn new(capacity: usize) -> Self {
         Self {
+            // `NO_SLOT` must not become the number of a slot.
             capacity: capacity.min(NO_SLOT as usize - 1),
             slots: Vec::new(),
             by_name: Map::default(),
@@ -141,6 +144,8 @@ impl ResponseCache {
     }
 
     /// Returns the entry of this name.
+    // Does not count as a use: ranks look up entries at different times, and their caches stay
+    // equal (NE-1) only if nothing but lists changes the order.
     pub fn find_by_name(&self, name: &str) -> Option<(CacheId, &Arc<CachedResponse>)> {
         let slot = *self.by_name.get(name)?;
         let CacheSlot { version, entry, .. } = &self.slots[slot as usize];
@@ -166,6 +171,8 @@ impl ResponseCache {
 
     /// Marks the entry as used most recently. A step of a list.
     pub fn mark_used(&mut self, slot: u32) {
+        // The steps of a training loop repeat, so the most recent entry is often used again at
+        // once.
         if self.newest != slot && self.response_in_slot(slot).is_some() {
             self.unlink_slot(slot);
             self.link_newest(slot);
@@ -178,11 +185,14 @@ impl ResponseCache {
         if self.capacity == 0 {
             return;
         }
+        // A name has one entry. The old one goes first, so that a full cache drops no other entry
+        // for it.
         self.remove_name(&entry.name, list);
         if self.by_name.len() >= self.capacity {
             let oldest = self.oldest;
             self.drop_slot(oldest, list);
         }
+        // All ranks must take the same slot. They freed the same slots in the same order (NE-1).
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(CacheSlot { version: 0, entry: None, newer: NO_SLOT, older: NO_SLOT });
             u32::try_from(self.slots.len() - 1).unwrap_or(NO_SLOT)
@@ -215,6 +225,8 @@ impl ResponseCache {
         self.unlink_slot(slot);
         let place = &mut self.slots[slot as usize];
         let id = CacheId { slot, version: place.version };
+        // A member that has not seen this list yet may announce the old entry. The version keeps it
+        // apart from the next entry of the slot.
         place.version = place.version.wrapping_add(1);
         if let Some(entry) = place.entry.take() {
             self.by_name.remove(&entry.name);

@@ -116,6 +116,9 @@ impl CollectiveCall {
     /// Returns the number of row counts that every member sends beside its signature.
     pub const fn row_counts_per_member(&self) -> usize {
         match self {
+            // Only an allgather: each rank needs the rows of all others to place them. In an
+            // alltoall, a rank needs only those that it sends and receives, which go between the
+            // two members directly.
             Self::Allgather => 1,
             _ => 0,
         }
@@ -172,6 +175,7 @@ impl MemorySite {
     pub const fn union_with(self, other: Self) -> Self {
         match (self, other) {
             (Self::Host, Self::Host) | (Self::Device, Self::Device) => self,
+            // One member on the host is enough: host memory serves both kinds.
             _ => Self::Mixed,
         }
     }
@@ -207,6 +211,8 @@ impl RequestSignature {
 
     /// Returns whether this agreement also covers the request `own` of a member.
     pub fn covers_request(&self, own: &Self) -> bool {
+        // A cached agreement on devices does not fit a tensor on the host: it needs a new
+        // agreement.
         self.matches_except_site(own) && self.site.union_with(own.site) == self.site
     }
 
@@ -236,6 +242,7 @@ impl RequestSignature {
             CollectiveCall::Allreduce { op, prescale, postscale } => {
                 writer.write_byte(0);
                 writer.write_byte(op as u8);
+                // In full: the bits of a float as a varint take up to ten bytes.
                 writer.write_u64(prescale);
                 writer.write_u64(postscale);
             }
@@ -269,6 +276,7 @@ impl RequestSignature {
         writer.write_byte(self.site as u8);
         writer.write_varint(self.group_size.into());
         if self.group_size > 0 {
+            // In full, because a hash has no small values.
             writer.write_u64(self.group);
         }
     }
@@ -301,6 +309,8 @@ impl RequestSignature {
             }
             6 => {
                 let topic = reader.read_byte()?;
+                // The bytes come from a peer: an unknown number is an error of the frame and never
+                // a panic (NE-2).
                 CollectiveCall::Change(
                     *ChangeTopic::ALL.get(usize::from(topic)).ok_or(MalformedFrame::Tag(topic))?,
                 )

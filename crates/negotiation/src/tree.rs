@@ -27,11 +27,13 @@ pub struct ControlTree {
 
 /// Returns the parent of every member, and the number of hosts.
 pub fn control_parents(world: &World, members: &[Rank]) -> (Vec<Option<u32>>, usize) {
+    // The machine and not the host: containers of one machine are hosts, but can share memory.
     let host = |rank: &Rank| world.seats.get(rank.index()).map(|seat| seat.host.machine_name());
     let mut leader_of = HashMap::new();
     let mut leaders: Vec<u32> = Vec::new();
     let parents = (0u32..)
         .zip(members)
+        // Members ascend, so the first of each machine becomes its leader, on every rank alike.
         .map(|(member, rank)| match *leader_of.entry(host(rank)).or_insert(member) {
             leader if leader < member => Some(leader),
             _ => {

@@ -108,6 +108,7 @@ impl<'a> FrameReader<'a> {
         let mut value = 0u64;
         for shift in (0..64).step_by(7) {
             let byte = self.read_byte()?;
+            // The tenth byte has room for bit 63 only. Other bits would be lost in the shift.
             if shift == 63 && byte > 1 {
                 return Err(MalformedFrame::Overlong);
             }
@@ -128,6 +129,8 @@ impl<'a> FrameReader<'a> {
     /// left, so that a frame cannot cause a larger allocation.
     pub fn read_count(&mut self) -> FrameResult<usize> {
         let count = usize::try_from(self.read_varint()?).map_err(|_| MalformedFrame::Overlong)?;
+        // Checked before any allocation: a count of 2^60 in a short frame must not take memory
+        // (NE-2).
         if count > self.0.len() { Err(MalformedFrame::Truncated) } else { Ok(count) }
     }
 

@@ -34,6 +34,7 @@ pub fn send_with_descriptors(
         return Err(Error::System { call: "sendmsg", source: rustix::io::Errno::TOOBIG });
     }
     let sent = retry_on_intr(|| {
+        // Without NOSIGNAL, a peer that has closed its socket would end this process by SIGPIPE.
         sendmsg(&socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
     })
     .map_err(Error::from_call("sendmsg"))?;
@@ -55,6 +56,8 @@ pub fn receive_with_descriptors(
         [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS_PER_MESSAGE))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let message =
+        // The flag closes them on exec at once: a program that another thread starts meanwhile must
+        // not inherit them.
         recvmsg(&socket, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
             .map_err(Error::from_call("recvmsg"))?;
     let mut descriptors = Vec::new();

@@ -47,6 +47,8 @@ impl ProcessDoorbell {
     /// `System`.
     pub fn create() -> Result<Self> {
         let memory = create_sealed_memfd("farandole-bell", page_size() as u64)?;
+        // Non-blocking: neither a read without a ring nor a write to a full counter may stop the
+        // driver.
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(Error::from_call("eventfd"))?;
         Self::from_descriptors(memory, event)
@@ -57,6 +59,8 @@ impl ProcessDoorbell {
     /// # Errors
     /// `NotASegment`, `System`.
     pub fn from_descriptors(memory: OwnedFd, event: OwnedFd) -> Result<Self> {
+        // Checked before the mapping, because an access beyond the end of the file would raise
+        // SIGBUS.
         verify_sealed_memfd(memory.as_fd(), page_size() as u64)?;
         let mapping = MemoryMapping::map_shared(memory.as_fd(), page_size())?;
         Ok(Self { memory, event, mapping, guard: ForkGuard::new() })
@@ -115,11 +119,15 @@ impl ProcessDoorbell {
 
     /// Owner: clears all rings so far; returns true if there was one.
     pub fn clear_rings(&self) -> bool {
+        // A forked child shares the counter and would take its parent's rings. One read resets it
+        // to 0.
         self.guard.is_original_process() && read(&self.event, &mut [0_u8; 8]).is_ok()
     }
 
     /// Owner: shows that the process runs.
     pub fn increment_heartbeat(&self) {
+        // Relaxed: peers only compare the number with an earlier one, and it publishes no other
+        // data.
         self.doorbell_page().heartbeat.0.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -131,6 +139,7 @@ impl ProcessDoorbell {
     /// Owner: records that the process leaves in order.
     pub fn mark_closed(&self) {
         if self.guard.is_original_process() {
+            // Pairs with the load in `is_closed`.
             self.doorbell_page().closed.0.store(1, Ordering::Release);
         }
     }

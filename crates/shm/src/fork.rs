@@ -36,6 +36,7 @@ fn process_token() -> u64 {
         return process_id();
     };
     let page = mapping.shared_header::<ForkTokenPage>();
+    // Relaxed throughout: the token guards no other data, and a fork orders parent and child.
     let current = page.token.load(Ordering::Relaxed);
     if current != 0 {
         return current;
@@ -43,7 +44,10 @@ fn process_token() -> u64 {
     let clock = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |since| u64::from(since.subsec_nanos()));
+    // The clock sets this process apart from an earlier one with the same id. The token is never 0,
+    // because a wiped page has 0.
     let fresh = (process_id() << 32) ^ clock | 1;
+    // Threads that meet a wiped page at the same time must agree on one token.
     match page.token.compare_exchange(0, fresh, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => fresh,
         Err(other) => other,

@@ -81,6 +81,8 @@ impl MemoryMapping {
         capacity: usize,
     ) -> Result<Self> {
         let len = page_size() + 2 * capacity;
+        // The whole range is reserved first, so that no other mapping gets between the parts.
+        // Without access rights and with NORESERVE, it does not count towards the overcommit limit.
         let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: a fresh reservation at an address of the kernel's choice touches no existing
         // memory.
@@ -89,6 +91,8 @@ impl MemoryMapping {
         for (at, bytes, offset) in [
             (0, page_size(), control),
             (page_size(), capacity, data),
+            // The second copy makes each window contiguous, so no caller handles the end of the
+            // ring.
             (page_size() + capacity, capacity, data),
         ] {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -128,6 +132,7 @@ impl MemoryMapping {
         // The pages of the copy are moved, so they are no longer mapped at their old address.
         unsafe { mremap_fixed(from, len, len, MremapFlags::MAYMOVE, to) }
             .map_err(Error::from_call("mremap"))?;
+        // Its drop would unmap the old addresses, which may belong to another mapping by now.
         std::mem::forget(copy);
         Ok(())
     }
@@ -168,6 +173,7 @@ impl HugePageMemory {
 /// Linux calls them transparent huge pages, and by default uses them only on request. Without them,
 /// the first use of memory takes 4 times as long: 33 ms instead of 8 ms for 64 MiB.
 pub fn prefer_large_pages(address: usize, bytes: usize) {
+    // madvise takes whole pages only; the caller's memory may begin and end inside a page.
     let first = address.next_multiple_of(page_size());
     let end = (address.saturating_add(bytes)) / page_size() * page_size();
     if first < end {

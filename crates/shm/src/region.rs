@@ -51,6 +51,7 @@ impl RegionHandle {
         let absurd = Error::System { call: "memfd_create", source: rustix::io::Errno::FBIG };
         let page = page_size() as u64;
         let data =
+            // The number comes from a peer: an absurd one must not overflow, nor fail only in mmap.
             self.bytes.max(1).checked_next_multiple_of(page).filter(|bytes| *bytes < 1 << 48);
         data.map(|bytes| page + bytes).ok_or(absurd)
     }
@@ -92,6 +93,8 @@ impl SharedRegion {
         let mapping = handle.map_file(&file)?;
         let region = Self { handle, mapping, file: Some(file), guard: ForkGuard::new() };
         for (word, value) in region.region_header().nonce.iter().zip(handle.nonce) {
+            // Relaxed is enough: peers get the handle over a link, which orders their loads after
+            // this.
             word.store(value, Ordering::Relaxed);
         }
         Ok(region)
@@ -113,11 +116,15 @@ impl SharedRegion {
         if FileType::from_raw_mode(kind) != FileType::RegularFile {
             return Err(Error::AnotherRegion { pid, descriptor });
         }
+        // The path names the file that was checked, even if the peer has closed it and used the
+        // number again.
         let place = format!("/proc/self/fd/{}", found.as_raw_fd());
         let file = open(place, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(Error::from_call("open"))?;
         let mapping = handle.map_file(&file)?;
         let region = Self { handle: *handle, mapping, file: None, guard: ForkGuard::new() };
+        // Checked before the first use of the data: in another namespace, the same numbers may lead
+        // to the memory of an unrelated process.
         let nonce =
             region.region_header().nonce.each_ref().map(|word| word.load(Ordering::Relaxed));
         if nonce == handle.nonce {
@@ -166,6 +173,8 @@ impl SharedRegion {
     /// `System`; the memory is then still shared, but must not be used.
     pub fn detach_from_peers(&self) -> Result<()> {
         self.guard.check_not_forked()?;
+        // The mark comes first: after the copy, a peer that checks must not find the region
+        // current.
         if self.file.is_none() || self.region_header().retired.swap(1, Ordering::AcqRel) != 0 {
             return Ok(());
         }
@@ -175,12 +184,15 @@ impl SharedRegion {
 
 impl Drop for SharedRegion {
     fn drop(&mut self) {
+        // A forked child must not free the memory of its parent.
         let Some(file) = self.file.as_ref().filter(|_| self.guard.is_original_process()) else {
             return;
         };
+        // After a detach, peers may still read the old content, so it must stay until they unmap.
         if self.region_header().retired.swap(1, Ordering::AcqRel) == 0 {
             // Frees the memory now; other processes unmap the region at their next check. If the
             // kernel refuses to free it, it is freed at that time.
+            // The first page stays, because peers read the mark in it.
             let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let bytes =
                 self.handle.file_bytes().unwrap_or_default().saturating_sub(page_size() as u64);

@@ -76,6 +76,7 @@ impl MirroredRing {
     }
 
     fn take_half(&self, half: usize) -> Result<()> {
+        // The mark lies in the segment, so it also refuses a second process (SHM-2).
         if self.half_state(half).taken.swap(1, Ordering::AcqRel) == 0 {
             return Ok(());
         }
@@ -87,6 +88,8 @@ impl MirroredRing {
 
     fn check_used_bytes(&self, tail: usize, head: usize) -> Result<usize> {
         let used = tail.wrapping_sub(head);
+        // The peer may write any number into its position. A larger one would lead out of the
+        // mapping.
         if used > self.capacity {
             Err(Error::Corrupt { capacity: self.capacity, used })
         } else {
@@ -95,6 +98,7 @@ impl MirroredRing {
     }
 
     fn close_half(&self, half: usize) {
+        // A child inherits the halves. Its drop must not end the stream of its parent.
         if self.guard.is_original_process() {
             self.half_state(half).closed.store(1, Ordering::Release);
         }
@@ -110,6 +114,7 @@ impl MirroredRing {
 /// that a ring with few bytes touches only little memory. Earlier windows become invalid. Does
 /// nothing if bytes are left, or if these are not the halves of one ring.
 pub fn rewind_ring(producer: &mut RingProducer, consumer: &mut RingConsumer) {
+    // The published positions stay, because they only grow. Only the place in the data changes.
     if Arc::ptr_eq(&producer.ring, &consumer.ring) && producer.tail == consumer.head {
         (producer.offset, producer.granted) = (0, 0);
         (consumer.offset, consumer.granted) = (0, 0);
@@ -149,7 +154,11 @@ impl RingProducer {
         self.ring.guard.check_not_forked()?;
         let cursors = self.ring.ring_cursors();
         let mut used = self.ring.check_used_bytes(self.tail, cursors.released_position())?;
+        // An empty ring can release nothing, so a request would wait in vain. This look comes
+        // first, because the request costs a store and a full fence.
         if used > 0 {
+            // Checked again: the ring may have been emptied before the consumer could see the
+            // request.
             used = self.ring.check_used_bytes(self.tail, cursors.request_release_signal())?;
         }
         self.granted = self.ring.capacity - used;
@@ -172,9 +181,12 @@ impl RingProducer {
         self.granted = self
             .granted
             .checked_sub(bytes)
+            // More would publish bytes that the caller never wrote, or that the peer may still
+            // read.
             .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.tail = self.tail.wrapping_add(bytes);
         self.offset = self.ring.advance_offset(self.offset, bytes);
+        // Last, because the consumer may read the bytes from here on.
         self.ring.ring_cursors().publish_tail(self.tail);
         Ok(())
     }
@@ -273,6 +285,7 @@ impl RingConsumer {
             .ok_or(Error::Overrun { granted: self.granted, asked: bytes })?;
         self.head = self.head.wrapping_add(bytes);
         self.offset = self.ring.advance_offset(self.offset, bytes);
+        // Last, because the producer may overwrite the bytes from here on.
         Ok(self.ring.ring_cursors().publish_head(self.head))
     }
 

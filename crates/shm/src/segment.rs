@@ -18,6 +18,7 @@ use crate::{Error, Result};
 /// Largest capacity of a ring in bytes: mapped twice, it still fits into any address space.
 const MAX_RING_CAPACITY: usize = 1 << 44;
 /// Largest number of rings in a segment.
+// Limits the arithmetic of `segment_bytes`, whose arguments may come from a peer.
 const MAX_RINGS_PER_SEGMENT: usize = 1 << 10;
 
 /// Creates a sealed memfd of `bytes` zeros.
@@ -30,6 +31,8 @@ pub(crate) fn create_sealed_memfd(name: &str, bytes: u64) -> Result<OwnedFd> {
     }
     .map_err(Error::from_call("memfd_create"))?;
     ftruncate(&fd, bytes).map_err(Error::from_call("ftruncate"))?;
+    // SHRINK: an access beyond the end would raise SIGBUS. SEAL: a peer could otherwise forbid
+    // later writable mappings.
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
         .map_err(Error::from_call("fcntl"))?;
     Ok(fd)
@@ -38,6 +41,7 @@ pub(crate) fn create_sealed_memfd(name: &str, bytes: u64) -> Result<OwnedFd> {
 /// Checks the size of a memfd from a peer, and that it cannot be shrunk while it is mapped.
 pub(crate) fn verify_sealed_memfd(fd: BorrowedFd<'_>, expected: u64) -> Result<()> {
     let actual = u64::try_from(fstat(fd).map_err(Error::from_call("fstat"))?.st_size).unwrap_or(0);
+    // Only the seal against shrinking counts, because only a smaller file makes an access fault.
     let seals = fcntl_get_seals(fd).unwrap_or(SealFlags::empty());
     if actual == expected && seals.contains(SealFlags::SHRINK) {
         Ok(())

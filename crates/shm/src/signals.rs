@@ -58,6 +58,8 @@ impl RingCursors {
         self.head.0.store(head, Ordering::Release);
         // Pairs with the fence in `request_release_signal`.
         fence(Ordering::SeqCst);
+        // The load comes first: a swap takes the cache line from the producer at each release, and
+        // almost all releases find no request.
         self.wanted.0.load(Ordering::Relaxed) != 0 && self.wanted.0.swap(0, Ordering::AcqRel) != 0
     }
 }
@@ -90,6 +92,8 @@ impl ParkedFlag {
     pub(crate) fn take_parked_flag(&self) -> bool {
         // Either this load sees the flag, or the owner's next poll sees the published data.
         fence(Ordering::SeqCst);
+        // As in `publish_head`, the load keeps the line shared. The swap lets only one of several
+        // callers ring, because each ring is a system call.
         self.0.load(Ordering::Relaxed) != 0 && self.0.swap(0, Ordering::AcqRel) != 0
     }
 }

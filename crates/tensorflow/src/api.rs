@@ -47,6 +47,8 @@ macro_rules! api {
 
         impl Api {
             fn load() -> Result<Self, String> {
+                // NOLOAD: a second copy of TensorFlow would have registries of its own, in which
+                // the ops would not be found.
                 let libraries: Vec<*mut c_void> = TENSORFLOW_LIBRARIES
                     .iter()
                     // SAFETY: with `RTLD_NOLOAD` the call only finds libraries that are loaded

@@ -20,6 +20,7 @@ pub(crate) unsafe fn u32_attribute(
 ) -> Result<u32, KernelFailure> {
     // SAFETY: the caller's promise.
     let value = unsafe { int_attribute(api, construction, name) }?;
+    // Attributes are signed 64-bit numbers, and the engine table takes unsigned ones.
     u32::try_from(value).map_err(|_| KernelFailure {
         code: TensorflowCode::InvalidArgument,
         text: format!("{} must be a number from 0: {value}", name.to_string_lossy()),

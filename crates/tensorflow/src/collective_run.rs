@@ -65,6 +65,7 @@ fn end_run(
         failure.text = format!("Farandole{operation:?}: {}", failure.text);
         context.report_failure(&failure);
     }
+    // After the report: TensorFlow may destroy the context as soon as the callback has run.
     callback.run();
 }
 
@@ -77,6 +78,7 @@ fn prepare_run(
         OperationCode::Alltoall => 1,
         _ => context.num_inputs(),
     };
+    // A join has no tensors, but a submission needs at least one request.
     if node.operation == OperationCode::Join {
         let nothing =
             TensorPair { input: None, output: None, shape: vec![0], dtype: DT_INT64, splits: None };
@@ -173,6 +175,7 @@ fn submit_run(job: CollectiveRun) {
         // SAFETY: `receive_outcome` does not run for a refused submission (DO-2).
         let CollectiveRun { node, context, callback, tensors, .. } =
             *unsafe { Box::from_raw(context) };
+        // As after a success: no reference of ours is left when the callback runs.
         drop(tensors);
         end_run(node.operation, context, callback, Err(failure));
     }
@@ -235,6 +238,8 @@ unsafe extern "C" fn receive_outcome(context: *mut c_void, outcome: *const Submi
             }
         }
     };
+    // The inputs are released before the next nodes run, so that TensorFlow can forward their
+    // memory.
     drop(tensors);
     end_run(node.operation, context, callback, result);
 }

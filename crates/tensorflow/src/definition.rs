@@ -201,6 +201,8 @@ fn register_op(api: &'static Api, definition: &OpDefinition) -> Result<(), Strin
         (api.register_op)(op, status.raw);
     }
     status.check_ok().map_err(|failure| failure.text)?;
+    // The same kernel for both devices: all arguments are in host memory, because the C API has no
+    // stream of a built-in GPU.
     for device in [c"CPU", c"GPU"] {
         register_kernel(api, definition, &name, device, &status)?;
     }
@@ -225,6 +227,7 @@ fn register_kernel(
                 (api.new_kernel)(name, device, Some(create), compute, Some(delete_kernel))
             }
         };
+        // TensorFlow then copies tensors from and to the GPU itself.
         for argument in definition.inputs.iter().chain(definition.outputs) {
             let argument = argument.split(':').next().unwrap_or_default();
             (api.host_memory)(builder, terminated_bytes(argument).as_ptr().cast());

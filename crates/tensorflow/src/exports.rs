@@ -34,6 +34,7 @@ extern "C" fn farandole_tensorflow_problem() -> *const c_char {
 unsafe extern "C" fn farandole_tensorflow_connect(table: *const EngineTable) -> u32 {
     // SAFETY: a table lives until the process ends (DO-1).
     let Some(table) = (unsafe { table.as_ref() }) else { return TABLE_VERSION };
+    // Python then reports both versions, and the ops stay unconnected.
     if table.version != TABLE_VERSION || (table.bytes as usize) < size_of::<EngineTable>() {
         return TABLE_VERSION;
     }

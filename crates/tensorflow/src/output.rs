@@ -58,10 +58,12 @@ impl<'a> EngineOutput<'a> {
         index: c_int,
         (dtype, dims): (c_int, &[i64]),
     ) -> Result<(), KernelFailure> {
+        // Without bytes there is nothing to pass on, and the drop frees the owner.
         if self.output.bytes == 0 || self.output.owner.is_null() {
             return context.allocate_output(index, dtype, dims, 0).map(drop);
         }
         let memory = (self.output.address, self.output.bytes);
+        // From here on the tensor frees the memory, also if setting the output fails.
         self.taken = true;
         // SAFETY: the memory is valid until its owner is freed, which `release_owner` does.
         let tensor = unsafe {

@@ -60,6 +60,8 @@ pub(crate) unsafe extern "C" fn compute_probe(kernel: *mut c_void, context: Opaq
     if delay.is_zero() {
         end();
     } else {
+        // On another thread after the return: the test is that the callback survives the stack of
+        // the caller.
         thread::spawn(move || {
             thread::sleep(delay);
             end();

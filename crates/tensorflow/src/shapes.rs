@@ -107,6 +107,7 @@ unsafe fn set_unknown_rows(api: &'static Api, context: Opaque, status: Opaque, c
         // SAFETY: the caller's promise.
         unsafe {
             (api.shape_input)(context, index, input.1, status);
+            // Without a rank, nothing is known of the output either.
             if (api.shape_rank_known)(context, input.1) == 0 {
                 (api.shape_output)(context, index, input.1, status);
                 continue;

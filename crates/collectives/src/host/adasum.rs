@@ -101,6 +101,7 @@ impl AdasumJob {
             &tensors,
         );
         let other = vec![0; own.len()];
+        // Products of all tensors go in one message, so fused tensors need no more swaps than one.
         let measures = vec![0; tensors.len() * AdasumProducts::ENCODED_BYTES];
         let theirs = measures.clone();
         Self {
@@ -168,6 +169,8 @@ impl AdasumJob {
                     piece.iter().zip(self.measures.chunks_exact_mut(AdasumProducts::ENCODED_BYTES))
                 {
                     let (own, other) = (&self.own[range.clone()], &self.other[range.clone()]);
+                    // Both sides take the vectors in the same order, so that their products can be
+                    // added.
                     let (a, b) = if *first { (own, other) } else { (other, own) };
                     into.copy_from_slice(
                         &AdasumProducts::from_vectors(self.carrier, a, b).to_bytes(),
@@ -347,6 +350,7 @@ impl AdasumPlan {
 
     fn split_halves(&self, piece: &[Range<usize>]) -> (VectorPiece, VectorPiece) {
         let half = |range: &Range<usize>| {
+            // Between elements, so that no element is cut.
             let middle = range.start + range.len() / self.element / 2 * self.element;
             (range.start..middle, middle..range.end)
         };

@@ -62,6 +62,7 @@ impl AllgatherJob {
             let part =
                 |of: usize| AllgatherPart { of, message: MessageProgress::new(places[of].len()) };
             members_sent_between(&peers.hosts, from, to)
+                // Both ends leave out empty parts, so they agree on the sequence of messages.
                 .map(part)
                 .filter(|part| !part.message.is_finished())
                 .collect()
@@ -97,6 +98,8 @@ impl CollectiveJob for AllgatherJob {
         let (mut any, mut done) = (false, true);
         let Self { places, own, streams, stored } = self;
         for (link, AllgatherStream { out, incoming }) in peers.links.iter_mut().zip(streams) {
+            // Receives before it sends, so that bytes for the other members of the host are
+            // forwarded in the same poll.
             if let Some(AllgatherPart { of, message }) = incoming.front_mut() {
                 any |= message.receive_window(&mut *link.receiver, |at, from| {
                     places[*of].write_at(at, from);
@@ -111,6 +114,7 @@ impl CollectiveJob for AllgatherJob {
                 let ready = if whole {
                     ALLGATHER_PIECE_BYTES
                 } else {
+                    // Links carry whole units: the rest of an incomplete unit has not arrived yet.
                     (stored[*of] / UNIT_BYTES * UNIT_BYTES).saturating_sub(message.moved_bytes())
                 };
                 let from = if *of == peers.member { &*own } else { &places[*of] };

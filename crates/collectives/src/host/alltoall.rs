@@ -71,6 +71,8 @@ impl CollectiveJob for AlltoallJob {
         let (mut any, mut done) = (false, true);
         let links = &mut peers.links;
         for k in 0..links.len() {
+            // Link number `member` leads to the next member, because a member has no link to
+            // itself.
             let index = (peers.member + k) % links.len();
             let (link, stream) = (&mut links[index], &mut self.streams[index]);
             let AlltoallStream { out, incoming, ours, theirs } = stream;
@@ -85,6 +87,7 @@ impl CollectiveJob for AlltoallJob {
     }
 
     fn used_links(&self, _peers: &PeerLinks) -> Vec<usize> {
+        // Links are opened on demand, and a pair of members without bytes needs none.
         let is_used =
             |stream: &AlltoallStream| !stream.out.is_finished() || !stream.incoming.is_finished();
         (0..self.streams.len()).filter(|link| is_used(&self.streams[*link])).collect()

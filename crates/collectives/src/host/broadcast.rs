@@ -64,6 +64,8 @@ impl BroadcastJob {
             ready = ready.min(peers.links[parent].receiver.window()?.len());
         }
         for child in &self.children {
+            // Asking for a window that cannot be used would ask the reader of the ring for a
+            // wake-up.
             if ready == 0 {
                 break;
             }
@@ -159,6 +161,7 @@ impl CollectiveJob for BroadcastJob {
                     }
                 }
                 let sender = &mut peers.links[*child].sender;
+                // The ring still holds bytes of an earlier message.
                 sender.window()?[payload..ready].fill(0);
                 sender.commit(ready)?;
             }
@@ -170,6 +173,7 @@ impl CollectiveJob for BroadcastJob {
             self.message.advance_by(ready);
         }
         let done = self.message.is_finished();
+        // After the sends, because all other members wait for these.
         if done && self.parent.is_none() {
             self.inputs.copy_into(&self.outputs);
         }

@@ -44,6 +44,7 @@ pub(super) fn check_broadcast(
     for segment in segments {
         require_host_memory(segment)?;
         let (input, output) = (segment.input.len(), segment.output.len());
+        // Only the input of the root is read.
         if root == peers.member && input != output {
             return shape_error(format!("a broadcast of {input} bytes writes to {output} bytes"));
         }

@@ -17,8 +17,10 @@ use farandole_kernels::{GatherList, copy_nontemporal};
 use farandole_transport::LinkKind;
 
 /// Fewest bytes for which a copy is measured.
+// Reading the clock would be a noticeable part of a shorter copy.
 const MIN_MEASURED_COPY_BYTES: usize = 16 << 10;
 /// Speed, in bytes per nanosecond, below which a copy is slow.
+// Between the speeds that were measured in bad times, 2.4, and in good ones, 10 and more.
 const SLOW_COPY_BYTES_PER_NS: f32 = 5.0;
 /// Number of consecutive slow copies after which the next copies bypass the caches; a single slow
 /// copy may have been interrupted. After the same number of nontemporal copies, the link decides
@@ -73,6 +75,7 @@ impl RingCopier {
 
     /// Copies `from` to `to`, of the same length.
     pub(super) fn copy_bytes(&mut self, from: &[u8], to: &mut [u8]) {
+        // Only a ring that another process reads has its lines in the cache of another core.
         if from.len() < MIN_MEASURED_COPY_BYTES || !self.is_shared {
             return to.copy_from_slice(from);
         }
@@ -99,12 +102,15 @@ impl RingCopier {
                 fastest: 0.0,
             },
             CopyPath::NonTemporal { left: 0 | 1, through, .. } => CopyPath::Cached {
+                // One slow copy is enough to return, because this link was slow before.
                 slow: SLOW_COPIES_BEFORE_SWITCH - 1,
                 fastest: through.min(SLOW_COPY_BYTES_PER_NS),
             },
             CopyPath::NonTemporal { left, through, fastest } => {
                 let (left, fastest) = (left - 1, fastest.max(speed));
                 if left == COPIES_BETWEEN_PROBES - SLOW_COPIES_BEFORE_SWITCH
+                    // The fastest copies are compared, because an interruption can only make a copy
+                    // slower.
                     && fastest < MIN_NONTEMPORAL_SPEEDUP * through
                 {
                     CopyPath::CachedUnmeasured { left: COPIES_BETWEEN_PROBES }

@@ -34,6 +34,7 @@ impl DirectJob {
     ) -> Self {
         let bytes = inputs.len();
         let scratch = &mut peers.scratch;
+        // Padded, because windows hold whole units.
         scratch.packed.resize(padded_bytes(bytes), 0);
         scratch.result.resize(padded_bytes(bytes), 0);
         inputs.read_at(0, &mut scratch.packed[..bytes]);
@@ -81,6 +82,8 @@ impl CollectiveJob for DirectJob {
         }
         let done = !self.unsent && self.incoming.is_finished();
         if done {
+            // Once for all results, because each visit of a list of small tensors costs more than a
+            // copy.
             let bytes = self.outputs.len();
             self.outputs.write_at(0, &scratch.result[..bytes]);
         }

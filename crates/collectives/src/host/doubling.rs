@@ -72,6 +72,7 @@ impl DoublingJob {
     ) -> Self {
         let mut values = vec![0; inputs.len()];
         inputs.read_at(0, &mut values);
+        // Other members only send their input and receive the result, so they need no partials.
         let leads = peers.hosts.host_members(peers.hosts.own_host()).start == peers.member;
         let partial =
             vec![0; if leads { values.len() * reducer.accumulator_expansion() } else { 0 }];
@@ -207,11 +208,13 @@ fn plan_steps(hosts: &MembersByHost, member: usize) -> Vec<DoublingStep> {
     if host < folded {
         steps.push(DoublingStep::ReceivePartial { from: first(host + 1) });
     }
+    // Places count the hosts that swap, and a pair is one place.
     let place = if host < folded { host / 2 } else { host - folded / 2 };
     let at = |place: usize| if place < folded / 2 { 2 * place } else { place + folded / 2 };
     for distance in std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < full) {
         steps.push(DoublingStep::SwapPartials {
             with: first(at(place ^ distance)),
+            // The sums of lower places come first on both sides, so both get the same bits.
             earlier: place & distance == 0,
         });
     }

@@ -37,6 +37,7 @@ impl GreetingJob {
     pub(super) fn new(peers: &PeerLinks, crossover: &CrossoverTable) -> Self {
         let parameters = GreetingParameters {
             size: u32::try_from(peers.member_count()).unwrap_or(u32::MAX),
+            // A digest keeps the greeting at one unit for any number of hosts.
             hosts: fnv1a_digest(peers.hosts.host_sizes().into_iter().flat_map(usize::to_le_bytes)),
             algorithms: fnv1a_digest(crossover.to_string().into_bytes()),
         };
@@ -102,6 +103,7 @@ fn decode_greeting(
     let word = |at: usize| {
         u32::from_le_bytes([greeting[at], greeting[at + 1], greeting[at + 2], greeting[at + 3]])
     };
+    // Magic and version come first: the other numbers mean nothing in another version.
     for (k, (what, value)) in greeting_words(parameters, rank).into_iter().enumerate() {
         if word(k * 4) != value {
             return Err(match what {

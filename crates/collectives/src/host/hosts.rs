@@ -12,6 +12,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MembersByHost {
     /// First member of each host, and the number of members as the last entry.
+    // Shared, because the schedule of each operation has a clone.
     starts: Arc<[usize]>,
     own: usize,
     largest: usize,

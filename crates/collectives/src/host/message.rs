@@ -76,6 +76,7 @@ impl MessageProgress {
         }
         let payload = self.payload_bytes(wire);
         fill(self.done, &mut window[..payload]);
+        // The ring still holds bytes of an earlier message.
         window[payload..wire].fill(0);
         sender.commit(wire)?;
         self.advance_by(wire);

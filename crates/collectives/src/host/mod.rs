@@ -64,6 +64,7 @@ const MAX_PASSES_PER_CALL: usize = 64;
 /// `carriers` get equally many chunks.
 fn even_chunk_bytes(bytes: usize, longest: usize, carriers: usize) -> usize {
     let carriers = carriers.max(1);
+    // Chunks get shorter instead of one carrier getting one chunk more: all would wait for it.
     let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
     bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT_BYTES).max(MIN_CHUNK_BYTES).min(longest)
 }
@@ -143,6 +144,7 @@ impl HostCommunicator {
     /// every member.
     #[must_use]
     pub fn with_crossover(self, crossover: CrossoverTable) -> Self {
+        // The greeting compares the tables, so it is created again.
         Self { crossover, ..self }.start_greeting()
     }
 
@@ -177,6 +179,7 @@ impl HostCommunicator {
         let Some(running) = &mut self.running else {
             let Some((token, planned)) = self.queue.pop_front() else { return Ok(false) };
             let job = planned.start_job(&mut self.peers, &self.crossover)?;
+            // All at once, because links of one operation then open side by side.
             if self.peers.on_demand {
                 let links = job.used_links(&self.peers);
                 self.peers.request_links(&links);
@@ -195,6 +198,7 @@ impl HostCommunicator {
                 self.peers.flush_links();
             }
         }
+        // Peers wait for these bytes, and this member may make no further call for a long time.
         if running.done && self.peers.flush_links() {
             completed.extend(running.token);
             self.running = None;
@@ -372,6 +376,7 @@ impl Communicator for HostCommunicator {
 
     fn pending_count(&self) -> usize {
         self.queue.len()
+            // The greeting is no operation of the caller.
             + usize::from(self.running.as_ref().is_some_and(|running| running.token.is_some()))
     }
 }

@@ -92,12 +92,14 @@ impl PeerLinks {
         if links.iter().any(|link| link.peer == rank) {
             return refuse(format!("rank {rank} has a link to itself"));
         }
+        // Rings of whole units: a window then ends inside a unit only until the rest has arrived.
         if let Some(link) =
             links.iter().find(|link| link.capacity == 0 || link.capacity % UNIT_BYTES != 0)
         {
             return refuse(format!("the ring to rank {} holds {} bytes", link.peer, link.capacity));
         }
         let member = links.iter().filter(|link| link.peer < rank).count();
+        // The smallest ring decides, because chunks have one size on all links.
         let capacity = links.iter().map(|link| link.capacity).min().unwrap_or(usize::MAX);
         let size = links.len() + 1;
         let together = vec![0; size];
@@ -196,6 +198,7 @@ pub(super) fn whole_unit_bytes(link: &mut Link) -> Result<usize> {
 }
 
 /// Most members for which the list of inputs is on the stack.
+// A list on the heap would cost an allocation for each block.
 const MAX_STACK_INPUTS: usize = 16;
 
 /// Reduces blocks of equal length in member order; `own` takes this member's position among the

@@ -141,6 +141,8 @@ impl PipelineJob {
             }
         };
         let streams = (0..peers.links.len()).map(stream).collect();
+        // Without separate outputs, the result overwrites lines that the inputs have brought to the
+        // cache.
         let past_caches =
             inputs.len() >= MIN_NONTEMPORAL_BYTES && outputs.differs_in_every_buffer(&inputs);
         Ok(Self { reducer, inputs, outputs, past_caches, cut, member, streams })
@@ -269,6 +271,7 @@ impl PipelineJob {
 
 impl CollectiveJob for PipelineJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
+        // First, because peers can reduce nothing before they have the inputs.
         let mut any = self.send_inputs(peers)?;
         any |= self.reduce_own_part(peers)?;
         let links = &mut peers.links;

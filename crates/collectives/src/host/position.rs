@@ -35,6 +35,7 @@ impl MessagePosition {
         let late = late((slot / 2).saturating_sub(ahead));
         let late = late.map(|(chunk, bytes)| (2 * (chunk + ahead) + 1, bytes));
         let over = Self { slot: END_SLOT, message: MessageProgress::default() };
+        // The lower slot comes first on the link, as both ends compute it.
         let next = early.into_iter().chain(late).min();
         next.map_or(over, |(slot, bytes)| Self { slot, message: MessageProgress::new(bytes) })
     }

@@ -349,6 +349,7 @@ impl AllreducePlan {
         match self.algorithm {
             PlannedAlgorithm::Pipeline(_) => equal && sizes[0] == 1,
             PlannedAlgorithm::Hierarchy(_) => equal,
+            // Otherwise the hosts of pairs do more than the others.
             PlannedAlgorithm::Halving(_) => equal && sizes.len().is_power_of_two(),
             _ => false,
         }
@@ -385,6 +386,7 @@ fn direct_program(members: usize, member: usize, bytes: usize) -> CollectiveProg
     let arrived: Vec<u32> = others()
         .map(|from| builder.add_receive(from, TransferLoad::load_of_one_message(bytes, false), &[]))
         .collect();
+    // Reads the inputs of all members and writes the result, which is then copied to the output.
     builder.add_reduction((members + 3) * bytes, &arrived);
     builder.into_program()
 }

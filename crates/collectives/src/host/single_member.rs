@@ -27,6 +27,7 @@ impl CollectiveJob for SingleMemberJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let reduction = self.reducer.reduction_spec();
         let plain = reduction.prescale == 1.0 && reduction.postscale == 1.0;
+        // Booleans are never copied: the result has 0 and 1 only.
         if plain && reduction.dtype != DataType::Bool {
             self.inputs.copy_into(&self.outputs);
         } else {

@@ -104,6 +104,7 @@ impl OpenGpu {
             (table.event_record)(raw_event, stream)
         });
         if recorded.is_err() {
+            // An event that was not recorded must not be waited for in the drop.
             *event.done.lock() = true;
         }
         recorded.map(|()| event)

@@ -266,6 +266,7 @@ impl<S: IpcDevice> IpcCommunicator<S> {
 
     /// Returns whether a member has read the slot of the next piece.
     fn has_read_slot(&self, member: usize) -> bool {
+        // The number comes from another process, so the sum must not overflow.
         self.mailbox.pieces_read(member).saturating_add(SLOTS_PER_WINDOW) > self.pieces_filled
     }
 
@@ -484,6 +485,7 @@ impl<S: IpcDevice> Communicator for IpcCommunicator<S> {
     }
 
     fn has_waiting_peers(&self) -> bool {
+        // Each event stands for progress that is not published yet.
         !(self.fill_events.is_empty() && self.reduce_events.is_empty())
     }
 

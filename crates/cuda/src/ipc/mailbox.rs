@@ -63,6 +63,7 @@ pub(crate) fn formation_outcome(phases: &[MemberPhase]) -> IpcFormationOutcome {
 
 const REASON_WORDS: usize = 24;
 
+// Aligned to cache lines, because each member polls the slots of others and writes only its own.
 #[repr(C, align(64))]
 struct IpcMailboxSlot {
     phase: AtomicU32,
@@ -112,6 +113,7 @@ impl IpcMailbox {
     }
 
     fn member_slot(&self, member: usize) -> &IpcMailboxSlot {
+        // An index beyond the end must not lead out of the region.
         let member = member.min(self.size - 1);
         // SAFETY: the region begins on a page and has so many slots, which `from_region` has
         // checked; they are made of atomics, for which every bit pattern is valid, and the
@@ -124,6 +126,7 @@ impl IpcMailbox {
     }
 
     fn set_phase(&self, phase: MemberPhase) {
+        // Pairs with the load in `member_phase`: handle and reason are written before it.
         self.own_slot().phase.store(phase as u32, Ordering::Release);
     }
 
@@ -146,6 +149,7 @@ impl IpcMailbox {
     /// Shows this member's window to the others.
     pub(crate) fn publish_window_handle(&self, handle: &IpcMemoryHandle) {
         for (word, bytes) in self.own_slot().handle.iter().zip(handle.0.as_chunks::<8>().0) {
+            // Relaxed: the phase publishes all words together.
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
         self.set_phase(MemberPhase::Offered);
@@ -157,6 +161,7 @@ impl IpcMailbox {
         for (word, bytes) in
             self.member_slot(member).handle.iter().zip(handle.0.as_chunks_mut::<8>().0)
         {
+            // Relaxed: the caller has seen the phase, whose load orders these.
             *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
         }
         handle
@@ -207,6 +212,8 @@ impl IpcMailbox {
 
     /// Publishes the number of pieces that this member has copied into its window so far.
     pub(crate) fn publish_pieces_filled(&self, pieces: u64) {
+        // Pairs with the load in `pieces_filled`. Called after the event behind the copy was found
+        // complete.
         self.own_slot().pieces_filled.store(pieces, Ordering::Release);
     }
 
@@ -216,6 +223,7 @@ impl IpcMailbox {
 
     /// This member has read so many pieces from all windows.
     pub(crate) fn publish_pieces_read(&self, pieces: u64) {
+        // After this, the others may overwrite the slot.
         self.own_slot().pieces_read.store(pieces, Ordering::Release);
     }
 

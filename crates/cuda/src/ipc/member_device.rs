@@ -21,6 +21,7 @@ use crate::{
 };
 
 /// Pieces that a window holds.
+// While one piece is reduced, the next one is copied in.
 pub(crate) const SLOTS_PER_WINDOW: u64 = 2;
 /// Smallest and largest size of a piece, in MiB. Processes take turns on a GPU, which takes some
 /// tenths of a millisecond, so pieces are large: on an H100, 64 MiB among two processes take 1.2 ms
@@ -271,6 +272,7 @@ impl IpcDevice for GpuIpcDevice {
         let from = |span: &PieceSpan| {
             device_address(&segments[span.segment].input) + span.segment_offset as u64
         };
+        // A single span is a plain copy and needs no kernel.
         if let [span] = piece {
             return Ok(self.stream.copy_within_device(from(span), base, span.bytes)?);
         }
@@ -311,6 +313,8 @@ impl IpcDevice for GpuIpcDevice {
             device_address(&segments[span.segment].output) + span.segment_offset as u64
         };
         let scratch = resources.window.base_address() + SLOTS_PER_WINDOW * self.piece_bytes as u64;
+        // One span is written directly; several take one more copy, because a kernel writes one
+        // range.
         let out = if let [span] = piece { to(span) } else { scratch };
         // SAFETY: all members have filled the slot and leave it alone until this one says that it
         // has read it; the segments' owners keep them until the operation is over; the scratch
@@ -341,6 +345,7 @@ impl IpcDevice for GpuIpcDevice {
     }
 
     fn leak_resources(&mut self) {
+        // A kernel of a peer may still read the window, so it is not freed.
         std::mem::forget(std::mem::take(&mut self.peer_windows));
         if let IpcSetupStage::Prepared(resources) =
             std::mem::replace(&mut self.stage, IpcSetupStage::Ended)

@@ -75,11 +75,13 @@ pub(crate) fn neighbourhood_id() -> u64 {
         let Ok(namespace) = std::fs::read_link(format!("/proc/self/ns/{kind}")) else { return 0 };
         digest.update(namespace.as_os_str().as_encoded_bytes());
     }
+    // A trial with an own region shows whether /proc allows it at all.
     let found = SharedRegion::create(1)
         .and_then(|region| SharedRegion::open_peer_region(region.region_handle()));
     let (Ok(_), Ok(process)) = (found, std::fs::metadata("/proc/self")) else { return 0 };
     // It is root's where others may not look into the process.
     digest.update(process.uid().to_le_bytes());
     let digest = digest.finalize();
+    // 0 stands for a process without neighbours.
     digest.first_chunk::<8>().map_or(0, |first| u64::from_le_bytes(*first) | 1)
 }

@@ -88,6 +88,7 @@ impl NcclCaller {
         id: UniqueId,
         position: (usize, usize),
     ) -> std::io::Result<Self> {
+        // Forming the communicator is the first call, and it may block.
         let pending = Mutex::new(PendingCalls { in_call: true, ..PendingCalls::default() });
         let calls = Arc::new(NcclCallQueue {
             pending,
@@ -153,13 +154,16 @@ impl NcclCallQueue {
     /// Waits until there is a call to make, or until the owner stops the thread, at the latest when
     /// it is dropped. Spins for `looks` before it sleeps.
     fn wait_for_calls(&self, pending: &mut MutexGuard<'_, PendingCalls>, looks: Duration) {
+        // Cleared under the lock: operations that are handed over later set it again.
         self.has_new_calls.store(false, Ordering::Release);
+        // Without the lock, which the owner needs to hand over an operation.
         MutexGuard::unlocked(pending, || {
             let began = Instant::now();
             while !self.has_new_calls.load(Ordering::Acquire) && began.elapsed() < looks {
                 std::hint::spin_loop();
             }
         });
+        // Checked again under the lock, because operations may have come during the spin.
         if pending.queue.is_empty() && !pending.stopping {
             self.changed.wait(pending);
         }
@@ -190,6 +194,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
         pending.update.formed = formed.is_ok();
         pending.update.failure = formed.err();
         pending.in_call = false;
+        // `stop_thread` waits for the end of a call.
         self.calls.changed.notify_all();
         while !pending.stopping && pending.update.failure.is_none() {
             let Some(queued) = pending.queue.pop_front() else {
@@ -197,6 +202,7 @@ impl<L: CommunicatorStream> NcclCallerThread<L> {
                 continue;
             };
             pending.in_call = true;
+            // Without the lock, because a call may block.
             drop(pending);
             let made = self.enqueue_on_stream(queued);
             pending = self.calls.pending.lock();

@@ -101,6 +101,8 @@ pub(super) fn float8_reduction_support(
     else {
         return None;
     };
+    // The inverse of the number of members must not be below the smallest normal number, 2^-6 and
+    // 2^-14.
     let most = match dtype {
         DataType::F8E4M3 => 1 << 6,
         DataType::F8E5M2 => 1 << 14,
@@ -151,6 +153,7 @@ impl NcclCallGroup<'_> {
         let called = unsafe { self.issue_calls(operation, dtype, op) };
         // SAFETY: as above; a group that was started must be ended.
         let status = unsafe { (table.group_end)() };
+        // Also after a failed call, because each operator takes memory in the communicator.
         if made {
             // SAFETY: made below for this communicator, and used by nothing that is not enqueued
             // yet.
@@ -173,10 +176,12 @@ impl NcclCallGroup<'_> {
         };
         let (kind, parts) = nccl_type(*dtype).unwrap_or((NCCL_BYTE, 1));
         let op_number = nccl_operator(*op).unwrap_or(NCCL_SUM);
+        // Sum and Average are linear, so both factors can be applied to the inputs.
         let mut factor = prescale * postscale;
         if factor == 1.0 {
             return Ok(((kind, parts), op_number, false));
         }
+        // PreMulSum has no average, so its factor divides by the members.
         if op.without_inter_host_rounding() == ReduceOp::Average {
             factor /= self.size as f64;
         }
@@ -286,6 +291,7 @@ impl NcclCallGroup<'_> {
                 unsafe { gather(input, output, bytes[0], NCCL_BYTE, self.comm, self.stream) };
             return self.nccl.check_status("ncclAllGather", status);
         }
+        // ncclAllGather needs equal sizes. In a group, these broadcasts are one operation.
         let mut at = 0;
         for (member, bytes) in bytes.iter().enumerate() {
             let part = segment.output.slice(at, *bytes);
@@ -367,6 +373,7 @@ impl NcclCallGroup<'_> {
             };
             return self.nccl.check_status("ncclReduceScatter", status);
         }
+        // ncclReduceScatter needs equal sizes. In a group, these reductions are one operation.
         let mut at = 0;
         for (member, bytes) in bytes.iter().enumerate() {
             let part = segment.input.slice(at, *bytes);

@@ -331,6 +331,7 @@ impl<L: CommunicatorStream> Communicator for NcclCommunicator<L> {
         while let Some((token, event, _)) = self.running.front() {
             let token = *token;
             match event.is_ready() {
+                // Events of one stream are reached in order, so no later one is ready.
                 Ok(false) => break,
                 Ok(true) => {}
                 Err(error) => return Err(self.fail_with(&error.to_string())),

@@ -142,6 +142,7 @@ impl RegisteredBlocks {
             .filter_map(|buffer| given.iter().find(|block| block.contains_buffer(buffer)));
         let wanted: Vec<_> = blocks.map(|block| (block.start, block.bytes)).collect();
         drop(given);
+        // Without the lock: a registration may take long, and other threads allocate meanwhile.
         for (start, bytes) in wanted {
             if self.0.contains(&start) {
                 continue;

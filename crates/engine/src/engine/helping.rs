@@ -59,8 +59,11 @@ impl Engine {
         later: impl FnOnce() -> Vec<Callback>,
     ) -> Result<Option<Vec<Result<RequestCompletion>>>> {
         self.check_original_process()?;
+        // Before the submission: after it, the results would have no thread for their callbacks.
         self.inner.callbacks.ensure_thread()?;
         let handles = match requests.pop() {
+            // A group of one would have another signature than the request alone, and so no common
+            // cache entry.
             Some(request) if requests.is_empty() => vec![self.admit_request(request, None)?],
             last => {
                 requests.extend(last);
@@ -70,6 +73,7 @@ impl Engine {
         let budget = self.help_backoff.next_help_budget();
         let results = if budget.is_zero() {
             self.inner.announce_submission();
+            // Counts the call, so that help is tried again after RETRY_HELP_EVERY calls.
             self.help_backoff.record_outcome(false);
             Vec::new()
         } else {

@@ -35,6 +35,7 @@ impl EngineShared {
         // Whether the driver has slept since nothing moved. It then only polls a device and does
         // not spin again.
         let mut slept = false;
+        // Differs from the counter, so that the first turn looks for the result.
         let mut posted = driver.results_posted.wrapping_sub(1);
         loop {
             let now = Instant::now();
@@ -44,6 +45,8 @@ impl EngineShared {
                     let has_new_results = std::mem::replace(&mut posted, driver.results_posted)
                         != driver.results_posted;
                     now >= deadline
+                        // Asks the table only after new results, because each question takes a
+                        // lock.
                         || (has_new_results && !self.submissions.lock().is_pending(handle))
                 }
                 DriveGoal::Idle | DriveGoal::AnyEvent => {
@@ -109,6 +112,7 @@ impl EngineShared {
             || (!matches!(until, DriveGoal::Done(..)) && self.signals.is_lock_wanted())
             || self.background.is_stopping();
         let now = Instant::now();
+        // Data that peers committed before `prepare_park` does not wake this thread.
         if called || self.drive_step(driver, now) || driver.stopped {
             self.host.cancel_park();
         } else {
@@ -173,8 +177,10 @@ impl EngineShared {
         if !self.signals.take_queued_flag() {
             return Ok(false);
         }
+        // Drained at once, so that submitters wait for this lock only for a moment.
         self.submissions.lock().drain_queue(&mut driver.intake);
         let moved = !driver.intake.is_empty();
+        // One by one: after a panic, the rest is still in `intake` and fails with the engine.
         while let Some(CheckedSubmission { set, entry, signature }) = driver.intake.pop_front() {
             // A set is never removed while submissions to it are queued.
             if let Some(set) = driver.sets.iter_mut().find(|other| other.key == set) {
@@ -182,6 +188,7 @@ impl EngineShared {
             }
             self.post_finished(driver, set);
         }
+        // After all submissions, so that one frame announces them together.
         driver.sets.iter_mut().try_for_each(|set| set.send_announcement().map(drop))?;
         Ok(moved)
     }
@@ -224,6 +231,8 @@ impl EngineShared {
             driver.last_tick = now;
             driver.woken = false;
             if let Err(error) = self.host.check_peers() {
+                // Only a suspicion: the peer may have departed in order, and its message is still
+                // on its way.
                 driver.sets.iter_mut().for_each(|set| set.suspect_peer(error.clone(), now));
             }
         }
@@ -245,6 +254,7 @@ impl EngineShared {
             self.changed.notify_all();
         }
         drop(submissions);
+        // Outside of the table's lock, under which no other lock is taken.
         self.callbacks.enqueue_calls(calls);
     }
 
@@ -254,10 +264,13 @@ impl EngineShared {
         if driver.stopped {
             return;
         }
+        // First, so that a panic below does not lead here again.
         driver.stopped = true;
         let orderly = matches!(cause, StopCause::ShutDown);
         tracing::debug!(rank = self.world.rank.0, %cause, "the engine stops");
         let cause = Arc::new(cause);
+        // New requests are refused before the old ones fail. A request in between would never
+        // complete.
         self.submissions.lock().refuse_all_requests(
             Arc::clone(&cause),
             &mut driver.intake,
@@ -270,6 +283,8 @@ impl EngineShared {
         }
         for set in sets {
             if orderly {
+                // An orderly end sends the departure to the peers and keeps links open until they
+                // are done.
                 set.begin_departure(&cause, finished);
             } else {
                 ignore_panic(|| set.fail_set(&cause, finished));

@@ -49,6 +49,8 @@ impl DriverSignals {
     /// Like [`mark_submitted`](Self::mark_submitted), without the fence; for a thread that waits
     /// for the result next.
     pub(super) fn mark_submitted_unfenced(&self) {
+        // No fence: the thread drives the request itself, or fences in `register_waiter` before it
+        // sleeps.
         self.queued.store(true, Ordering::SeqCst);
     }
 
@@ -63,6 +65,7 @@ impl DriverSignals {
         if !self.has_queued_submissions() {
             return false;
         }
+        // Before the drain: a submission that comes in between sets the flag again.
         self.queued.store(false, Ordering::SeqCst);
         true
     }
@@ -96,6 +99,7 @@ impl DriverSignals {
     pub(super) fn mark_parked(&self, prepare: impl FnOnce()) {
         self.parked.store(true, Ordering::SeqCst);
         prepare();
+        // Pairs with the fence in `mark_submitted`.
         fence(Ordering::SeqCst);
     }
 
@@ -134,6 +138,7 @@ impl DriverSignals {
     /// Returns whether a thread must be notified that the lock is free; for the driver, after it
     /// unlocked.
     pub(super) fn should_notify_waiters(&self) -> bool {
+        // Pairs with the fence in `register_waiter`.
         fence(Ordering::SeqCst);
         self.has_waiters()
     }

@@ -49,6 +49,7 @@ impl SpinBudget {
 
     /// Records that the time ran out.
     pub(crate) fn record_timeout(&mut self) {
+        // A setting of zero must stay zero.
         self.current = (self.current / 2).max(MIN_SPIN_TIME.min(self.most));
         self.timeouts = self.timeouts.wrapping_add(1);
     }

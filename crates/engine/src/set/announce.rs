@@ -56,6 +56,7 @@ impl ProcessSet {
             self.trace_arrival(name, &announcement, members);
         }
         let children = self.tree.children.len();
+        // A leaf needs no tally: its own announcement is the one of its subtree.
         if children == 0 {
             return self.complete_announcement(name, announcement, &[source]);
         }
@@ -97,6 +98,8 @@ impl ProcessSet {
         if self.is_coordinator() {
             return self.decide_tensor(name, announcement);
         }
+        // The frame says that this member has seen the list that dropped the entry. After that the
+        // parent may have forgotten the entry.
         let announcement = match announcement {
             Announcement::Cached(id, ..) if !self.cache.contains_id(id) => {
                 Announcement::Explicit(announcement.into_variants(&self.tree.subtree))
@@ -111,6 +114,8 @@ impl ProcessSet {
     /// Returns the announcement frame under construction and the members that it speaks for.
     pub(super) fn upward_frame(&mut self) -> (FrameWriter<'_>, &[u32]) {
         let mut writer = FrameWriter(&mut self.upward);
+        // Later items may have seen more lists. A number that is too low only makes the parent keep
+        // dropped entries longer.
         if writer.0.is_empty() {
             writer.write_varint(self.lists);
         }
@@ -145,6 +150,7 @@ impl ProcessSet {
         let below = self.tree.below[child].clone();
         self.read_announced_items(source, &mut reader, &below, now)?;
         let children = &self.neighbours[self.first_child()..];
+        // The slowest child decides: it may still announce an entry that a later list has dropped.
         let seen = children.iter().map(|child| child.seen).min().unwrap_or(u64::MAX);
         self.cache.forget_dropped_entries_until(seen);
         Ok(())

@@ -134,6 +134,7 @@ impl FusedBatch {
 
     /// Returns an alltoall whose rows are not known, and the rows that this member sends.
     pub(super) fn missing_splits(&self) -> Option<(&Arc<CachedResponse>, &[u64])> {
+        // An alltoall is never fused, so it is the only part.
         let part = self.parts.first().filter(|part| part.agreed.lacks_splits())?;
         Some((&part.agreed, &part.entry.as_ref()?.rows))
     }
@@ -199,6 +200,7 @@ impl FusedBatch {
             }
         }
         if let Some(last) = pieces.last_mut() {
+            // Pieces complete in order, so the span ends with the last one.
             last.span = span;
         }
         pieces
@@ -261,6 +263,7 @@ impl FusedBatch {
             });
         };
         let block = device.allocate_staging(total)?;
+        // In a broadcast only the root's input is read.
         if total > 0 && self.broadcast_root().is_none_or(|root| root == shared.world.rank) {
             let pairs = self.staging_pairs(&block, |part| Some(part.input.clone()));
             let pairs: Vec<_> =
@@ -339,6 +342,7 @@ impl FusedBatch {
         let mut events: Vec<Arc<dyn DeviceEvent>> = Vec::new();
         for part in &mut self.parts {
             if let Some(event) = part.ready.take()
+                // One event may belong to several tensors, and one wait for it is enough.
                 && !events.iter().any(|other| Arc::ptr_eq(other, &event))
             {
                 events.push(event);
@@ -450,6 +454,7 @@ impl FusedBatch {
         self.state = BatchState::Done;
         self.block = None;
         let completed = self.parts.drain(..).filter_map(|part| part.into_finished_request(reached));
+        // Substitutes of a joined rank have no caller.
         finished.extend(completed.filter(|done| done.handle != NO_HANDLE));
         if let Some(span) = self.span.take() {
             span.mark_successful();
@@ -506,6 +511,7 @@ impl BatchPart {
     /// one starts a new batch. Returns the pieces, each with whether it starts a new batch.
     fn split_into_pieces(self, room: &mut usize, bytes: usize) -> Vec<(bool, Self)> {
         let size = self.agreed.signature.dtype.element_size().max(1);
+        // Pieces end between elements.
         let whole = (bytes / size).max(1) * size;
         let (total, mut at) = (self.input.len(), 0);
         let mut all = Vec::new();
@@ -556,6 +562,7 @@ impl BatchPart {
             None => (self.input.clone(), None),
             Some(device) => {
                 let staging = device
+                    // The device may give more bytes than were asked for.
                     .allocate_staging(self.input.len())?
                     .as_buffer()
                     .slice(0, self.input.len());
@@ -614,6 +621,7 @@ impl BatchPart {
         self.note_output_misfit(bytes);
         match &self.output {
             Some(output) if self.misfit.is_none() => Ok(output.clone()),
+            // `allocate_result` cannot allocate 0 bytes.
             _ if bytes == 0 => Ok(self.allocated.insert(HostMemory::new(0)).as_buffer()),
             _ => {
                 let room = communicator.allocate_result(bytes)?;
@@ -672,6 +680,8 @@ impl BatchPart {
                     .is_some_and(|output| output.memory_kind() != MemoryKind::Host);
                 let on_device = written || self.room.is_some();
                 Ok(RequestCompletion {
+                    // If the request has an output, this is staging memory, which the device gets
+                    // back.
                     output: self.allocated.filter(|_| self.output.is_none()),
                     room: self.room.filter(|_| self.output.is_none()),
                     rows,

@@ -190,6 +190,7 @@ impl ProcessSet {
     }
 
     fn refuse_tensor(&mut self, name: &Arc<str>, group: u64, text: String) {
+        // The other tensors of the group must not run without this one (EN-3).
         self.coordinator.groups.remove(&group);
         self.forget_group(group);
         let refusal = TensorRefusal { name: Arc::clone(name), group, text };
@@ -219,6 +220,7 @@ impl ProcessSet {
         if self.coordinator.is_empty() || self.departure.is_some() {
             return Ok(false);
         }
+        // Decisions collect until an earlier list is complete, and are then fused.
         if self.execution.unfinished_list_count() >= max_concurrent_lists(self.tree.hosts) {
             return Ok(false);
         }
@@ -235,6 +237,7 @@ impl ProcessSet {
         let number = self.lists + 1;
         let items: Vec<ResponseItem> =
             response_list::encode_list(number, plan, &mut self.cache, &mut frame);
+        // Children first: the list has a longer way to them, and this member would only delay it.
         self.send_to_children(kind::RESPONSE_LIST, &frame)?;
         self.scratch = frame;
         self.apply_list(number, items, finished)?;
@@ -299,6 +302,7 @@ fn tensor_bytes(agreed: &CachedResponse) -> u64 {
 /// fused only with tensors of the same group.
 fn can_fuse(one: &RequestSignature, two: &RequestSignature, across: bool) -> bool {
     !one.call.moves_no_data()
+        // Each alltoall exchanges the row counts of its own tensor.
         && !matches!(one.call, CollectiveCall::Alltoall { .. })
         && one.call == two.call
         && one.dtype == two.dtype
@@ -346,6 +350,7 @@ fn fuse_decisions(
             plan.push(PlannedItem::Run(vec![ready]));
             continue;
         };
+        // A tensor above the threshold finds no room and gets an operation of its own.
         let room = open.iter_mut().find(|(_, sum)| sum.saturating_add(bytes) <= threshold);
         if let Some((index, sum)) = room
             && let PlannedItem::Run(operation) = &mut plan[*index]

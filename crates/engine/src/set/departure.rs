@@ -52,6 +52,7 @@ impl ProcessSet {
             false => StopCause::Departed { rank, host: self.options.host_name(rank) },
         };
         let cause = self.departure.is_none().then(|| Arc::new(cause()));
+        // Only news is passed on, so that the message does not circulate for ever.
         if self.record_departure(cause, rank, executed, finished) {
             self.send_to_neighbours(Some(from), kind::RANK_DEPARTURE, frame)?;
         }
@@ -75,6 +76,8 @@ impl ProcessSet {
             (Some(leaving), _) => {
                 leaving.departed.push(rank);
                 let is_less = executed < leaving.executed;
+                // All ranks stop after the same list: the last one that all departing ranks have
+                // executed.
                 leaving.executed = leaving.executed.min(executed);
                 is_less
             }
@@ -110,6 +113,7 @@ impl ProcessSet {
             writer.write_varint(self.tree.me.into());
             writer.write_varint(executed);
             writer.write_byte(matches!(**cause, StopCause::Removed { .. }).into());
+            // A neighbour that cannot be reached needs no message.
             drop(self.send_to_neighbours(None, kind::RANK_DEPARTURE, &frame));
         }
         self.execution.fail_batches(cause, finished);
@@ -155,6 +159,7 @@ impl ProcessSet {
         let flushed = self
             .neighbours
             .iter_mut()
+            // A peer that is lost receives nothing any more, so there is nothing to wait for.
             .all(|neighbour| neighbour.closed || neighbour.sender.flush().unwrap_or(true));
         over || (flushed && self.departure.as_ref().is_none_or(|leaving| leaving.cleared))
     }
@@ -234,6 +239,7 @@ impl ProcessSet {
         if let Some((at, cause)) = self.suspect.take()
             && !self.is_orderly_loss(&cause)
         {
+            // Until then, an abort or a departure of another rank may explain the loss better.
             if now.saturating_duration_since(at) >= self.options.settings.loss_report_allowance {
                 return Err(cause);
             }

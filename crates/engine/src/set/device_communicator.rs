@@ -19,6 +19,7 @@ use farandole_world::Rank;
 use super::{ProcessSetContext, Step};
 
 /// Token of the allgather of capabilities and of the broadcast of the name.
+// Tokens of batches count up from 0 and never reach this number.
 pub(super) const NEGOTIATION_TOKEN: OperationToken = OperationToken(u64::MAX);
 
 pub(super) enum DeviceCommunicator {
@@ -48,6 +49,7 @@ impl DeviceCommunicator {
         let own = shared.devices.fabric.as_ref().zip(shared.devices.own_ordinal());
         let mut own_capabilities =
             own.map(|(fabric, own)| fabric.device_capabilities(own)).unwrap_or_default();
+        // A member without a device takes part with zeros, because an allgather needs all members.
         own_capabilities.resize(MAX_CAPABILITIES_BYTES, 0);
         let all_capabilities = HostMemory::new(MAX_CAPABILITIES_BYTES * members);
         let segment = TensorSegment {
@@ -113,6 +115,7 @@ impl DeviceCommunicator {
         me: usize,
     ) -> Option<CollectiveOperation> {
         if let Some(reason) = fabric.formation_obstacle(all_capabilities, members, me) {
+            // One notice for the set, not one for each member.
             if me == 0 {
                 shared.observer.on_notice(&reason);
             }
@@ -131,6 +134,7 @@ impl DeviceCommunicator {
                 Err(reason) => shared.observer.on_notice(&reason),
             }
         }
+        // All members of a broadcast must have buffers of one size.
         frame.resize(MAX_CAPABILITIES_BYTES, 0);
         let name = HostMemory::filled_with(MAX_CAPABILITIES_BYTES, &frame);
         let segment = TensorSegment { input: name.as_buffer(), output: name.as_buffer() };

@@ -71,6 +71,8 @@ impl BatchExecution {
     pub(super) fn waits_for_device(&self) -> bool {
         !self.broken
             && (self.device_communicator.is_forming()
+                // Otherwise a rank that calls nothing would publish only with the next heartbeat,
+                // up to 250 ms later, and its peers would wait for that.
                 || self.device_communicator.has_waiting_peers()
                 || self.batches.iter().any(FusedBatch::waits_for_device))
     }
@@ -120,6 +122,7 @@ impl BatchExecution {
         cause: &Arc<StopCause>,
         finished: &mut Vec<FinishedRequest>,
     ) {
+        // Before the batches fail: afterwards their callers may reuse the buffers.
         self.device_communicator.drain_or_abandon(cause.is_orderly_stop(), self.broken);
         self.broken = true;
         self.started = 0;
@@ -226,6 +229,7 @@ impl BatchExecution {
                 DeviceCommunicator::Draining(_) | DeviceCommunicator::Unavailable => {}
                 DeviceCommunicator::ExchangingCapabilities(_)
                 | DeviceCommunicator::ExchangingId(_) => {
+                    // Later batches wait, too, because batches start in list order on every member.
                     return Ok(BatchRoute::Undecided);
                 }
                 DeviceCommunicator::Ready(communicator) if communicator.is_forming() => {
@@ -306,6 +310,7 @@ impl BatchExecution {
         let token = OperationToken(self.first_token + self.started as u64);
         match communicator.submit_operation(token, batch.take_operation(members)) {
             Ok(()) => batch.mark_running(),
+            // Every rank refuses it in the same way, so the engine can continue.
             Err(cause @ CollectiveError::Unsupported { .. }) => {
                 batch.refuse_unsupported(&Arc::new(cause), finished)
             }
@@ -359,6 +364,8 @@ impl BatchExecution {
                 if batch.needs_staging() {
                     batch.enter_activity(MEMCPY_OUT_HOST_BUFFER);
                 }
+                // The copy is only queued: the stream of the caller waits for it, so this thread
+                // can start the next batch.
                 let reached = batch.begin_result_copies(shared)?;
                 batch.complete_requests(reached.as_ref(), finished);
             }

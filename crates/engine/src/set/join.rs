@@ -117,6 +117,8 @@ impl JoinState {
         };
         match *call {
             CollectiveCall::Allreduce { op: ReduceOp::Product, prescale, .. }
+                // The neutral element would be 1 / prescale, which the type may not be able to
+                // express.
                 if f64::from_bits(prescale) != 1.0 =>
             {
                 Err(format!(
@@ -184,6 +186,8 @@ impl ProcessSet {
             // Written after the announcements of the members below.
             self.upward_frame().0.write_byte(4);
         } else if let Some(last) = self.joins.joined.last() {
+            // The order of arrival at the coordinator decides, so that all ranks report the same
+            // rank.
             self.coordinator.push_all_joined_decision(last.member);
         }
         Ok(())
@@ -242,6 +246,7 @@ fn neutral_after_prescale(dtype: DataType, op: ReduceOp, prescale: f64) -> [u8; 
         // A negative factor turns the smallest element into the largest.
         ReduceOp::Min if prescale < 0.0 => ReduceOp::Max,
         ReduceOp::Max if prescale < 0.0 => ReduceOp::Min,
+        // A factor of 0 turns every input into 0.
         _ => return [0; 16],
     };
     neutral_element(dtype, op).unwrap_or([0; 16])

@@ -194,6 +194,8 @@ impl ProcessSet {
         let refuse = |reason: String| Error::Start { reason };
         let ProcessSetOptions { id, members, control, communicator } = options;
         let me = shared.world.rank;
+        // The positions are the member numbers on all ranks, and ranks are looked up by binary
+        // search.
         if !members.is_sorted_by(|low, high| low < high) {
             return Err(refuse(format!(
                 "members of process set {id} are not ascending: {members:?}"
@@ -300,6 +302,7 @@ impl ProcessSet {
             || self.joins.own_join().is_some()
             || !self.execution.is_idle()
             || self.execution.has_device_work()
+            // Only polls decide a suspicion, also if nothing else is in progress.
             || self.suspect.is_some()
             || self.has_unsettled_departure()
             || self

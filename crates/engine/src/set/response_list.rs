@@ -73,6 +73,7 @@ fn encode_tensor(
 ) -> Arc<CachedResponse> {
     // An earlier tensor of the same list may have evicted the entry.
     if let Some(id) = ready.known.filter(|id| cache.contains_id(*id)) {
+        // Without the version: at this list, all caches are equal (NE-1).
         writer.write_varint(u64::from(id.slot) * 2);
         cache.mark_used(id.slot);
         return ready.agreed;
@@ -167,6 +168,7 @@ impl ProcessSet {
         self.options.tracer.timeline.mark_cycle();
         self.statistics.lists += 1;
         if self.departure.as_ref().is_some_and(|leaving| number > leaving.executed) {
+            // The departing rank does not execute this list, so it cannot be completed.
             return Ok(());
         }
         for item in items {
@@ -176,6 +178,7 @@ impl ProcessSet {
                 ResponseItem::Joined(last) => self.complete_join(last, finished),
             }
         }
+        // No member below can announce an entry that this list has dropped.
         if self.tree.children.is_empty() {
             self.cache.forget_dropped_entries_until(number);
         }
@@ -198,6 +201,8 @@ impl ProcessSet {
         self.statistics.tensors += entries.len() as u64;
         let span =
             if self.options.tracer.is_enabled() { self.trace_batch(list, &entries) } else { None };
+        // Queued even if a tensor is unknown: its entries then fail with the engine, and none is
+        // lost.
         self.execution.push_batch(list, entries, span);
         match unknown {
             None => Ok(()),

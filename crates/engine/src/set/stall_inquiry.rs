@@ -111,6 +111,7 @@ impl ProcessSet {
         let oldest =
             self.inquiries.stalled.values().map(|stalled| stalled.since).min().unwrap_or(now);
         let waiting = now.saturating_duration_since(oldest);
+        // A stall that ends the engine does not wait for the next interval.
         let fatal = self.options.settings.stall_shutdown.is_some_and(|limit| waiting >= limit);
         let early = self.inquiries.next.is_some_and(|next| now < next);
         if waiting < limit || (early && !fatal) {
@@ -215,6 +216,7 @@ impl ProcessSet {
         }
         match self.on_stall_answer(&frame) {
             Err(FrameFailure::Cause(cause)) => Err(cause),
+            // This member wrote the frame, so it cannot be malformed.
             Err(FrameFailure::Malformed(_)) | Ok(()) => Ok(()),
         }
     }
@@ -242,6 +244,7 @@ impl ProcessSet {
             });
         }
         if let Some(inquiry) =
+            // A late answer may belong to an earlier inquiry.
             self.inquiries.inquiry.as_mut().filter(|inquiry| inquiry.number == number)
             && let Some((_, absentee)) =
                 inquiry.absentees.iter_mut().find(|(known, _)| *known == member)
@@ -330,6 +333,7 @@ impl ProcessSet {
             here.map(|stall| stall.waiting).chain(there.map(|wait| wait.since)).max()
         };
         let shortest = self.members.iter().map(in_meeting).min()??;
+        // A list that was executed shows that some ranks still make progress.
         stalls.iter().any(|stall| stall.moves_no_data).then_some(shortest.min(still))
     }
 

@@ -52,6 +52,8 @@ pub(super) struct StallWatch {
 
 impl StallWatch {
     pub(super) fn new(set: ProcessSetId, settings: &EngineSettings) -> Self {
+        // Half of a limit leaves time to collect the missing ranks, so that the error can name
+        // them.
         let halves =
             [Some(settings.collective_timeout / 2), settings.stall_shutdown.map(|time| time / 2)];
         let times = halves.into_iter().chain([settings.stall_check]).flatten();
@@ -67,6 +69,7 @@ impl StallWatch {
 
     fn record_report(&mut self, report: MemberStallReport, now: Instant) {
         let MemberStallReport { name, operation, moves_no_data, since, submitters } = report;
+        // Short limits need a shorter time, so that the report still comes before the limit.
         let due = now + MAX_COLLECT_TIME.min(self.report_age / 4);
         let new = || StallCase { since, due, submitters: Vec::new(), operation, moves_no_data };
         let case = self.cases.entry(name).or_insert_with(new);
@@ -99,9 +102,13 @@ impl ProcessSet {
     fn report_overdue_tensors(&mut self, now: Instant) -> Step {
         let report_age = self.watch.report_age;
         let mut asked = Vec::new();
+        // Only incomplete tensors: what all ranks have submitted is no stall, even if another
+        // operation delays it.
         for (name, tally) in &mut self.pending {
             let last = tally.reported.unwrap_or(tally.since);
             if now.saturating_duration_since(last) >= report_age {
+                // Reported again after the same time, because more ranks may have submitted
+                // meanwhile.
                 tally.reported = Some(now);
                 asked.push((
                     Arc::clone(name),
@@ -139,6 +146,7 @@ impl ProcessSet {
             writer.write_text(&name);
             writer.write_text(&operation);
             writer.write_byte(moves_no_data.into());
+            // An age and not a time, because clocks of hosts differ.
             let age = now.saturating_duration_since(since).as_millis();
             writer.write_varint(u64::try_from(age).unwrap_or(u64::MAX));
             writer.write_varints(submitters.iter().map(|member| u64::from(*member)));
@@ -213,6 +221,7 @@ impl ProcessSet {
     }
 
     pub(super) fn on_stall_status(&mut self, frame: &[u8]) -> Result<(), FrameFailure> {
+        // Forwarded first, because members below have the longer way.
         self.send_to_children(kind::STALL_STATUS, frame)?;
         let mut reader = FrameReader(frame);
         let name = reader.read_text()?;
@@ -235,6 +244,7 @@ impl ProcessSet {
         let waiting =
             self.local.values().chain(self.joins.own_join()).min_by_key(|entry| entry.since);
         let running = self.execution.oldest_entry();
+        // An empty list means that ranks are missing and that it is not known yet which ones.
         let known = waiting.map(|entry| (entry, Some(entry.missing.clone().unwrap_or_default())));
         for (entry, missing) in known.into_iter().chain(running.map(|entry| (entry, None))) {
             let elapsed = now.saturating_duration_since(entry.since);

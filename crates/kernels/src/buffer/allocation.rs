@@ -45,11 +45,13 @@ impl Drop for HostAllocation {
 }
 
 /// Shareable memory, by its first address.
+// Weak: the table must not keep memory alive after its owners have dropped it.
 static SHAREABLE_MEMORY: Mutex<BTreeMap<usize, Weak<HostAllocation>>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn with_shareable_memory<T>(
     change: impl FnOnce(&mut BTreeMap<usize, Weak<HostAllocation>>) -> T,
 ) -> T {
+    // A panic elsewhere leaves the map whole, because each change is one insertion or removal.
     change(&mut SHAREABLE_MEMORY.lock().unwrap_or_else(PoisonError::into_inner))
 }
 

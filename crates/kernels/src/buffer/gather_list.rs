@@ -94,6 +94,7 @@ impl GatherList {
         for buffer in &self.buffers {
             to.for_each_piece(at, buffer.len(), |offset, target| {
                 let source = buffer.unowned_slice(offset, target.len());
+                // An operation in place has the same buffers in both lists.
                 if source.address() != target.address() {
                     // SAFETY: both ranges are valid for `target.len()` bytes. `copy` allows them to
                     // overlap.
@@ -143,8 +144,11 @@ impl GatherList {
                 return;
             };
             let start = end - buffer.len();
+            // Without an owner: counting a reference for each piece costs atomics, and `self` keeps
+            // the memory alive.
             let piece = buffer.unowned_slice(at + done - start, len - done);
             let bytes = piece.len();
+            // Fused tensors may be empty, and kernels need not handle blocks without bytes.
             if bytes > 0 {
                 each(done, piece);
             }

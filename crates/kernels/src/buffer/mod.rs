@@ -75,6 +75,7 @@ impl Buffer {
     /// it.
     pub unsafe fn from_raw(address: *mut u8, bytes: usize, place: MemoryKind) -> Self {
         Self {
+            // Frameworks pass a null address for an empty tensor.
             address: NonNull::new(address).unwrap_or(NonNull::dangling()),
             bytes,
             memory_kind: place,
@@ -112,6 +113,7 @@ impl Buffer {
     /// buffer.
     fn unowned_slice(&self, offset: usize, bytes: usize) -> Self {
         let offset = offset.min(self.bytes);
+        // `wrapping_add` is allowed for any address, also for one on a device.
         let address = self.address.as_ptr().wrapping_add(offset);
         Self {
             address: NonNull::new(address).unwrap_or(NonNull::dangling()),
@@ -132,6 +134,7 @@ impl Buffer {
             MemoryKind::Host => unsafe {
                 std::slice::from_raw_parts(self.address.as_ptr(), self.bytes)
             },
+            // The host cannot read these addresses, so an empty slice is the safe answer.
             MemoryKind::Device(_) => &[],
         }
     }
@@ -166,6 +169,7 @@ pub struct HostMemory(Arc<HostAllocation>);
 /// Returns the layout of memory for tensors, aligned for vector instructions; `None` for impossible
 /// sizes.
 fn tensor_layout(bytes: usize) -> Option<Layout> {
+    // An allocation of 0 bytes would be undefined.
     Layout::from_size_align(bytes.max(1), 64).ok()
 }
 
@@ -184,6 +188,7 @@ impl HostMemory {
     pub fn try_new(bytes: usize) -> Option<Self> {
         let layout = tensor_layout(bytes)?;
         if bytes >= LARGE_MEMORY_BYTES {
+            // Fresh pages are zero already, and large pages take fewer faults than the heap's.
             let pages = HugePageMemory::new(bytes).ok()?;
             let address = pages.start_address();
             return Some(Self(Arc::new(HostAllocation {
@@ -206,6 +211,7 @@ impl HostMemory {
     /// does not fit.
     pub fn filled_with(bytes: usize, element: &[u8]) -> Self {
         let memory = Self::new(bytes);
+        // The memory is zeroed, so zeros need no writes.
         if element.iter().any(|byte| *byte != 0) {
             let buffer = memory.as_buffer();
             // SAFETY: no other code has this memory yet, and the slice ends here.

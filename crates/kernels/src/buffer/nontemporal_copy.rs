@@ -15,6 +15,8 @@ pub fn copy_nontemporal(from: &[u8], to: &mut [u8]) {
     const CACHE_LINE_BYTES: usize = 64;
     const VECTOR_BYTES: usize = size_of::<__m128i>();
     let bytes = from.len().min(to.len());
+    // The stores need aligned addresses, and only complete lines are written without being read
+    // first.
     let head = to.as_ptr().align_offset(CACHE_LINE_BYTES).min(bytes);
     let (first, rest) = from[..bytes].split_at(head);
     let (to_first, to_rest) = to[..bytes].split_at_mut(head);

@@ -61,6 +61,8 @@ impl HostMemory {
 pub fn find_shareable_memory(buffer: &Buffer) -> Option<(HostMemory, usize)> {
     let address = buffer.address().addr();
     let allocation =
+        // Allocations do not overlap, so only the last one that starts before the address can
+        // contain it.
         with_shareable_memory(|table| table.range(..=address).next_back()?.1.upgrade())?;
     let memory = HostMemory(allocation);
     let offset = address - memory.address().addr();

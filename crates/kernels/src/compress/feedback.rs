@@ -34,6 +34,7 @@ pub fn encode_with_residual(
     }
     compressor.encode(residual, payload)?;
     compressor.subtract_decoded(payload, residual)?;
+    // An infinity or NaN would stay in the residual for all later steps.
     for left in residual {
         if !left.is_finite() {
             *left = 0.0;

@@ -65,6 +65,8 @@ impl Compressor for Int8Compressor {
         for (scale_bytes, (values, codes)) in scales.as_chunks_mut().0.iter_mut().zip(blocks) {
             let scale = block_scale(values);
             *scale_bytes = scale.to_ne_bytes();
+            // A scale of 0 or NaN has no inverse. The codes do not matter then, because any code
+            // times such a scale gives the scale.
             let inverse = if scale > 0.0 && scale.is_finite() { scale.recip() } else { 0.0 };
             for (value, code) in values.iter().zip(codes) {
                 *code = nearest_code(value * inverse);
@@ -84,6 +86,8 @@ impl Compressor for Int8Compressor {
 
 /// Returns the scale of a block; NaN if a number in the block is not finite.
 fn block_scale(values: &[f32]) -> f32 {
+    // Eight integer maxima instead of one of floats: the compiler turns them into vector
+    // instructions, and NaN needs no special case.
     let mut largest = [0_u32; 8];
     let (lanes, rest) = values.as_chunks::<8>();
     // Magnitudes have the same order as their bits, with NaN and infinity above all numbers.
@@ -106,6 +110,7 @@ fn block_scale(values: &[f32]) -> f32 {
 
 /// Returns the whole number nearest to `value`, ties to even, as a code.
 fn nearest_code(value: f32) -> u8 {
+    // Rounding in the inverse may lead slightly beyond 127.
     let rounded = value.clamp(-MAX_CODE, MAX_CODE) + ROUNDING_OFFSET;
     // The whole number is in the lowest bits of the mantissa, in two's complement.
     let [code, ..] = rounded.to_bits().to_le_bytes();

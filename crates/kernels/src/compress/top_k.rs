@@ -38,6 +38,7 @@ impl TopKCompressor {
             reason = "neither is negative; a share is rough"
         )]
         let share = (self.share * values as f64).ceil() as usize;
+        // At least one number, so that a small share of a short vector still makes progress.
         share.max(1).min(values)
     }
 
@@ -79,13 +80,16 @@ impl Compressor for TopKCompressor {
         if count == 0 {
             return Ok(());
         }
+        // A copy, because the selection reorders it.
         let mut magnitudes: Vec<u32> = values.iter().map(|value| magnitude_bits(*value)).collect();
         let (_, smallest, above) =
             magnitudes.select_nth_unstable_by(values.len() - count, u32::cmp);
         let smallest = *smallest;
         let larger = above.iter().filter(|magnitude| **magnitude > smallest).count();
+        // Of the numbers that equal the smallest one, only as many as still fit are sent.
         let mut ties = count - larger;
         let mut entries = payload.as_chunks_mut::<ENTRY_BYTES>().0.iter_mut();
+        // A second pass in index order needs no sort of the entries.
         for (index, value) in (0_u32..).zip(values) {
             let size = magnitude_bits(*value);
             if size < smallest {

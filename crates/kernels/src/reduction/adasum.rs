@@ -10,8 +10,10 @@ use super::native::NativeElement;
 
 /// Squared length below which a vector counts as zero: the square root of the smallest normal
 /// `float64`.
+// Horovod has the same limit. The quotient of a smaller length would lose its precision.
 const NEGLIGIBLE_SQUARED_LENGTH: f64 = 1.491_668_146_240_041_3e-154;
 /// Number of separate sums, which the processor computes in parallel.
+// A fixed number, because it decides the order of the additions and so the bits (KE-1).
 const PARALLEL_SUMS: usize = 8;
 
 /// Type of the vectors between input and result.
@@ -125,6 +127,7 @@ fn combine_elements<T: NativeElement + Into<f64>>(
 ) {
     for (a, b) in T::cells_mut(own).iter_mut().zip(T::cells(other)) {
         let (x, y): (f64, f64) = (T::get(*a).into(), T::get(*b).into());
+        // The sum is computed in `float64` and rounded once.
         *a = T::factor(mine * x + theirs * y).put();
     }
 }

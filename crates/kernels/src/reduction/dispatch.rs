@@ -51,6 +51,7 @@ impl ReductionKernel {
     ) {
         match self {
             Self::Direct { run, tree, factor, .. } => {
+                // A partial is combined further, so it must not be scaled yet.
                 let factor = if to == BlockForm::Element { *factor } else { 1.0 };
                 // SAFETY: the caller's promise.
                 unsafe {
@@ -74,6 +75,7 @@ impl ReductionKernel {
         match self {
             // SAFETY: the caller's promise.
             Self::Direct { in_place, factor, .. } => unsafe { in_place(all, *factor) },
+            // Stages need separate blocks for their accumulators.
             Self::Staged(_) => false,
         }
     }
@@ -110,6 +112,8 @@ macro_rules! compiled_for {
 compiled_for!(baseline,);
 #[cfg(target_arch = "x86_64")]
 compiled_for!(avx2, "avx2");
+// BW has the operations on 8 and 16 bits, DQ the product of 64-bit integers, VL the short vectors
+// at the end of a loop.
 #[cfg(target_arch = "x86_64")]
 compiled_for!(avx512, "avx2,avx512f,avx512bw,avx512dq,avx512vl");
 
@@ -169,6 +173,8 @@ pub(super) fn choose_kernel(
             | ReduceOp::RoundedAverage
             | ReduceOp::RoundedSum => None,
         },
+        // A complex sum is the sum of the parts, so the kernel of floats serves with two numbers an
+        // element.
         DataType::C64 => {
             require_complex_op(reduction).and_then(|()| native_float_kernel::<f32>(reduction, kind))
         }
@@ -237,6 +243,7 @@ where
     Some(match reduction.op {
         ReduceOp::Sum if kind.is_unscaled => direct_kernel::<T, Sum>(path, 1.0),
         ReduceOp::Average if kind.is_unscaled && reduction.members.is_power_of_two() => {
+            // A multiplication is faster than a division.
             direct_kernel::<T, Sum>(path, inverse)
         }
         ReduceOp::Average if kind.is_unscaled => {

@@ -43,8 +43,11 @@ impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Float8Format<MANTISS
         } else if magnitude == LAST && LAST.trailing_zeros() >= MANTISSA {
             f32::INFINITY.to_bits()
         } else if magnitude >> MANTISSA == 0 {
+            // The factor is 2^(1 - BIAS - MANTISSA), the step between subnormal numbers. The
+            // product is exact.
             (magnitude as f32 * f32::from_bits((128 - BIAS - MANTISSA) << 23)).to_bits()
         } else {
+            // Adds the difference of the two biases to the exponent.
             (magnitude << (23 - MANTISSA)) + ((127 - BIAS) << 23)
         };
         f32::from_bits(bits | sign)
@@ -60,12 +63,15 @@ impl<const MANTISSA: u32, const BIAS: u32, const LAST: u32> Float8Format<MANTISS
         let large = f32::from_bits((128 - BIAS + dropped) << 23);
         let bits = value.to_bits();
         let (sign, magnitude) = ((bits >> 24) & 0x80, bits & 0x7fff_ffff);
+        // Half a unit less one, and one more if the last kept bit is odd: ties go to even.
         let half = (1 << (dropped - 1)) - 1 + ((magnitude >> dropped) & 1);
         let normal = magnitude.wrapping_sub((127 - BIAS) << 23).wrapping_add(half) >> dropped;
         let subnormal = (f32::from_bits(magnitude) + large).to_bits().wrapping_sub(large.to_bits());
         let code = if value.is_nan() {
             0x7f
         } else if magnitude >= normal_from {
+            // A carry out of the mantissa goes to the exponent, which is right. Beyond `LAST` it
+            // saturates.
             normal.min(LAST)
         } else {
             subnormal

@@ -97,6 +97,7 @@ impl ElementFormat for HardwareF16 {
                 )
             }
         }
+        // Both conversions give the same bits, so the rest may take the other one.
         SoftwareF16::widen(bytes.get(done * 2..).unwrap_or_default(), &mut acc[done..]);
     }
 
@@ -136,7 +137,9 @@ impl ElementFormat for HardwareF16 {
 #[expect(clippy::cast_possible_truncation, reason = "the upper half is what is asked for")]
 pub(super) fn bf16_from_f32(value: f32) -> u16 {
     let bits = value.to_bits();
+    // Ties go to even. A carry into the exponent is right: after the largest number comes infinity.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+    // Without the quiet bit, a NaN whose payload is in the lower half would become an infinity.
     (if value.is_nan() { (bits >> 16) | 0x40 } else { rounded }) as u16
 }
 
@@ -147,7 +150,9 @@ pub(super) fn f32_from_f16(half: u16) -> f32 {
     let half = u32::from(half);
     let sign = (half & 0x8000) << 16;
     let magnitude = half & 0x7fff;
+    // 112 is the difference of the biases, 127 and 15.
     let normal = (magnitude << 13) + (112 << 23);
+    // The hardware also makes a signalling NaN quiet.
     let special = (magnitude << 13) | (255 << 23) | if magnitude > 0x7c00 { 1 << 22 } else { 0 };
     let subnormal = (magnitude as f32 * f32::from_bits((127 - 24) << 23)).to_bits();
     let bits = if magnitude >= 0x7c00 {
@@ -176,6 +181,7 @@ pub(super) fn f16_from_f32(value: f32) -> u16 {
         magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + ((magnitude >> 13) & 1)) >> 13;
     let subnormal =
         (f32::from_bits(magnitude) + f32::from_bits(HALF_ULP)).to_bits().wrapping_sub(HALF_ULP);
+    // The quiet bit keeps a NaN whose upper payload is 0 from becoming an infinity.
     let nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
     let half = if magnitude > F32_INFINITY_BITS {
         nan

@@ -90,6 +90,8 @@ pub struct BlockReducer {
 }
 
 /// Bytes of elements that are combined at a time, host by host.
+// Each block is read again right after it is written, so it should still be in the first-level
+// cache.
 const HOST_BLOCK_BYTES: usize = 4 << 10;
 
 impl BlockReducer {
@@ -126,6 +128,7 @@ impl BlockReducer {
         });
         let reduction =
             ReductionSpec { op: reduction.op.without_inter_host_rounding(), ..reduction };
+        // The kernels are faster without a tree, and only a sequential order can run in place.
         let orders = orders.filter(|orders| !orders.members.is_sequential());
         let refuse = |reason: &str| Error::Shape { reason: reason.to_owned() };
         if !path.is_available() {
@@ -151,6 +154,8 @@ impl BlockReducer {
     /// Reduces the `inputs` of all members, in member order, into `out`. Elements of `out` beyond
     /// the shortest input are not changed.
     pub fn reduce_blocks(&self, inputs: &[&[u8]], out: &mut [u8]) {
+        // If each host has one unscaled member, partials are inputs of the type. Rounding changes
+        // nothing then, and one pass is enough.
         if let Some(orders) = &self.rounding
             && (self.reduction.prescale != 1.0 || orders.sizes.iter().any(|size| *size > 1))
         {
@@ -239,6 +244,8 @@ impl BlockReducer {
             );
         }
         let mut rounded = vec![0; accumulators.len() / self.accumulator_expansion()];
+        // Rounded and widened again, so that the bits are the same as with an algorithm that sends
+        // the rounded partial.
         self.reduce_to_partial(inputs, &mut rounded);
         self.run_kernel(BlockForm::Rounded, BlockForm::Partial, None, &[&rounded], accumulators);
     }
@@ -255,6 +262,7 @@ impl BlockReducer {
 
     /// Computes the result from the partials of all hosts.
     pub fn finish_partials(&self, partials: &[&[u8]], out: &mut [u8]) {
+        // A tree writes its result in its last merge, and a single partial has no merge.
         let orders = self.orders.as_ref().filter(|_| partials.len() > 1);
         self.run_kernel(
             self.partial_form(),

@@ -120,6 +120,8 @@ macro_rules! float {
 
             #[inline(always)]
             fn min(self, other: Self) -> Self {
+                // Not `f32::min`, which drops a NaN. Of equal values the later one is taken, also
+                // for zeros of different signs.
                 if self < other || self.is_nan() { self } else { other }
             }
 
@@ -271,6 +273,8 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
                     *o = J::finish(J::finish_single(T::get(*a)), factor).put();
                 }
             }
+            // One pass for two and for four inputs: the value stays in a register until it is
+            // complete.
             [a, b] => {
                 for ((o, a), b) in T::cells_mut(out).iter_mut().zip(T::cells(a)).zip(T::cells(b)) {
                     *o = J::finish(J::join(T::get(*a), T::get(*b)), factor).put();
@@ -290,11 +294,14 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
                 for block in out.chunks_mut(DIRECT_BLOCK_BYTES) {
                     let end = at + block.len();
                     let here = |input: &[u8]| at.min(input.len())..end.min(input.len());
+                    // The first two inputs are joined in one pass, so that `out` needs no copy of
+                    // the first.
                     let pair = T::cells(&a[here(a)]).iter().zip(T::cells(&b[here(b)]));
                     for (o, (a, b)) in T::cells_mut(block).iter_mut().zip(pair) {
                         *o = J::join(T::get(*a), T::get(*b)).put();
                     }
                     for (k, x) in others.iter().enumerate() {
+                        // Only the complete value is scaled. The factor 1 changes no bits.
                         let factor = if k + 1 == others.len() { factor } else { one };
                         let range = here(x);
                         for (o, x) in T::cells_mut(block).iter_mut().zip(T::cells(&x[range])) {
@@ -327,9 +334,11 @@ impl<T: NativeElement, J: ReductionOperator<T>> DirectReduction<T, J> {
                 for left in (0..order.merges_after(k)).rev() {
                     height -= 1;
                     let (below, above) = blocks.split_at_mut(height);
+                    // An input stays where it is until its first merge, which saves a copy of it.
                     let (first, second) = (held[height - 1].take(), held[height].take());
                     let second = second.unwrap_or(&above[0][..out.len()]);
                     let block = &mut below[height - 1][..out.len()];
+                    // The last merge writes to `out`, so the result is not copied.
                     if k + 1 == inputs.len() && left == 0 {
                         Self::combine_block_pair(Some(first.unwrap_or(block)), second, out, factor);
                     } else {

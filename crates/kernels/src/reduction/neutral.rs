@@ -34,6 +34,7 @@ pub fn neutral_element(dtype: DataType, op: ReduceOp) -> Result<[u8; 16]> {
                 ReduceOp::Product => set(&$one.to_ne_bytes()),
                 ReduceOp::Min => set(&$infinity.to_ne_bytes()),
                 ReduceOp::Max => set(&$negative_infinity.to_ne_bytes()),
+                // Also for Adasum: a vector of zeros has the length 0 and changes no sum.
                 _ => set(&$negative_zero.to_ne_bytes()),
             }
         };

@@ -112,6 +112,7 @@ macro_rules! integer {
 
             #[inline(always)]
             fn mean(acc: &mut [$acc], members: usize) {
+                // Cannot fail: only an Average divides, and its accumulators have 64 bits or more.
                 let Ok(members) = <$acc>::try_from(members) else { return };
                 for a in acc {
                     *a /= members;
@@ -297,6 +298,8 @@ impl<A: NativeElement + Send + Sync> StagedKernel<A> {
         // SAFETY: the caller's promise about this processor covers every stage.
         unsafe {
             match from {
+                // Partials were scaled when they were computed, so a second prescale would be
+                // wrong.
                 BlockForm::Partial => (self.load)(bytes, into),
                 BlockForm::Rounded => (self.widen)(bytes, into),
                 BlockForm::Element => {
@@ -319,6 +322,8 @@ impl<A: NativeElement + Send + Sync> StagedKernel<A> {
                 BlockForm::Rounded => (self.narrow)(acc, bytes),
                 BlockForm::Element => {
                     if let Some((mean, members)) = self.mean {
+                        // The division comes before the scaling: their order decides the roundings,
+                        // and so the bits (KE-1).
                         mean(acc, members);
                     }
                     if self.postscale != 1.0 {
@@ -346,6 +351,7 @@ impl<A: NativeElement + Send + Sync> StagedKernel<A> {
         let (read, written) = (self.form_bytes(from), self.form_bytes(to));
         let elements = inputs.iter().map(|input| input.len()).min().unwrap_or(0) / read;
         let elements = elements.min(out.len() / written);
+        // A small tensor gets a small stack, which is allocated for each call.
         let block = STAGED_BLOCK_ELEMENTS.min(elements);
         let mut stack = vec![A::default(); order.stack_depth() * block];
         for start in (0..elements).step_by(STAGED_BLOCK_ELEMENTS) {
@@ -388,6 +394,7 @@ impl<A: NativeElement + Send + Sync> StagedReduction for StagedKernel<A> {
             // SAFETY: the caller's promise.
             return unsafe { self.reduce_tree(from, to, order, inputs, out) };
         }
+        // On the stack, because an allocation in each call would cost as much as a small block.
         let (mut acc, mut next) =
             ([A::default(); STAGED_BLOCK_ELEMENTS], [A::default(); STAGED_BLOCK_ELEMENTS]);
         let (read, written) = (self.form_bytes(from), self.form_bytes(to));
@@ -399,6 +406,8 @@ impl<A: NativeElement + Send + Sync> StagedReduction for StagedKernel<A> {
             // SAFETY: the caller's promise about this processor covers every stage.
             unsafe {
                 for (k, input) in inputs.iter().enumerate() {
+                    // The first input starts the accumulator. A start from 0.0 would turn a sum of
+                    // -0.0 into 0.0.
                     if k == 0 {
                         self.read_block(from, &input[range.clone()], &mut acc[..count]);
                     } else {

@@ -32,6 +32,7 @@ pub(super) unsafe extern "C" fn run_custom_call(
     length: usize,
     status: *mut XlaCallStatus,
 ) {
+    // A panic must not unwind into XLA.
     let ran = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: XLA's text, of this length.
         let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), length) };
@@ -98,6 +99,8 @@ unsafe fn run_collective(
 ) -> Result<(), String> {
     let table = connected_table().map_err(|failure| failure.text)?;
     if collective.ranks != 0 {
+        // A compiled function has fixed shapes, and with other ranks the results would have other
+        // ones.
         let now = query_placement(collective.call.process_set).map_err(failure_text)?.set_size;
         if now != collective.ranks {
             return Err(format!(
@@ -187,6 +190,7 @@ impl PendingXlaCollective<'_> {
         }
         for (index, (tensor, output)) in self.collective.tensors.iter().zip(brought).enumerate() {
             let (rows, bytes) = (output.member_rows(), output.memory_bytes());
+            // The shapes of the outputs are part of the compiled program.
             if rows.iter().any(|other| *other != rows[0]) || bytes.len() != tensor.output_bytes {
                 return Err(format!(
                     "compiled functions need the same number of rows from every rank: {rows:?}"

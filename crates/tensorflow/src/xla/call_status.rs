@@ -47,6 +47,7 @@ pub(super) unsafe fn write_failure(status: *mut XlaCallStatus, text: &str) {
     // SAFETY: the caller's promise; XLA's destructor frees the memory, which is as large as the
     // capacity says, and 1.
     unsafe {
+        // In libstdc++, a text outside of the object always has a capacity above 15.
         let data = allocate(text.len().max(16) + 1).cast::<u8>();
         std::ptr::copy_nonoverlapping(text.as_ptr(), data, text.len());
         data.add(text.len()).write(0);

@@ -59,6 +59,7 @@ pub(super) struct PlannedTensor {
 /// A description of the error in the text.
 pub(super) fn parse_plan(text: &str) -> Result<XlaCallPlan, String> {
     let mut parts = text.split(';');
+    // The name may contain commas, so it is the rest of the head.
     let mut head = parts.next().unwrap_or_default().splitn(8, ',');
     let mut number = || head.next().and_then(|part| part.parse::<u64>().ok());
     let wrong = || format!("no such call: {text}");
@@ -82,7 +83,9 @@ pub(super) fn parse_plan(text: &str) -> Result<XlaCallPlan, String> {
         postscale: postscale.ok_or_else(wrong)?,
         root: root.ok_or_else(wrong)?,
         process_set,
+        // Names come from the traced program, so that each run of it has the same ones.
         numbered: 0,
+        // XLA's thread waits for the result and drives the operation meanwhile.
         attended: 1,
     };
     let name = head.next().filter(|name| !name.is_empty()).ok_or_else(wrong)?.to_owned();

@@ -67,6 +67,7 @@ pub(super) fn register_target() -> Result<(), String> {
             std::mem::transmute::<*mut c_void, Delete>(delete),
         )
     };
+    // Before the check of the layout, because `write_failure` allocates with it.
     OPERATOR_NEW.get_or_init(|| new);
     // SAFETY: both are C++'s own.
     unsafe { check_layout(get_message, delete) }?;
@@ -89,6 +90,7 @@ pub(super) fn register_target() -> Result<(), String> {
 /// # Safety
 /// The functions are what their types say.
 unsafe fn check_layout(get_message: GetMessage, delete: Delete) -> Result<(), String> {
+    // A short text would lie inside of the status and not test the pointer.
     const SAMPLE_MESSAGE: &str = "longer than what fits into a short string";
     let wrong = || "this TensorFlow has another layout of a custom call's status".to_owned();
     let mut status = XlaCallStatus {

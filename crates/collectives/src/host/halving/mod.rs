@@ -122,12 +122,15 @@ impl HalvingJob {
         );
         let schedule = schedule.ok_or_else(|| peers.ring_too_small_error())?;
         let (member, host) = (peers.member, peers.hosts.own_host());
+        // The links do not depend on the bytes, and finding them can take longer than a small
+        // allreduce.
         let halving_links = match &peers.scratch.halving_links {
             Some(halving_links) => Arc::clone(halving_links),
             None => {
                 Arc::clone(peers.scratch.halving_links.insert(schedule.member_links(member).into()))
             }
         };
+        // Fresh memory would cost page faults in each operation.
         let mut spare = std::mem::take(&mut peers.scratch.store);
         spare.resize_with(schedule.chunks_in_flight(host), Vec::new);
         let longest = schedule.max_partial_bytes();
@@ -206,6 +209,7 @@ impl HalvingJob {
             if self.next >= self.schedule.chunk_count() {
                 return Ok(false);
             }
+            // Without free memory the chunk waits, which limits the memory of an operation.
             let Some(partials) = self.spare.pop() else { return Ok(false) };
             let stages = self.schedule.stage_count(self.host, self.next);
             let chunk = self.next;
@@ -224,6 +228,7 @@ impl HalvingJob {
         };
         let (start, len) = self.schedule.chunk_extent(*chunk);
         let ready = |stream: &LinkPositions| stream.reading.early_chunk() == Some(*chunk);
+        // A window may hold the input of an earlier or a later chunk.
         if !self.streams[self.near.clone()].iter().all(ready) {
             return Ok(false);
         }
@@ -359,6 +364,7 @@ impl HalvingJob {
         let at =
             stage.keep.start * self.schedule.accumulator_width() + reading.message.moved_bytes();
         let own = &mut work.partials[at..at + bytes];
+        // Kernels do not write to their inputs, so sums go through a block in the cache.
         let scratch = &mut peers.scratch.result;
         scratch.resize(scratch.len().max(MERGE_BLOCK_BYTES), 0);
         for (own, theirs) in own.chunks_mut(MERGE_BLOCK_BYTES).zip(theirs.chunks(MERGE_BLOCK_BYTES))
@@ -383,6 +389,7 @@ impl HalvingJob {
             self.reducer
                 .finish_accumulators(&work.partials[at * width..(at + out.len()) * width], out);
         });
+        // Later chunks wait for this memory, and only the results are needed from here on.
         self.spare.push(std::mem::take(&mut work.partials));
     }
 
@@ -439,6 +446,7 @@ impl HalvingJob {
         let Some(chunk) = writing.late_chunk(self.halving_links[halving_link].ahead) else {
             return Ok(false);
         };
+        // A chunk that was begun and is no longer in progress is complete.
         if chunk >= self.next || self.works.iter().any(|work| work.chunk == chunk) {
             return Ok(false);
         }
@@ -487,6 +495,7 @@ impl CollectiveJob for HalvingJob {
         }
         any |= self.reduce_host_inputs(peers)?;
         let mut works = std::mem::take(&mut self.works);
+        // In order, because each link carries the messages of earlier chunks first.
         for work in &mut works {
             any |= self.exchange_between_hosts(work, peers)?;
         }
@@ -505,6 +514,7 @@ impl CollectiveJob for HalvingJob {
             && self.works.is_empty()
             && self.streams.iter().all(LinkPositions::is_at_end);
         if done {
+            // The next operation of this communicator reuses the memory.
             peers.scratch.store = std::mem::take(&mut self.spare);
         }
         Ok(PollProgress { any, done })

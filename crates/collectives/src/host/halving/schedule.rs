@@ -117,6 +117,8 @@ impl HalvingSchedule {
         capacity: usize,
     ) -> Option<Self> {
         let share =
+            // At least so many chunks, so that even small tensors keep all steps busy at the same
+            // time.
             (bytes / hosts.largest_host_size() / MIN_CHUNKS_PER_SHARE).next_multiple_of(UNIT_BYTES);
         let longest = share.clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
         let chunk = even_chunk_bytes(bytes, longest, hosts.largest_host_size());
@@ -193,6 +195,7 @@ impl HalvingSchedule {
         let members = self.hosts.host_members(host).len().max(1);
         let begun =
             (LOOKAHEAD_CHUNKS * self.level_count() + 1) * self.hosts.largest_host_size() / members;
+        // A short operation has fewer chunks than this, and more memory would stay unused.
         begun.min(self.chunks.div_ceil(members))
     }
 
@@ -252,6 +255,7 @@ impl HalvingSchedule {
             .checked_shl(u32::try_from(step).ok()?)
             .filter(|distance| *distance < self.full)?;
         let place = self.position_among_swapping_hosts(host);
+        // Each earlier step kept one half, so the range follows from the place alone.
         for step in 0..step {
             range = split_halves(range, place >> step & 1 == 0).0;
         }
@@ -284,6 +288,7 @@ impl HalvingSchedule {
     fn meeting_level(&self, host: usize, other: usize) -> Option<usize> {
         match self.position_among_swapping_hosts(host) ^ self.position_among_swapping_hosts(other) {
             0 => Some(0),
+            // Hosts meet only if their positions differ in exactly one bit.
             distance if distance.is_power_of_two() => {
                 Some(usize::from(self.folded > 0) + distance.ilog2() as usize)
             }
@@ -302,6 +307,7 @@ impl HalvingSchedule {
 
     /// Returns the other hosts with which a host exchanges messages.
     fn partner_hosts(&self, host: usize) -> BTreeSet<usize> {
+        // The hosts of a pair take turns. These two chunks show both turns.
         let turns = [0, self.hosts.largest_host_size()];
         let steps = |chunk| {
             (0..self.stage_count(host, chunk))
@@ -322,6 +328,8 @@ impl HalvingSchedule {
         let mut peers: BTreeSet<usize> = hosts.local_peers(member).collect();
         for host in self.partner_hosts(own.host) {
             let size = hosts.host_members(host).len();
+            // The carriers of a chunk on both hosts, and the turns of pairs, repeat after this
+            // number of chunks.
             let period = [size, 2 * hosts.largest_host_size()]
                 .into_iter()
                 .fold(own.size, least_common_multiple);
@@ -332,6 +340,7 @@ impl HalvingSchedule {
             };
             peers.extend(carried.filter(meets).map(|chunk| hosts.carrier_for_turn(host, chunk)));
         }
+        // A member has no link to itself, so the links to later members move down by one.
         let link = |peer: &usize| if *peer < member { *peer } else { *peer - 1 };
         let halving_link = |peer: &usize| {
             let (link, peer) = (link(peer), MemberHostPosition::new(hosts, *peer));
@@ -426,6 +435,7 @@ impl HalvingSchedule {
 
 /// Returns both halves of a range, in units: first the half to keep.
 fn split_halves(range: Range<usize>, is_lower: bool) -> (Range<usize>, Range<usize>) {
+    // In units, so that no element is cut and messages stay aligned.
     let middle = (range.start + (range.len() / 2).next_multiple_of(UNIT_BYTES)).min(range.end);
     let (lower, upper) = (range.start..middle, middle..range.end);
     if is_lower { (lower, upper) } else { (upper, lower) }

@@ -141,6 +141,7 @@ impl HierarchyJob {
         outputs: GatherList,
     ) -> Result<Self> {
         let mut store = std::mem::take(&mut peers.scratch.store);
+        // The routes do not depend on the bytes, and finding them means looking at all links.
         let routes = match &peers.scratch.routes {
             Some(routes) => Arc::clone(routes),
             None => Arc::clone(peers.scratch.routes.insert(find_routes(peers))),
@@ -252,12 +253,15 @@ impl HierarchyJob {
         let target = (owner != self.host).then(|| self.route_to_carrier(peers, owner, chunk));
         let target = target.map(|target| (target, self.routes[target].link));
         if let Some((target, link)) = target {
+            // The link still carries an earlier message.
             if self.streams[target].writing.early_chunk() != Some(chunk) {
                 return Ok(false);
             }
             let window = peers.links[link].sender.window()?.len();
+            // Whole units of elements, so that the partial and the inputs end at the same element.
             bytes = bytes.min(window / (UNIT_BYTES * expansion) * UNIT_BYTES);
         } else if chunk / self.stride >= self.reducing.chunk / self.stride + self.store.len() {
+            // The slot still holds the partial of an earlier chunk that is not reduced yet.
             return Ok(false);
         }
         if bytes == 0 {
@@ -312,6 +316,7 @@ impl HierarchyJob {
             Ordering::Greater => len,
         };
         let mut bytes = joined.saturating_sub(at);
+        // A short chunk may have no part for this host; it still counts as reduced.
         if len == 0 && self.joining.chunk > chunk {
             self.record_reduced(chunk, 0, len);
             return Ok(true);
@@ -321,6 +326,7 @@ impl HierarchyJob {
         }
         let expansion = self.reducer.partial_expansion();
         let others = (0..peers.hosts.host_count()).filter(|host| *host != self.host);
+        // Reused, so that a reduction allocates no list of carriers.
         let mut carriers = std::mem::take(&mut self.carriers);
         carriers.clear();
         carriers.extend(others.map(|host| self.route_to_carrier(peers, host, chunk)));
@@ -381,6 +387,7 @@ impl HierarchyJob {
 
     /// Records stored results of a chunk that this member carries.
     fn record_stored(&mut self, chunk: usize, host: usize, bytes: usize) {
+        // Without other members on this host, nothing is distributed.
         if self.local.is_empty() {
             return;
         }
@@ -401,6 +408,7 @@ impl HierarchyJob {
             return 0;
         };
         let mut complete = 0;
+        // Parts lie in the order of hosts, and the message starts at the first byte: a gap ends it.
         for (host, bytes) in arrived.bytes.iter().enumerate() {
             complete += bytes;
             if *bytes < self.schedule.part_extent(chunk, host).1 {
@@ -431,6 +439,7 @@ impl HierarchyJob {
         let most = if ready == len {
             usize::MAX
         } else {
+            // Links carry whole units, so an incomplete unit waits for the rest of its results.
             (ready / UNIT_BYTES * UNIT_BYTES).saturating_sub(writing.message.moved_bytes())
         };
         let outputs = &self.outputs;
@@ -557,6 +566,7 @@ impl CollectiveJob for HierarchyJob {
             let link = self.routes[index].link;
             any |= self.send_input(index, &mut peers.links[link], &mut peers.copies[link])?;
         }
+        // A call joins at most one part, and a chunk has a part for each host.
         for _ in 0..self.schedule.hosts().host_count() {
             if !self.reduce_host_inputs(peers)? {
                 break;
@@ -566,6 +576,8 @@ impl CollectiveJob for HierarchyJob {
         any |= self.reduce_own_part(peers)?;
         for index in (first..self.routes.len()).chain(0..first) {
             let link = self.routes[index].link;
+            // Receives before it sends, so that results from other hosts go to local members in the
+            // same poll.
             any |= self.receive_results(index, &mut peers.links[link])?;
             any |= self.send_results(index, &mut peers.links[link], &mut peers.copies[link])?;
         }

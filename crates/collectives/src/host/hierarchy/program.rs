@@ -97,6 +97,8 @@ impl<'a> HierarchyProgramWriter<'a> {
             return;
         };
         let members = inputs.len() + 1;
+        // A member joins one part after the other, so a chunk waits for the last part of the chunk
+        // before.
         inputs.extend(self.joined);
         let own = self.write_host_reductions(chunk, members, &inputs);
         let part = self.schedule.part_extent(chunk, self.host).1;
@@ -111,6 +113,7 @@ impl<'a> HierarchyProgramWriter<'a> {
         } else {
             partials.extend(self.add_receives_from_carriers(chunk, |_| part * width, false));
         }
+        // Reads one partial of each host, and writes elements.
         let touched = part * (schedule.hosts().host_count() * width + 1);
         self.results[chunk].push(self.builder.add_reduction(touched, &partials));
     }
@@ -129,6 +132,7 @@ impl<'a> HierarchyProgramWriter<'a> {
             if len == 0 {
                 continue;
             }
+            // Reads one input of each member, and writes a partial.
             let step = self.builder.add_reduction(len * (members + self.width), &before);
             before = vec![step];
             self.joined = Some(step);

@@ -226,6 +226,7 @@ fn part_bytes(chunk: usize, hosts: usize) -> usize {
 
 /// Returns the lag of results behind partials between hosts, in chunks.
 fn result_lag_between_hosts(hosts: &MembersByHost) -> usize {
+    // Members carry chunks in turn: each is at least `LOOKAHEAD_CHUNKS` of its own chunks ahead.
     LOOKAHEAD_CHUNKS * hosts.largest_host_size()
 }
 
@@ -250,6 +251,7 @@ fn chunk_bytes(
         (bytes / hosts.largest_host_size() / MIN_CHUNKS_PER_SHARE).next_multiple_of(UNIT_BYTES);
     let largest = MAX_CHUNK_BYTES.max(sizes.len() * MIN_PART_BYTES);
     let chunk = share.clamp(MIN_CHUNK_BYTES, largest).min(part * sizes.len());
+    // A part that fills whole packets: short packets between them once cost a quarter of the time.
     let packets = chunk / sizes.len() / PACKET_PAYLOAD_BYTES;
     let chunk = match packets {
         0 => chunk,

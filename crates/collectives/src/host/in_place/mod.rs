@@ -51,6 +51,7 @@ const MAX_IN_PLACE_TENSORS: usize = 64;
 /// first-level cache.
 const IN_PLACE_BLOCK_BYTES: usize = 16 << 10;
 /// Bytes that are reduced in one poll.
+// The engine checks deadlines and other operations only between two polls.
 const IN_PLACE_BYTES_PER_POLL: usize = 256 << 10;
 
 /// Returns whether members exchange the locations of their tensors. The answer depends only on
@@ -92,6 +93,7 @@ impl InPlaceJob {
         inputs: GatherList,
         outputs: GatherList,
     ) -> Self {
+        // Operations run one after the other, so no job uses these regions at the moment.
         peers.regions.unmap_retired_regions();
         let tensors: Vec<usize> =
             outputs.buffers().iter().map(Buffer::len).filter(|bytes| *bytes > 0).collect();
@@ -101,6 +103,7 @@ impl InPlaceJob {
             places.iter().for_each(|location| location.encode_unit(&mut head));
             exposed = memories;
         }
+        // Zeros stand for tensors in private memory.
         head.resize(tensors.len() * UNIT_BYTES, 0);
         let heads = MemberExchange::new(peers, head);
         Self {
@@ -141,6 +144,7 @@ impl InPlaceJob {
         for location in places.iter().flatten() {
             match peers.regions.recorded_mapping_verdict(location) {
                 Some(true) => {}
+                // A mapping that failed once would fail again, and the extra round would cost time.
                 Some(false) => return self.fall_back_to_pipeline(peers),
                 None => new = true,
             }
@@ -152,6 +156,7 @@ impl InPlaceJob {
         for (_, places) in places.iter().enumerate().filter(|(member, _)| *member != peers.member) {
             mapped &= places.iter().all(|location| peers.regions.map_region(location));
         }
+        // Sent also after a failure: the others have to know it before they use the memory.
         let verdicts = MemberExchange::new(peers, vec![u8::from(mapped); UNIT_BYTES]);
         Ok(InPlaceStage::ExchangingVerdicts { verdicts, places })
     }
@@ -228,6 +233,8 @@ impl CollectiveJob for InPlaceJob {
                 {
                     Some(self.handle_locations(peers)?)
                 } else if self.locations.is_sent_to_all_members() && self.exposed.is_empty() {
+                    // This member knows the outcome already: all will fall back when they see its
+                    // message.
                     Some(self.fall_back_to_pipeline(peers)?)
                 } else {
                     None
@@ -258,6 +265,8 @@ impl CollectiveJob for InPlaceJob {
                 }
                 None
             }
+            // The links still carry locations before the inputs of the others, so the pipeline may
+            // only send.
             InPlaceStage::Pipelined(pipeline) if !self.locations.is_received_from_all_members() => {
                 any |= self.locations.poll(peers)?;
                 any |= pipeline.send_inputs(peers)?;
@@ -296,6 +305,7 @@ impl InPlaceReduction {
     fn new(peers: &PeerLinks, reducer: BlockReducer, lists: Vec<GatherList>) -> Self {
         let bytes = lists.first().map_or(0, GatherList::len);
         let units = bytes.div_ceil(UNIT_BYTES);
+        // In units, so that no two members write to one cache line.
         let start = |member: usize| (units * member / peers.member_count() * UNIT_BYTES).min(bytes);
         let left = start(peers.member)..start(peers.member + 1);
         Self { reducer, lists, remaining: left, block: vec![0; IN_PLACE_BLOCK_BYTES] }

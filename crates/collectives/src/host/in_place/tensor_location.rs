@@ -52,6 +52,7 @@ impl TensorLocation {
 #[derive(Default)]
 pub(in super::super) struct PeerRegions {
     /// Mapped memory of other members.
+    // By nonce, because numbers of processes and descriptors are used again.
     mapped: HashMap<[u64; 2], HostMemory>,
     /// Whether all other members could map a region, for the regions of all members. All members
     /// have the same answers. The answers are never removed, because they take very little memory.
@@ -110,6 +111,7 @@ pub(super) fn own_locations(
     }
     let (mut places, mut memories) = (Vec::new(), Vec::new());
     for (input, output) in inputs.iter().zip(outputs).filter(|(input, _)| !input.is_empty()) {
+        // The members overwrite the outputs, so a separate input would never be read.
         if input.address() != output.address() {
             return None;
         }

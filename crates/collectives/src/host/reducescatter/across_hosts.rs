@@ -82,6 +82,7 @@ pub(in super::super) fn is_worthwhile(
     let chosen = crossover.choose_algorithm(peers.shape, all, peers.capacity);
     matches!(chosen, AllreduceAlgorithm::Hierarchy | AllreduceAlgorithm::Halving)
         && peers.hosts.largest_host_size() > 1
+        // A window must hold at least one unit of partials.
         && peers.capacity >= UNIT_BYTES * reducer.partial_expansion()
 }
 
@@ -190,6 +191,7 @@ impl HostReducescatterJob {
             Some(target) => {
                 peers.links[target].sender.window()?.len() / (UNIT_BYTES * expansion) * UNIT_BYTES
             }
+            // Joined bytes wait in the store until the partials of the other hosts have arrived.
             None => self.store_capacity - (self.joined - self.reduced),
         });
         if bytes == 0 {
@@ -261,6 +263,7 @@ impl HostReducescatterJob {
             peers.links.iter_mut().enumerate().filter(|(index, _)| carriers.contains(index));
         let windows = links.map(|(_, link)| link.receiver.window());
         let mut partials = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
+        // Windows are in the order of hosts, and the kernel needs that order.
         partials.insert(self.host, &self.store);
         self.output.fill_range(self.reduced, bytes, |from, out| {
             let range = from * expansion..(from + out.len()) * expansion;
@@ -293,6 +296,7 @@ fn advance_first_message(parts: &mut VecDeque<HostReducescatterPart>, wire: usiz
 impl CollectiveJob for HostReducescatterJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = self.send_inputs(peers)?;
+        // Each call joins inputs for one member only.
         for _ in 0..peers.hosts.host_count() {
             if !self.reduce_host_inputs(peers)? {
                 break;
