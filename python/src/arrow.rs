@@ -43,6 +43,7 @@ pub(crate) fn import_record_batch(object: &Bound<'_, PyAny>) -> PyResult<RecordB
         return Err(wrong(data.data_type().to_string()));
     }
     let rows = StructArray::from(data);
+    // A record batch has no validity of its rows, so these nulls would be lost without a word.
     if rows.null_count() > 0 {
         return Err(wrong(format!("{} rows are null as a whole", rows.null_count())));
     }
@@ -59,6 +60,7 @@ struct ByteRange {
 
 impl ByteRange {
     fn from_slice(bytes: &mut [u8]) -> Self {
+        // An address and no reference: Python writes to the memory while Rust still owns it.
         Self { address: bytes.as_mut_ptr().expose_provenance(), length: bytes.len() }
     }
 
@@ -67,6 +69,7 @@ impl ByteRange {
     /// # Errors
     /// `BufferError` for bytes outside of the span.
     fn subrange(self, start: usize, length: usize) -> PyResult<Self> {
+        // A view outside of the batch would let Python read any memory of the process.
         let inside = start.checked_add(length).is_some_and(|end| end <= self.length);
         let address = inside.then(|| self.address + start);
         let address =
@@ -170,6 +173,7 @@ impl Batch {
     }
 
     fn row_weights(&self) -> BatchColumn {
+        // The reader stores the weights behind the last column.
         BatchColumn { shared: Arc::clone(&self.0), index: self.0.reader_batch().fields().len() }
     }
 

@@ -42,6 +42,7 @@ fn next_stop_level(py: Python<'_>, error: &PyErr, before: StopLevel) -> StopLeve
     match (before, status) {
         (StopLevel::Continue, None | Some(SIGINT_STATUS)) => StopLevel::Interrupt,
         (StopLevel::Continue, Some(_)) => StopLevel::Terminate,
+        // A user who interrupts twice does not want to wait for a checkpoint.
         _ => StopLevel::Kill,
     }
 }
@@ -182,6 +183,8 @@ fn module_distributions(py: Python<'_>) -> PyResult<BTreeMap<String, Vec<PythonD
     // A distribution with broken metadata provides nothing, and is no error here.
     let provider = |name: String| -> Option<PythonDistribution> {
         let version = metadata.call_method1("version", (&name,)).ok()?.extract().ok()?;
+        // The names of a distribution on PyPI and in its metadata differ in case and in these
+        // characters.
         Some(PythonDistribution { name: name.to_lowercase().replace('_', "-"), version })
     };
     let mut found = BTreeMap::new();
@@ -212,6 +215,7 @@ fn describe_interpreter(py: Python<'_>) -> PyResult<Interpreter> {
         }
     }
     let folders: Vec<PathBuf> = sys.getattr("path")?.extract()?;
+    // The wheels of NVIDIA have their libraries below `nvidia`.
     let folders = folders.into_iter().filter(|folder| folder.join("nvidia").is_dir()).collect();
     Ok(Interpreter {
         version,
@@ -223,6 +227,7 @@ fn describe_interpreter(py: Python<'_>) -> PyResult<Interpreter> {
 
 #[pyfunction]
 fn main(py: Python<'_>, argv: Vec<String>) -> PyResult<i32> {
+    // Without the GIL: the command runs for as long as the job, and other threads must run, too.
     let (status, raised) = py.detach(move || {
         let surroundings = InterpreterSurroundings {
             raised: RefCell::new(None),

@@ -63,6 +63,7 @@ impl VectorCodec {
         let values = slice_at(values, count)?;
         let residual = residual.map(|residual| slice_at_mut(residual, count)).transpose()?;
         let payload = slice_at_mut(payload, self.0.payload_bytes(count))?;
+        // The work may take milliseconds, and the addresses stay valid without the GIL.
         py.detach(|| match residual {
             Some(residual) => encode_with_residual(&*self.0, values, residual, payload),
             None => self.0.encode(values, payload),

@@ -237,6 +237,7 @@ impl SingleMemberNccl {
                 .submit_operation(OperationToken(0), operation)
                 .map_err(collectives_exception)?;
             let (started, mut done) = (Instant::now(), Vec::new());
+            // Spins, because this class measures the time of NCCL, and a sleep would add to it.
             while done.is_empty() {
                 communicator.make_progress(&mut done).map_err(collectives_exception)?;
                 if started.elapsed() > NCCL_TIMEOUT {

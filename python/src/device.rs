@@ -45,6 +45,7 @@ impl TensorPlacements {
     /// `FarandoleEnvironmentError` when there is no such GPU.
     pub(crate) fn placement_of(&mut self, stream_id: GpuStreamId) -> PyResult<TensorPlacement> {
         let Some((ordinal, stream)) = stream_id else { return Ok(TensorPlacement::HOST_MEMORY) };
+        // A call has few streams, so a list is faster than a map.
         if let Some((_, placement)) = self.0.iter().find(|(known, _)| *known == (ordinal, stream)) {
             return Ok(placement.clone());
         }
@@ -91,6 +92,7 @@ impl DeviceMemory {
     #[getter]
     fn __cuda_array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let described = PyDict::new(py);
+        // Version 3 adds a stream to wait for, which this memory does not need.
         described.set_item("version", 2)?;
         described.set_item("shape", (self.0.len(),))?;
         described.set_item("typestr", "|u1")?;

@@ -30,6 +30,7 @@ use crate::launcher::PyWorkerOutcome;
 use crate::runtime::wait_interruptibly;
 
 /// News that wait to be taken; then the job waits.
+// Bounded, so that a driver that takes no events slows the job down instead of filling its memory.
 const MAX_PENDING_EVENTS: usize = 1 << 14;
 
 /// Fills the submodule.
@@ -147,7 +148,9 @@ impl PyElasticJob {
                 let given = py
                     .detach(|| detect_allocation(&LocalEnvironment))
                     .map_err(|failure| launcher_exception(&failure))?;
+                // Hosts that the caller names win over the hosts of the batch system.
                 let given = given.filter(|_| named.is_none());
+                // Without hosts, this host gets as many slots as the job can use.
                 let slots = max_workers.saturating_add(elastic.spares);
                 choose_discovery(
                     &config,
@@ -184,6 +187,7 @@ impl PyElasticJob {
         let timeout = Duration::try_from_secs_f64(timeout.max(0.0))
             .map_err(|error| PyValueError::new_err(format!("timeout: {error}")))?;
         let first = wait_interruptibly(py, Some(Instant::now() + timeout), |slice| {
+            // Inside the slice only: the lock is free while Python handles a signal.
             Ok(self.events.lock().recv_timeout(slice).ok())
         })?;
         let Some(first) = first else { return Ok(Vec::new()) };
@@ -195,6 +199,7 @@ impl PyElasticJob {
     /// third.
     fn request_end(&self) {
         let before = self.stop_requests.load(Ordering::Acquire);
+        // Pairs with the load in the thread of the job.
         self.stop_requests.store(before.saturating_add(1).min(3), Ordering::Release);
     }
 }
@@ -241,6 +246,7 @@ impl PyElasticJob {
 
 impl Drop for PyElasticJob {
     fn drop(&mut self) {
+        // At once: no caller is left that could take the results.
         self.stop_requests.store(3, Ordering::Release);
     }
 }

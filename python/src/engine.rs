@@ -193,11 +193,13 @@ fn run_interruptibly<T: Send>(
     let mut interrupt = None;
     let waited = py.detach(|| {
         wait(&mut || {
+            // Only the main thread of Python runs handlers; in other threads this finds nothing.
             interrupt = Python::attach(|py| py.check_signals()).err();
             interrupt.is_some()
         })
     });
     match (waited, interrupt) {
+        // The user's own exception, such as `KeyboardInterrupt`, instead of an error of Farandole.
         (Err(session::Error::Interrupted), Some(interrupt)) => Err(interrupt),
         (Err(session::Error::Registrar(RegistrarError::Dismissed { reason, .. })), _) => {
             Err(WorkerDismissed::new_err(reason))
@@ -241,6 +243,7 @@ fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
     let session = current_session()?;
     run_interruptibly(py, |interrupted| {
         match session.remove_process_set(ProcessSetId(id), interrupted) {
+            // Horovod returns false for an unknown set.
             Err(session::Error::NoSuchSet(_)) => Ok(false),
             removed => removed.map(|()| true),
         }
@@ -577,6 +580,8 @@ fn build_request(
     let dtype = dtype_from_number(number)?;
     let input = tensor_buffer(source, dtype, &shape, placement.memory_kind)?;
     let written = match (&kind, shape.first()) {
+        // The output has only the rows of this rank, and the caller passes its address without a
+        // length.
         (RequestKind::Reducescatter { .. }, Some(rows)) => {
             let set = ProcessSetId(process_set);
             let own = current_session()?
@@ -605,6 +610,8 @@ fn build_request(
 fn submit_request(request: CollectiveRequest, attended: bool) -> PyResult<u64> {
     let session = current_session()?;
     let engine = session.engine();
+    // A caller that waits next drives the progress itself, which saves waking the background
+    // thread.
     let handle = if attended { engine.submit_before_wait(request) } else { engine.submit(request) };
     handle.map(|handle| handle.0).map_err(|error| to_exception(error.fault(), &error))
 }

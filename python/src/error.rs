@@ -21,6 +21,7 @@ pub(crate) fn to_exception(fault: FaultOrigin, error: &dyn Error) -> PyErr {
     let message = error_chain_message(error);
     match fault {
         FaultOrigin::Usage => FarandoleUsageError::new_err(message),
+        // Elastic training of Horovod catches this class and forms another world.
         FaultOrigin::Peer | FaultOrigin::Membership => FarandoleInternalError::new_err(message),
         FaultOrigin::Environment => FarandoleEnvironmentError::new_err(message),
         FaultOrigin::Bug => FarandoleBugError::new_err(message),
@@ -34,6 +35,7 @@ pub(crate) fn error_chain_message(error: &dyn Error) -> String {
     let mut source = error.source();
     while let Some(cause) = source {
         let text = cause.to_string();
+        // Some wrappers have the text of their source in their own message.
         if !message.contains(&text) {
             message.push_str(": ");
             message.push_str(&text);

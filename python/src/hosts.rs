@@ -211,6 +211,7 @@ pub(crate) fn remote_shell(
     identity: Option<PathBuf>,
     connect: std::time::Duration,
 ) -> farandole::launcher::Result<RemoteShell> {
+    // An option of ssh means that the user wants ssh, also inside of a batch job.
     let own = if command.is_none() && port.is_none() && identity.is_none() {
         detect_allocation(&LocalEnvironment)?.and_then(|found| found.shell)
     } else {

@@ -21,6 +21,8 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
 /// Allocates memory of zeros, which the system provides when it is written.
 fn zeroed_values<T: Clone + Default>(values: usize) -> PyResult<Vec<T>> {
     let mut memory: Vec<T> = Vec::new();
+    // A trial, because `vec!` aborts the process if there is no memory. The reserved memory is not
+    // touched, so the trial costs almost nothing.
     let reserved = memory.try_reserve_exact(values);
     reserved.map_err(|_| {
         PyMemoryError::new_err(format!("no memory for the {values} values of a batch of images"))
@@ -60,12 +62,14 @@ fn decode_images(
     let scale = |(factor, shift)| ChannelScale { factor, shift };
     let scales = scales.unwrap_or_default().into_iter().map(scale).collect();
     let steps = ImageTransform { height, width, mode, fit, channels_last, scales };
+    // `chunks_exact_mut` panics for chunks of no values.
     let each = steps.value_count().max(1);
     let values = each.saturating_mul(files.len());
     let mut decoder = ImageDecoder::new(steps);
     let mut left = Vec::new();
     let mut note = |row: usize, done: farandole::images::Result<()>| {
         if let Err(error) = done {
+            // Python decodes these rows with Pillow, which knows more kinds of files.
             left.push((row, error.to_string()));
         }
     };

@@ -27,6 +27,7 @@ use crate::runtime::wait_interruptibly;
 /// exit.
 const REPORT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time in which an interrupted agent must end its worker.
+// Longer than the time that an interrupted worker gets for SIGINT, SIGTERM and SIGKILL together.
 const WORKER_END_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Whether the interpreter's exit waits for the last records.
@@ -136,6 +137,7 @@ fn run_agent(
         attempt,
         command,
         environment: env,
+        // A script has no payload, and gets no pipe then.
         payload: (!payload.is_empty()).then_some(payload),
         collect_result: true,
         elastic,
@@ -175,6 +177,7 @@ fn report_record(py: Python<'_>, kind: &str, data: Vec<u8>) -> PyResult<bool> {
         client.send_metric(kind, &data).map_err(|failure| registrar_error(&failure))?;
         Ok::<_, PyErr>(true)
     })?;
+    // Only one thread may register the flush; the flag orders nothing else.
     if sent && !FLUSH_REGISTERED_AT_EXIT.swap(true, Ordering::Relaxed) {
         let flush = py.import("farandole._native.launcher")?.getattr("flush_reports")?;
         py.import("atexit")?.call_method1("register", (flush,))?;
@@ -195,6 +198,7 @@ fn flush_reports(py: Python<'_>, timeout: f64) -> PyResult<bool> {
 
 fn agent_exception(failure: &Error) -> PyErr {
     match failure {
+        // Like `subprocess`, whose callers catch this exception.
         Error::Spawn { program, source } if source.kind() == io::ErrorKind::NotFound => {
             PyFileNotFoundError::new_err(format!("cannot start {program}: {source}"))
         }

@@ -63,6 +63,7 @@ const NATIVE_SUBMODULES: &[(&str, Register)] = &[
 ];
 
 /// Fills the extension module.
+// The module keeps its state in locks, so interpreters without a GIL need not switch one on for it.
 #[pymodule(gil_used = false)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;

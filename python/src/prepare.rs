@@ -71,6 +71,7 @@ impl PartitionWriter {
 
     fn abort(&self, py: Python<'_>) {
         let writer = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // The drop removes files, which takes long on a remote store.
         py.detach(|| drop(writer));
     }
 }

@@ -343,12 +343,15 @@ impl EpochBatches {
                 .map_or(Ok(NextBatch::End), |epoch| epoch.next_batch(timeout))
                 .map_err(reader_exception)?
             {
+                // The caller then looks for signals and waits again.
                 NextBatch::Pending => Ok(None),
                 NextBatch::Batch(batch) => Ok(Some(Some(batch))),
                 NextBatch::End => Ok(Some(None)),
             }
         })?;
         let batch = next.flatten();
+        // At the end, the threads and the memory of the epoch are released before the garbage
+        // collector runs.
         if batch.is_none() {
             self.close(py);
         }

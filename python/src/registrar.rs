@@ -259,6 +259,8 @@ impl PyRegistrar {
                 .inner
                 .drain_events(Instant::now() + slice)
                 .map_err(|failure| registrar_exception(&failure))?;
+            // A closed registrar returns at once without events; without this check, the wait would
+            // spin.
             let over = !drained.records.is_empty() || self.inner.is_finished();
             Ok(over.then_some(drained))
         })?;
@@ -268,6 +270,7 @@ impl PyRegistrar {
             .into_iter()
             .map(|event| PyJobEvent::from_registrar_event(py, event))
             .collect();
+        // Only records are ever dropped, so the count belongs to the next one that was kept.
         let first = events.iter_mut().find(|event| matches!(event.kind, "log" | "metric"));
         if let Some(first) = first {
             first.dropped = drained.dropped;

@@ -24,6 +24,8 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(register_credentials, module)?)?;
     // Python changes the variables of the environment while it holds the lock of the interpreter.
     store::set_environment_guard(|read| {
+        // At the end of the process there may be no interpreter, and then no thread changes the
+        // variables.
         if Python::try_attach(|_| read()).is_none() {
             read();
         }
@@ -82,6 +84,7 @@ impl Store {
     }
 
     fn read<'py>(&self, py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyBytes>> {
+        // Another process may replace the file between the size and the content.
         let read = store::read_stable(|| {
             let file = py.detach(|| self.0.open_file(path))?;
             let size = file.size()?;
@@ -145,6 +148,7 @@ impl Store {
     }
 
     fn write(&self, py: Python<'_>, path: &str, data: PyBackedBytes) -> PyResult<()> {
+        // No copy: the bytes object stays alive as long as the write needs it.
         let data = Bytes::from_owner(data);
         py.detach(|| self.0.write(path, data)).map_err(store_exception)
     }
@@ -332,6 +336,7 @@ fn configured_options(url: &str) -> BTreeMap<String, String> {
 #[pyfunction]
 fn register_credentials(name: &str, function: Py<PyAny>) {
     store::register_credential_function(name, move || {
+        // A thread of the store may ask for credentials while the interpreter ends.
         let called = Python::try_attach(|py| {
             function.call0(py).and_then(|values| values.extract(py)).map_err(|error| {
                 // The value of an exception may be a secret.

@@ -34,11 +34,13 @@ pub(crate) fn tensor_buffer(
 ) -> PyResult<Buffer> {
     let bytes = shape
         .iter()
+        // A shape comes from Python, and a product that wraps would give too small a buffer.
         .try_fold(dtype.element_size() as u64, |bytes, dimension| bytes.checked_mul(*dimension))
         .and_then(|bytes| usize::try_from(bytes).ok())
         .ok_or_else(|| {
             PyValueError::new_err(format!("shape is larger than any memory: {shape:?}"))
         })?;
+    // An empty tensor has no memory in some frameworks, and operations on it are valid.
     if address == 0 && bytes > 0 {
         return Err(PyValueError::new_err(format!("tensor has no memory: shape {shape:?}")));
     }
@@ -86,6 +88,7 @@ impl AnyBitPattern for u8 {}
 
 fn aligned_pointer<T>(address: usize, count: usize) -> PyResult<*mut T> {
     let pointer = std::ptr::with_exposed_provenance_mut::<T>(address);
+    // A slice over such a pointer is undefined behaviour, even if it is not read.
     if pointer.is_null() || !pointer.is_aligned() {
         return Err(PyValueError::new_err(format!(
             "no memory for {count} values is at: {address:#x}"
@@ -213,6 +216,7 @@ impl SharedTensorMemory {
     /// # Errors
     /// `ValueError` when no memory is that large, `MemoryError` when there is none left.
     pub(crate) fn new(bytes: usize, session: Option<&Session>) -> PyResult<Self> {
+        // Rust allows no larger allocation, and would panic.
         if isize::try_from(bytes).is_err() {
             return Err(PyValueError::new_err(format!("no memory is that large: {bytes} bytes")));
         }
@@ -259,6 +263,7 @@ impl SharedTensorMemory {
         }
         let own = self.address();
         if address == 0
+            // Two slices of the same bytes, one of them mutable, would be undefined behaviour.
             || (address < own + self.memory.len() && own < address.saturating_add(bytes))
         {
             return Err(PyValueError::new_err(format!(
@@ -304,6 +309,7 @@ pub(crate) fn copy_memory(py: Python<'_>, copies: Vec<(usize, usize, usize)>) ->
     let is_sound = |(to, from, bytes): &(usize, usize, usize)| {
         *bytes == 0 || (*to != 0 && *from != 0 && to.abs_diff(*from) >= *bytes)
     };
+    // All are checked before the first copy, so that an error leaves nothing half done.
     if let Some((to, from, bytes)) = copies.iter().find(|copy| !is_sound(copy)) {
         return Err(PyValueError::new_err(format!("{bytes} bytes from {from:#x} to {to:#x}")));
     }

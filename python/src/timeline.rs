@@ -69,6 +69,7 @@ fn leave_phase() {
 fn stack_request_descriptor() -> PyResult<i32> {
     let reader =
         current_session()?.stack_requests().open_request_pipe().map_err(PyOSError::new_err)?;
+    // Python closes it: the thread that reads it may outlive this session.
     Ok(OwnedFd::from(reader).into_raw_fd())
 }
 

@@ -67,6 +67,7 @@ impl ViewerServer {
     }
 
     fn close(&self, py: Python<'_>) {
+        // Without the GIL, because the drop waits for the threads of the server.
         py.detach(|| drop(self.server.lock().unwrap_or_else(PoisonError::into_inner).take()));
     }
 }

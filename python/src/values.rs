@@ -51,6 +51,7 @@ fn wait_for_value<'py>(
         let client = session.client().ok_or_else(no_registrar_exception)?;
         match client.await_value(key, Instant::now() + slice) {
             Ok(value) => Ok(Some(value)),
+            // A slice is over, not the whole wait.
             Err(registrar::Error::Timeout { .. }) => Ok(None),
             Err(failure) => Err(registrar_exception(&failure)),
         }

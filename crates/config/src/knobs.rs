@@ -86,6 +86,7 @@ macro_rules! knobs {
                 lookup: impl Fn(&str) -> Option<String>,
                 arguments: &BTreeMap<String, String>,
             ) -> Result<Self, KnobError> {
+                // A misspelt argument would otherwise be ignored, and the default used.
                 if let Some((key, value)) = arguments.iter().find(|(key, _)| !KNOBS.iter().any(|knob| knob.key == **key)) {
                     return Err(KnobError { name: key.clone(), expected: "a known option", value: value.clone() });
                 }
@@ -118,9 +119,12 @@ fn read_knob<T: KnobValue>(
     let (source, text) = arguments
         .get(key)
         .map(|value| (key.to_owned(), value.clone()))
+        // An argument is the nearest to the user, and Horovod's variable may be left from another
+        // program.
         .or_else(|| named(format!("{FARANDOLE_PREFIX}{name}")))
         .or_else(|| named(format!("{HOROVOD_PREFIX}{name}")))
         .unwrap_or_else(|| (key.to_owned(), default.to_owned()));
+    // Variables from files often end with a line feed.
     match T::parse_text(text.trim()) {
         None => Err(KnobError { name: source, expected: T::EXPECTED_FORMAT, value: text }),
         Some(value) => {
@@ -396,6 +400,7 @@ impl Config {
     /// A value that does not parse or is outside of the limits.
     pub fn store_timeout_from_env() -> Result<Duration, KnobError> {
         let (key, name) = ("store_timeout", "STORE_TIMEOUT");
+        // A wrong value of another knob must not make a store fail.
         let default = KNOBS.iter().find(|knob| knob.key == key).map_or("", |knob| knob.default);
         read_knob(key, name, default, &environment_variable, &BTreeMap::new())
     }

@@ -39,6 +39,7 @@ pub const HOROVOD_PREFIX: &str = "HOROVOD_";
 /// Returns all variables of this process's environment whose names and values are text, for
 /// launchers that hand them on.
 pub fn environment_variables() -> impl Iterator<Item = (String, String)> {
+    // Not `vars`, which panics at a variable that is not UTF-8.
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
 }

@@ -149,6 +149,7 @@ impl KnobValue for u64 {
             "gib" | "g" => 1 << 30,
             _ => return None,
         };
+        // None for too large a number, which is an error and no silent wrap.
         digits.parse::<u64>().ok()?.checked_mul(factor)
     }
     fn into_any(self) -> AnyKnobValue {
@@ -260,6 +261,7 @@ impl KnobValue for PortRange {
     fn parse_text(text: &str) -> Option<Self> {
         let (first, last) = text.split_once('-').unwrap_or((text, text));
         let range = Self { first: first.trim().parse().ok()?, last: last.trim().parse().ok()? };
+        // Port 0 lets the system choose, so a range that begins with it would mean two things.
         (range.first <= range.last && (range.first != 0 || range.last == 0)).then_some(range)
     }
     fn into_any(self) -> AnyKnobValue {

@@ -27,6 +27,7 @@ pub enum OperationCode {
 impl OperationCode {
     /// Returns the operation with this number.
     pub fn from_number(number: u32) -> Option<Self> {
+        // In the order of the numbers, which libraries of other releases know.
         const ALL_OPERATIONS: [OperationCode; 7] = [
             OperationCode::Allreduce,
             OperationCode::Broadcast,

@@ -9,6 +9,7 @@ use std::ffi::{CStr, c_char, c_void};
 pub const TABLE_VERSION: u32 = 2;
 
 /// Name of the capsule that holds the address of a [`EngineTable`].
+// The name is the check of the type: Python hands out a capsule only under its name.
 pub const CAPSULE_NAME: &CStr = c"farandole.door";
 
 /// The common values of all requests of one submission.

@@ -33,6 +33,7 @@ const REGISTRAR_CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Longest time to report the end of a worker.
 const EXIT_REPORT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest time to report the end of a worker when the job is over and the driver may be gone.
+// The verdict is known, so the report changes nothing, and the host should be free soon.
 const LATE_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest time to report the end of a cancelled agent's worker: the verdict is known already.
 const CANCELLED_REPORT_TIMEOUT: Duration = Duration::from_secs(3);
@@ -187,6 +188,8 @@ impl Agent {
             .name(format!("farandole-agent-{number}"))
             .spawn(move || {
                 let outcome = run.run_task(cancel);
+                // Before the outcome is sent: a caller that has the outcome may cancel, and must
+                // find the end.
                 *last_phase.lock() = AgentPhase::Ended;
                 // A caller that no longer waits has cancelled the agent.
                 drop(sender.send(outcome));
@@ -232,6 +235,7 @@ impl Agent {
             AgentPhase::Running(client) => Some(client.clone()),
             AgentPhase::Cancelled(_) | AgentPhase::Ended => return,
         };
+        // No worker runs yet, so nothing is lost if the launcher is only cut off.
         let Some(client) = client else { return self.cancel_worker(LAUNCHER_GONE) };
         let (task, signals) = (self.task, self.signals.clone());
         let deadline = Instant::now() + self.peer_timeout;
@@ -240,6 +244,7 @@ impl Agent {
                 tracing::warn!(%task, "the launcher's connection to this host has ended, and the \
                                        registrar answers: the worker continues");
             } else {
+                // Reports of the worker's end would otherwise be repeated until their deadlines.
                 client.give_up_registrar();
                 let reason = LAUNCHER_GONE.to_owned();
                 // An agent that has ended receives no signals.
@@ -255,6 +260,7 @@ impl Agent {
     fn request_end(&self, manner: StopSignal, reason: &str) {
         let mut phase = self.phase.lock();
         if let AgentPhase::Starting(cancel) = &*phase {
+            // The agent's thread waits inside a call, not for a signal, until its worker runs.
             cancel.cancel_calls();
             *phase = AgentPhase::Cancelled(reason.to_owned());
         }
@@ -358,6 +364,7 @@ impl AgentRun {
         if let Some(name) = &task.host {
             facts.hostname.clone_from(name);
         }
+        // Before the registration: the launcher may be killed at any time from then on.
         client.tolerate_outage(task.outage);
         client.register_task(task.attempt, &facts, deadline)?;
         let stop = self.signals.clone();
@@ -387,6 +394,8 @@ impl AgentRun {
                     ..WorkerOutcome::without_worker(reason.clone())
                 });
             }
+            // Under one lock with the check above: a cancellation in between would find no worker
+            // to end.
             *phase = AgentPhase::Running(client.clone());
         }
         let exited = self.signals.clone();
@@ -402,6 +411,7 @@ impl AgentRun {
                 let exit =
                     ExitReport { kind, peer_error: false, stopped: false, stderr_tail: Vec::new() };
                 // The error below is returned whether or not this report reaches the registrar.
+                // Without this report, the other ranks would wait for this one until their timeout.
                 drop(client.report_exit(&exit, Instant::now() + EXIT_REPORT_TIMEOUT));
                 return Err(error);
             }
@@ -421,6 +431,7 @@ impl AgentRun {
         let mut cancelled = matches!(ended_by, Some(AgentSignal::Cancelled(..)));
         let worker_exit = worker.collect_exit(|| {
             while let Ok(signal) = self.received_signals.try_recv() {
+                // A user who cancels does not wait for the rest of the output.
                 cancelled |= matches!(signal, AgentSignal::Cancelled(..));
                 if ended_by.is_none() && !matches!(signal, AgentSignal::Exited) {
                     ended_by = Some(signal);
@@ -456,6 +467,7 @@ impl AgentRun {
                 .entry(PYTHON_UNBUFFERED_VARIABLE.to_owned())
                 .or_insert_with(|| Some("1".to_owned()));
         }
+        // Last: a stale `RANK` of the user's environment must not win (LN-3).
         environment.extend(place.variables.clone());
         let take_line: LineReceiver = match &self.task.output {
             OutputTarget::Registrar => {
@@ -540,6 +552,7 @@ impl AgentRun {
         let WorkerExit { exit_kind: kind, stderr_tail, result } = worker_exit;
         let stopped = matches!(ended_by, Some(AgentSignal::Stop(_)));
         let deadline = Instant::now() + self.report_timeout(ended_by.as_ref());
+        // The exit code of Python is 1 for every exception, so only its last lines show the kind.
         let peer_error =
             !kind.is_success() && stderr_tail.iter().any(|line| is_peer_error_line(line));
         let exit = ExitReport {
@@ -548,6 +561,7 @@ impl AgentRun {
             stopped,
             stderr_tail: stderr_tail.clone(),
         };
+        // Output and result come before the exit: the driver may end once it has all exits.
         let delivered = client.flush_records(deadline).and_then(|()| {
             if let Some(result) =
                 result.as_deref().filter(|result| result.len() <= MAX_RESULT_BYTES)
@@ -615,6 +629,8 @@ impl AgentRun {
 fn is_peer_error_line(line: &str) -> bool {
     let class = line.split(':').next().unwrap_or_default();
     let name = class.rsplit('.').next().unwrap_or_default().trim_end();
+    // Python begins the last line of a traceback at the first column; an indented line is only
+    // source code.
     PEER_ERROR_CLASSES.contains(&name) && !class.starts_with(char::is_whitespace)
 }
 

@@ -142,11 +142,13 @@ impl<'a> AgentPool<'a> {
             match notice {
                 AgentNotice::Ready => host.ready = true,
                 AgentNotice::WorkerEnded { task, outcome } => {
+                    // The registrar may have reported this end before, and each end counts once.
                     if host.open_tasks.remove(&task.0) {
                         events.push(AgentPoolEvent::WorkerEnded { task: task.0, outcome });
                     }
                 }
                 AgentNotice::HostLost { error, .. } => {
+                    // Marked as ready, because no answer of this host is to be waited for any more.
                     let begun = std::mem::replace(&mut host.ready, true);
                     let tasks = std::mem::take(&mut host.open_tasks);
                     if !tasks.is_empty() {

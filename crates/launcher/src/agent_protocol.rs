@@ -36,6 +36,7 @@ use crate::error::{Error, Result};
 /// Version of this protocol; both sides must have the same.
 pub(crate) const AGENT_PROTOCOL_VERSION: u32 = 3;
 /// First line of an agent.
+// The number is the version of the greeting; versions of messages are in the hello.
 pub(crate) const AGENT_GREETING: &str = "farandole agent 1";
 /// Longest body that is kept in memory as a whole, except for payloads and results.
 const MAX_FRAME_BYTES: u64 = 64 << 20;
@@ -203,6 +204,7 @@ pub(crate) fn write_frame(
     head[1..].copy_from_slice(&(body.len() as u64).to_be_bytes());
     out.write_all(&head)?;
     out.write_all(body)?;
+    // The other side waits for this frame, and the writer may be buffered.
     out.flush()
 }
 
@@ -226,6 +228,7 @@ pub(crate) fn read_frame(input: &mut impl Read) -> io::Result<Option<(AgentFrame
     let length = u64::from_be_bytes(length);
     let kind = FRAME_KIND_BYTES.iter().find(|(_, known)| *known == byte).map(|(kind, _)| *kind);
     let kind = kind.filter(|kind| {
+        // A pickled function or its result may be larger than any control message.
         matches!(kind, AgentFrameKind::Payload | AgentFrameKind::Result)
             || length <= MAX_FRAME_BYTES
     });

@@ -53,6 +53,7 @@ pub(crate) fn worker_variables(
         ("MASTER_ADDR", master.address.to_string()),
         ("MASTER_PORT", master.port.to_string()),
     ];
+    // Horovod's scripts and frameworks read these names directly.
     let horovod = [
         ("HOSTNAME", seat.host.to_string()),
         ("RANK", rank.to_string()),

@@ -15,6 +15,7 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::process::Pid;
 
+// `read` fails only at the end of the pipe, so a dismissal must be a whole line.
 const SHELL_GUARD_SCRIPT: &str = r#"read -r word || kill -9 "-$1""#;
 const PYTHON_GUARD_SCRIPT: &str =
     "import os, sys\nif not sys.stdin.readline():\n    os.killpg(int(sys.argv[1]), 9)";
@@ -68,6 +69,7 @@ impl GuardProgram {
         Command::new(&self.program)
             .args(self.arguments)
             .arg(group.as_raw_nonzero().to_string())
+            // The guard needs no variables, and the environment of the launcher may have secrets.
             .env_clear()
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -89,6 +91,7 @@ fn guard_programs(this: Option<PathBuf>) -> Vec<GuardProgram> {
     };
     let python = this.filter(is_python).map(|program| GuardProgram {
         program,
+        // Without site packages, which take long to import and may print.
         arguments: &["-I", "-S", "-c", PYTHON_GUARD_SCRIPT],
     });
     [shell].into_iter().chain(python).collect()

@@ -37,6 +37,7 @@ pub fn serve_host(
 ) -> Result<()> {
     let lost = |source| Error::System { what: "the conversation with the launcher", source };
     let mut input = BufReader::new(input);
+    // Before the hello: the launcher skips the output of a login shell up to this line.
     writeln!(output, "{AGENT_GREETING}").map_err(lost)?;
     write_json_frame(&mut output, AgentFrameKind::Hello, hello).map_err(lost)?;
     let Some((order, payload)) = read_order(&mut input).map_err(lost)? else {

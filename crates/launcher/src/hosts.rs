@@ -114,6 +114,7 @@ pub(crate) fn merge_hosts(hosts: Vec<HostSlots>) -> Vec<HostSlots> {
     let mut merged: Vec<HostSlots> = Vec::with_capacity(hosts.len());
     for host in hosts {
         match merged.iter_mut().find(|known| known.host == host.host) {
+            // PBS lists a host once for each slot.
             Some(known) => known.slots = known.slots.saturating_add(host.slots),
             None => merged.push(host),
         }
@@ -166,6 +167,7 @@ pub(crate) fn split_host_slots(entry: &str) -> Option<(&str, Option<u32>)> {
 /// program that connects to the host.
 fn is_host_name(text: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '%');
+    // Also no shell characters: some connecting programs pass the name to a shell.
     !text.is_empty() && !text.starts_with('-') && text.chars().all(plain)
 }
 

@@ -104,6 +104,7 @@ impl StaticJob {
         if remote_placements.is_empty() {
             // No other host needs to connect to it.
             options.host = Some("127.0.0.1".to_owned());
+            // A bind address is for other hosts, and would win over `host`.
             options.bind = String::new();
         }
         let registrar = Registrar::start_job(options)
@@ -269,6 +270,8 @@ impl<'a> JobRun<'a> {
                     tracing::info!(%error, "a host disconnected, and its last messages were lost");
                 }
                 AgentPoolEvent::HostLost { error, begun, .. } => {
+                    // Before the start, the job waits a moment for all hosts, so that one error
+                    // names all of them.
                     if begun {
                         self.abort_job(&error.message_with_causes());
                     }

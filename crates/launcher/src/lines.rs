@@ -33,6 +33,8 @@ impl LineSplitter {
         for &byte in bytes {
             let completes_pair = std::mem::replace(&mut self.after_return, false) && byte == b'\n';
             match byte {
+                // The return has ended the line already; `\r\n` is one line end, also across two
+                // reads.
                 b'\n' if completes_pair => {}
                 b'\n' => emit(self.take_pending(), LineEnding::Line),
                 b'\r' => {
@@ -42,6 +44,7 @@ impl LineSplitter {
                     }
                 }
                 _ => {
+                    // Not before a continuation byte of UTF-8, so that a character is never cut.
                     if self.pending.len() >= MAX_LINE_BYTES && byte & 0b1100_0000 != 0b1000_0000 {
                         emit(self.take_pending(), LineEnding::Line);
                     }

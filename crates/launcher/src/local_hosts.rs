@@ -68,6 +68,7 @@ fn is_local_host(name: &str, hostname: &str, own: &[IpAddr]) -> bool {
         |_| Vec::new(),
         |addresses| addresses.map(|address| address.ip().to_canonical()).collect(),
     );
+    // All addresses: a name of several hosts, as in DNS round robin, must not count as this host.
     !found.is_empty() && found.iter().all(|address| address.is_loopback() || own.contains(address))
 }
 

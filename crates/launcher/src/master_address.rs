@@ -33,6 +33,7 @@ pub(crate) fn share_master_address(
     let one_host = world.host_hashes().len() == 1;
     let address =
         if one_host { IpAddr::V4(Ipv4Addr::LOCALHOST) } else { reachable_address(client) };
+    // The port is only a proposal: it is free again until the framework of rank 0 listens on it.
     let port = find_free_port(address).unwrap_or(0);
     let master = MasterAddress { address, port };
     client.put_value(MASTER_ADDRESS_KEY, master.to_text().as_bytes())?;

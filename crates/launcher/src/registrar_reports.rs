@@ -52,6 +52,7 @@ impl RegistrarReports {
     }
 
     pub(crate) fn record_mapping_verdict(&mut self, verdict: GenerationVerdict) {
+        // Later verdicts are consequences of the first.
         self.verdict.get_or_insert(verdict);
     }
 

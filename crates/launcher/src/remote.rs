@@ -27,6 +27,7 @@ use crate::spawn::{spawn_bound_child, spawn_detached_child};
 use crate::worker::{child_pid, kill_group, wait_without_reaping};
 
 /// Largest number of bytes that a login shell may print before the agent's greeting.
+// A host that prints without an end must become an error, not a full memory.
 const MAX_LOGIN_OUTPUT_BYTES: u64 = 1 << 20;
 /// Lines of the program's stderr that an error quotes.
 const STDERR_TAIL_LINES: usize = 12;
@@ -118,6 +119,7 @@ struct TimedReader<R> {
 impl<R: Read> Read for TimedReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = self.stream.read(buffer)?;
+        // A large result takes long, and a host that still sends is not silent.
         *self.last_received_at.lock() = Instant::now();
         Ok(length)
     }
@@ -244,6 +246,8 @@ fn remote_shell_script(tasks: &RemoteTasks) -> String {
         Some(path) => format!("PYTHONPATH={} ", quote_word(path)),
         None => String::new(),
     };
+    // `exec`, so that signals of the connecting program reach the agent and no shell stays in
+    // between.
     let line = format!("{path}exec {} -m farandole agent", quote_word(&tasks.python));
     // A relative interpreter, or relative entries of its path, refer to the launcher's folder.
     let line = match &tasks.folder {
@@ -266,12 +270,14 @@ fn serve_connection(
     let mut open: BTreeSet<u32> = tasks.tasks.iter().copied().collect();
     let mut input = BufReader::new(stdout);
     let conversation = handle_messages(tasks, &mut input, orders, &mut open, on_event);
+    // Closed before the wait: the connecting program ends only when its input ends.
     drop(orders.lock().take());
     drop(input);
     if let Err(ConversationEnd::Refused(_)) = &conversation {
         // The agent waits for an order that will not come.
         kill_group(group, Signal::TERM);
     }
+    // The number stays taken while the child is a zombie, so a signal meets no other process.
     wait_without_reaping(group);
     let status = child
         .lock()
@@ -318,6 +324,7 @@ fn handle_messages(
     skip_login_output(input)?;
     let Some((AgentFrameKind::Hello, body)) = read_frame(input)? else { return Ok(()) };
     let hello: AgentHello = serde_json::from_slice(&body).map_err(io::Error::other)?;
+    // Before the order, which contains the ticket: an incompatible agent gets no secret.
     check_versions(&hello, tasks.same_python.as_deref()).map_err(ConversationEnd::Refused)?;
     send_order(tasks, orders)?;
     on_event(AgentNotice::Ready);
@@ -376,6 +383,7 @@ fn check_versions(
     }
     let minor = |version: &str| version.split('.').take(2).collect::<Vec<_>>().join(".");
     match same_python {
+        // Bytecode in a pickled function changes between minor versions.
         Some(python) if minor(python) != minor(&hello.python) => Err(format!(
             "Python {} runs there ({}), and {python} here; a function travels only between \
              interpreters of one minor version",

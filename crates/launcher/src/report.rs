@@ -34,6 +34,7 @@ impl JobReport {
     pub fn exit_code(&self) -> i32 {
         match self.first_failure().and_then(|outcome| outcome.exit_kind.as_ref()) {
             Some(ExitKind::Code(code)) => *code,
+            // The convention of shells.
             Some(ExitKind::Signal(signal)) => 128 + signal,
             Some(ExitKind::NotStarted(_)) => 1,
             None => i32::from(!self.outcomes.iter().all(WorkerOutcome::is_success)),

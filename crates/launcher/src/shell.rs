@@ -59,8 +59,11 @@ impl RemoteShell {
         connect: Duration,
     ) -> Self {
         let connect = connect.clamp(Duration::from_secs(1), MAX_CONNECT_TIMEOUT).as_secs();
+        // Without a terminal: one would change the bytes of the protocol, such as line feeds.
         words.push("-T".to_owned());
         for option in [
+            // A prompt for a password would wait for ever, and would read the protocol as the
+            // answer.
             "BatchMode=yes".to_owned(),
             format!("ConnectTimeout={connect}"),
             format!("ServerAliveInterval={}", KEEP_ALIVE_INTERVAL.as_secs()),
@@ -122,8 +125,10 @@ impl RemoteShell {
             "--quiet",
             "--nodes=1",
             "--ntasks=1",
+            // The step runs beside the step of the launcher, which already has the resources.
             "--overlap",
             "--mpi=none",
+            // The agent's frames must arrive at once and not at the end of a line.
             "--unbuffered",
             "--nodelist={host}",
             "/bin/sh",

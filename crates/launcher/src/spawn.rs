@@ -80,6 +80,8 @@ fn fork_and_exec(mut command: Command, inherited: &[OwnedFd], lasting: bool) -> 
     let parent = getpid();
     let numbers: Vec<RawFd> = inherited.iter().map(AsRawFd::as_raw_fd).collect();
     let prepare = move || {
+        // An own session and group: the launcher signals the whole group, and Ctrl-C does not reach
+        // it twice.
         setsid()?;
         if lasting {
             return Ok(());

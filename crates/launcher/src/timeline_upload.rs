@@ -93,6 +93,7 @@ fn send_timeline_file(client: &TaskClient, path: &Path, deadline: Instant) -> Re
     for path in [Path::new(&old), path] {
         match File::open(path) {
             Ok(file) => parts.push(file),
+            // A short timeline has no older part.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error.into()),
         }

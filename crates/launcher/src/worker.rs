@@ -145,6 +145,7 @@ impl WorkerProcess {
             .split_first()
             .ok_or(Error::Usage { reason: "the command is empty".to_owned() })?;
         let mut prepared = Command::new(program);
+        // Several workers cannot share the launcher's input, and a prompt would stop the job.
         prepared.args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         for (name, value) in ALLOCATOR_VARIABLES {
             if !is_variable_set(name) {
@@ -264,6 +265,8 @@ impl WorkerProcess {
     /// # Errors
     /// `System` when waiting for the process fails.
     pub(crate) fn collect_exit(mut self, mut given_up: impl FnMut() -> bool) -> Result<WorkerExit> {
+        // Kills the rest of the group first, because a process that is left would keep the pipes
+        // open.
         let status = self.reap_process();
         let mut deadline = Instant::now() + OUTPUT_DRAIN_TIMEOUT;
         for reader in self.readers.drain(..) {
@@ -284,6 +287,7 @@ impl WorkerProcess {
         Ok(WorkerExit {
             exit_kind: exit_kind(status?),
             stderr_tail,
+            // A worker that ended early wrote nothing, which is no result.
             result: result.filter(|bytes| !bytes.is_empty()),
         })
     }
@@ -297,6 +301,7 @@ impl WorkerProcess {
             Some(mut child) => child.wait(),
             None => Err(io::Error::other("it was reaped before")),
         };
+        // Only now: if this process is killed before, the guard must still end the group.
         if let Some(guard) = self.guard.take() {
             guard.dismiss_guard();
         }
@@ -322,6 +327,7 @@ impl WorkerProcess {
         let (ends, end) = mpsc::channel::<()>();
         let thread = spawn_named_thread(name, move || {
             let mut splitter = LineSplitter::default();
+            // The capacity of a pipe, so that one read empties it.
             let mut buffer = vec![0; 64 << 10];
             loop {
                 match pipe.read(&mut buffer) {
@@ -393,6 +399,8 @@ fn create_pipe() -> Result<(OwnedFd, OwnedFd)> {
         |what| move |error: rustix::io::Errno| Error::System { what, source: error.into() };
     let (read, write) = pipe_with(PipeFlags::CLOEXEC).map_err(system("making a pipe"))?;
     let above = |end: OwnedFd| {
+        // A process that was started without standard streams gets their numbers for its first
+        // pipes.
         if end.as_raw_fd() > 2 {
             return Ok(end);
         }

@@ -106,7 +106,9 @@ impl WorkerProgram {
         elastic: bool,
     ) -> RemoteTasks {
         let mut environment = forwarded_environment();
+        // The caller's changes win over the environment of this process.
         environment.extend(self.environment.clone());
+        // The agent itself must import the package, before it gets the variables of its workers.
         let python_path = environment.get("PYTHONPATH").cloned().flatten();
         RemoteTasks {
             host,

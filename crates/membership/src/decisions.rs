@@ -230,6 +230,7 @@ impl AgentPresence {
     /// Returns the reason why the agent counts as gone, if there is one.
     pub(crate) fn gone_reason(&self, now: Duration, liveness: &LivenessLimits) -> Option<String> {
         let silent = now.saturating_sub(self.seen);
+        // Silence counts also while the connection is open: a cut network closes no connection.
         if silent >= liveness.heartbeat_timeout {
             return Some(format!("its agent was silent for {:.1} s", silent.as_secs_f64()));
         }

@@ -18,6 +18,7 @@ use prost::Message as _;
 use crate::generated as wire;
 
 /// Largest number of tasks that is accepted in a world.
+// A run of tasks is two numbers on the wire, so a short message could claim billions of tasks.
 const MAX_WORLD_TASKS: usize = 1 << 20;
 /// Number of hexadecimal digits at the end of a host's hash.
 const HASH_DIGITS: usize = 16;
@@ -34,6 +35,8 @@ pub(crate) fn encode_world(world: &World) -> Bytes {
         .into_iter()
         .map(|(hash, tasks)| {
             let (name, digest) = split_host_hash(&hash.0);
+            // Host names of a cluster differ in a few digits, and each of thousands of tasks gets
+            // this reply.
             let (shared, rest) = split_shared_prefix(before, name);
             before = name;
             wire::Host { shared, rest: rest.to_owned(), digest, runs: encode_task_runs(&tasks) }
@@ -93,6 +96,7 @@ pub(crate) fn decode_world(bytes: Bytes, task: TaskId) -> Result<World, String> 
     let rule = match (message.order.is_empty(), message.in_order) {
         (true, true) => assign_in_task_order,
         (true, false) => assign_ranks,
+        // A world after the first keeps the ranks of its survivors, which no rule gives.
         (false, _) => {
             placements = sort_by_order(placements, &message.order)?;
             assign_ranks_as_listed

@@ -129,6 +129,7 @@ impl FormationTable {
     /// Returns false if `generation` is older.
     fn enter_generation(&mut self, generation: Generation) -> bool {
         if self.generation < generation {
+            // Dropping the senders ends the waits of the older generation.
             *self = Self { generation, note: self.note.take(), ..Self::default() };
         }
         self.generation == generation
@@ -182,10 +183,12 @@ impl FormationTable {
         }
         let own = self.ranks.entry(request.rank).or_default();
         let holder = own.holder.get_or_insert_with(|| request.holder.clone());
+        // A rank belongs to the first process that asks: a second one would split its peers' links.
         if *holder != request.holder {
             return Ok(FormationAnswer::Known(Err(FormationRefusal::RankTaken(holder.clone()))));
         }
         if let Some((attempt, formed)) = &own.last_formed
+            // The answer was lost with the connection. The world must not count twice.
             && *attempt == request.attempt
         {
             return Ok(FormationAnswer::Known(Ok(Arc::clone(formed))));
@@ -197,6 +200,7 @@ impl FormationTable {
             pending.addresses_by_rank.remove(&request.rank);
         }
         let first = own.worlds.len();
+        // Ranks that wait for this one in another world would wait until their deadline.
         self.refuse_conflicting_ranks(&request, first);
         if let Some(refusal) = self.find_refusal(&request, first) {
             self.refuse_pending_world(&request.members, &refusal);
@@ -239,6 +243,8 @@ impl FormationTable {
                 members: named,
                 encoded_addresses: formed.encoded_addresses.clone(),
             };
+            // Before the answer: a registrar that restarts must give the same answer to the other
+            // members.
             note(&record);
             self.formed.push(record);
         }
@@ -323,6 +329,7 @@ impl FormationTable {
             return;
         }
         let Some(requests) = self.ranks.get_mut(&rank) else { return };
+        // A late withdrawal of an earlier call must not remove the request of a newer attempt.
         if requests.latest_request.as_ref().is_none_or(|(present, _)| *present != attempt) {
             return;
         }

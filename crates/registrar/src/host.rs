@@ -33,6 +33,7 @@ pub fn local_addresses() -> Vec<IpAddr> {
     let four = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
     let six = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
     let mut found = local_ipv4(&four);
+    // The kernel's table may be hidden, as in some sandboxes; jobs of one host still work.
     if found.is_empty() {
         found.push(Ipv4Addr::LOCALHOST);
     }
@@ -108,6 +109,7 @@ pub fn interface_networks(interfaces: &[String]) -> Result<InterfaceNetworks> {
 
 fn networks_from_routes(four: &str, six: &str, interfaces: &[String]) -> Result<InterfaceNetworks> {
     let network = |name: &str| match name {
+        // The kernel's main table of routes does not list the loopback.
         "lo" => Some("127.0.0.0/8".to_owned()),
         name => ipv4_link_network(four, name).or_else(|| ipv6_link_network(six, name)),
     };
@@ -145,6 +147,7 @@ fn networks_from_routes(four: &str, six: &str, interfaces: &[String]) -> Result<
 /// Returns the network that an interface reaches without a gateway, from the kernel's table of
 /// routes.
 fn ipv4_link_network(routes: &str, name: &str) -> Option<String> {
+    // The kernel prints addresses in network order as if they were numbers of this machine.
     let number = |text: &str| u32::from_str_radix(text, 16).ok().map(u32::swap_bytes);
     routes.lines().skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -178,6 +181,7 @@ fn match_bind_entries(bind_list: &str, own: &[IpAddr]) -> Result<BindAddresses> 
     let mut bound = BindAddresses::default();
     let entries = bind_list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     for (place, entry) in (0u16..).zip(entries) {
+        // Two entries may be networks that overlap; each needs an address of its interface.
         let is_free = |address: &IpAddr| bound.addresses.iter().all(|(_, one)| one != address);
         let free: Vec<IpAddr> = own.iter().copied().filter(is_free).collect();
         match match_bind_entry(entry, &free)? {
@@ -211,6 +215,7 @@ fn match_bind_entry(entry: &str, own: &[IpAddr]) -> Result<Option<IpAddr>> {
             IpAddr::V4(four) => u128::from(u32::from(four)),
             IpAddr::V6(six) => u128::from(six),
         };
+        // A shift by all 128 bits, of the network `::/0`, would overflow.
         number.checked_shr(address_bits - bits).unwrap_or(0)
     };
     // Every address of 127.0.0.0/8 belongs to this host, but the kernel lists only one.

@@ -15,6 +15,7 @@ pub(crate) const MAX_KEY_BYTES: usize = 1 << 10;
 /// Longest value.
 pub(crate) const MAX_VALUE_BYTES: usize = 1 << 20;
 /// Largest total size of keys and values.
+// Tasks that publish without an end must not take the driver's memory.
 const MAX_TOTAL_BYTES: usize = 256 << 20;
 
 /// The reason why a value was refused.
@@ -147,6 +148,7 @@ impl KeyValueStore {
         if let Some(value) = &slot.value {
             return ValueLookup::Found(value.clone());
         }
+        // A caller asks again each half minute, so closed waiters would collect.
         slot.waiters.retain(|waiter| !waiter.is_closed());
         let (sender, receiver) = oneshot::channel();
         slot.waiters.push(sender);

@@ -81,7 +81,9 @@ impl JobSecret {
             KeyPair::from_pkcs8_der_and_sign_algo(&PrivatePkcs8KeyDer::from(der), &PKCS_ED25519);
         let key = key.map_err(tls)?;
         let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).map_err(tls)?;
+        // Fixed, because every process must derive the same bytes, and so the same digest.
         params.serial_number = Some(SerialNumber::from(1u64));
+        // Fixed for the same reason. Clients check only the digest, so no clock matters.
         params.not_before = date_time_ymd(2000, 1, 1);
         params.not_after = date_time_ymd(4000, 1, 1);
         let certificate = params.self_signed(&key).map_err(tls)?;
@@ -93,6 +95,7 @@ impl JobSecret {
     }
 
     fn derive_bytes(&self, label: &str) -> [u8; 32] {
+        // The number is the version of the derivation.
         let message = format!("farandole 1 {label} {}", self.job);
         match Hmac::<Sha256>::new_from_slice(self.text.as_bytes()) {
             Ok(mut mac) => {
@@ -107,6 +110,7 @@ impl JobSecret {
 
 impl fmt::Debug for JobSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A derived `Debug` would print the secret into a log.
         f.debug_struct("Secret").field("job", &self.job.0).finish_non_exhaustive()
     }
 }

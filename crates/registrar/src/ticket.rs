@@ -20,6 +20,7 @@ use subtle::ConstantTimeEq;
 
 use crate::error::{Error, Result};
 
+// The number is the version of the format.
 const TICKET_PREFIX: &str = "frn1.";
 const TOKEN_LEN: usize = 32;
 const CHECK_LEN: usize = 4;
@@ -133,6 +134,8 @@ impl FromStr for Ticket {
             text.trim().strip_prefix(TICKET_PREFIX).ok_or(bad("it does not start with frn1."))?;
         let bytes = URL_SAFE_NO_PAD.decode(body).map_err(|_| bad("it is not base64"))?;
         let (bytes, check) = bytes.split_last_chunk::<CHECK_LEN>().ok_or(bad("it is too short"))?;
+        // A ticket that was cut off would otherwise fail later, as a wrong token or an unknown
+        // address.
         if Sha256::digest(bytes)[..CHECK_LEN] != check[..] {
             return Err(bad("it is damaged or cut off"));
         }

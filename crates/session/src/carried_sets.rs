@@ -37,6 +37,7 @@ impl CarriedProcessSets {
         let mut text = format!("{} {}", u8::from(self.dynamic), self.last_id);
         for (set, members) in &self.sets {
             text.push_str(&format!("\n{} {}", set.0, u8::from(self.from_init.contains(set))));
+            // Task numbers, not ranks: the ranks of the next world are different.
             members.iter().for_each(|task| text.push_str(&format!(" {}", task.0)));
         }
         text
@@ -77,6 +78,7 @@ impl CarriedProcessSets {
         &self,
         sets: &BTreeMap<ProcessSetId, Vec<Rank>>,
     ) -> VecDeque<ProcessSetId> {
+        // A set that ended with its members gives its number back, as `remove_process_set` does.
         (1..=self.last_id).map(ProcessSetId).filter(|set| !sets.contains_key(set)).collect()
     }
 }
@@ -98,6 +100,8 @@ pub(crate) fn exchange_carried_sets(
     let key = |rank: u32| format!("process_sets/{first}/{rank}");
     client.put_value(
         &key(world.rank.0),
+        // A rank without sets publishes an empty value, because every rank waits for each value in
+        // turn.
         own.map(CarriedProcessSets::to_text).unwrap_or_default().as_bytes(),
     )?;
     for rank in (0u32..).take(world.size()) {
@@ -113,6 +117,7 @@ pub(crate) fn exchange_carried_sets(
             }
         };
         if let Some(carried) = CarriedProcessSets::from_text(&String::from_utf8_lossy(&value)) {
+            // The first rank with sets decides, so that all ranks come to the same sets.
             return Ok(Some(carried));
         }
     }

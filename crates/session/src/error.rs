@@ -224,6 +224,7 @@ impl Error {
                 FaultOrigin::Environment
             }
             Self::Registrar(error) => error.fault(),
+            // A `Peer` fault lets an elastic job form another world instead of ending.
             Self::Transport(Transport::PeerLost { .. } | Transport::Timeout { .. }) => {
                 FaultOrigin::Peer
             }

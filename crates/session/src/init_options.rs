@@ -34,6 +34,7 @@ pub struct AssignedRank {
 
 impl fmt::Debug for AssignedRank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The ticket is a secret and must not appear in a log.
         f.debug_struct("Told").field("rank", &self.rank).finish_non_exhaustive()
     }
 }
@@ -47,6 +48,8 @@ impl InitOptions {
         let Some(ranks) = &self.ranks else { return Ok(None) };
         let ranks = sorted_ranks("the ranks of a world", ranks, world.size())?;
         match ranks.contains(&world.rank) {
+            // A list of all ranks is the same request as no list, so both kinds of ranks form one
+            // world.
             _ if ranks.len() == world.size() => Ok(None),
             true => Ok(Some(ranks)),
             false => Err(Error::NotInWorld { rank: world.rank, ranks }),

@@ -95,6 +95,7 @@ pub fn world_ring_bytes(world: &World, config: &Config) -> usize {
 /// Like [`data_ring_bytes`], in a process set besides the world: several sets share the other half
 /// of the budget.
 pub(crate) fn process_set_ring_bytes(world: &World, budget: u64) -> usize {
+    // The number of process sets is unknown, so each takes a quarter of the other half.
     (fair_ring_bytes(world, budget, MAX_DATA_RING_BYTES) / 4)
         .max(usize::try_from(MIN_DATA_RING_BYTES).unwrap_or(1 << 16))
 }
@@ -194,6 +195,7 @@ pub(crate) fn build_communicator(
 
 /// Returns the share of one process in its machine's shared memory `budget`.
 pub(crate) fn per_process_memory_share(world: &World, budget: u64) -> u64 {
+    // The machine, not the host: containers of one machine share its memory.
     budget / (world.machine_rank_count() as u64).max(1)
 }
 

@@ -40,6 +40,7 @@ pub fn init_with_options(
         return session.check_not_forked().map(|()| false);
     }
     let _change = SESSION_CHANGE_LOCK.lock();
+    // Another thread may have started a session while this one waited for the lock.
     if CURRENT_SESSION.read().is_some() {
         return Ok(false);
     }
@@ -59,8 +60,10 @@ pub fn shutdown() {
         return;
     }
     let _change = SESSION_CHANGE_LOCK.lock();
+    // Taken before the shutdown: operations that begin now get `NotInitialized` and do not wait.
     let session = CURRENT_SESSION.write().take();
     if let Some(session) = session {
+        // Before the shutdown, which makes the peers leave.
         rejoin::record_previous_world(&session);
         session.shutdown();
     }

@@ -25,6 +25,7 @@ impl RegistrarRelay {
     pub(crate) fn new(client: &TaskClient, world: &World) -> Result<Self, RegistrarError> {
         let tasks = world.seats.iter().map(|seat| seat.task).collect();
         // 0 means no world.
+        // Random: a process may form several worlds, and its peers must not reach an earlier one.
         let relay_world = rand::random_range(1..=u64::MAX);
         Ok(Self { relay: client.open_relay(relay_world)?, tasks, relay_world })
     }

@@ -100,6 +100,8 @@ impl Rendezvous for RegistrarRendezvous<'_, '_> {
             Error::Interrupted => TransportError::Interrupted,
             other => {
                 let (what, reason) = ("all ranks".to_owned(), other.to_string());
+                // The transport's error has only text; Python chooses the exception by the original
+                // one.
                 *self.failure.lock() = Some(other);
                 TransportError::Rendezvous { what, reason }
             }

@@ -68,7 +68,9 @@ pub(crate) fn form_next_session(
     loop {
         let previous = PREVIOUS_WORLD.lock().clone();
         let whole = await_next_world(client, &previous, interrupted)?;
+        // The deadline starts with each world: a spare may have waited for hours before.
         let (generation, deadline) = (whole.generation, Instant::now() + config.start_timeout);
+        // Changes that led to this world must not make its members ask for another one at once.
         PENDING_HOST_CHANGES.lock().clear();
         client.watch_host_changes(generation, |change| PENDING_HOST_CHANGES.lock().push(change));
         let seats = whole.clone();
@@ -79,6 +81,7 @@ pub(crate) fn form_next_session(
                 *PREVIOUS_WORLD.lock() = PreviousWorld {
                     generation,
                     lost: blamed_tasks(&seats, &error),
+                    // This world never worked, so the sets of the world before it still count.
                     sets: previous.sets,
                 };
             }
@@ -109,6 +112,7 @@ fn await_next_world(
 fn is_peer_failure(error: &Error) -> bool {
     match error {
         Error::Registrar(RegistrarError::Aborted { retry, .. }) => *retry,
+        // The registrar refuses this process itself, and would refuse it again.
         Error::Registrar(_) => false,
         Error::Transport(
             TransportError::Unreachable { .. } | TransportError::Rendezvous { .. },

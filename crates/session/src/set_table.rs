@@ -49,6 +49,7 @@ pub(crate) struct SetChangeState {
 
 impl ProcessSetTable {
     pub(crate) fn next_id(&mut self) -> ProcessSetId {
+        // Oldest first, and equal on all ranks, because all change the table in the same order.
         self.free_ids.pop_front().unwrap_or_else(|| {
             self.last_id += 1;
             ProcessSetId(self.last_id)

@@ -125,6 +125,7 @@ impl Session {
         if let Some(carried) = &mut table.carried_ids {
             carried.remove(&set);
         }
+        // At the end of the queue, so that a number is reused as late as possible.
         table.free_ids.push_back(set);
         Ok(())
     }
@@ -186,6 +187,7 @@ impl Session {
         interrupted: &mut Interrupted<'_>,
     ) -> Result<Option<CarriedProcessSets>> {
         let Some(client) = self.client().filter(|_| self.sets.elastic) else { return Ok(None) };
+        // The first world has no predecessor, so the exchange would only cost a round of calls.
         if self.world().generation.0 <= 1 {
             return Ok(None);
         }
@@ -245,6 +247,7 @@ impl Session {
         };
         while self.engine().wait(handle, INTERRUPT_POLL_INTERVAL)?.is_none() {
             if interrupted() {
+                // The other ranks may have agreed already, so the request cannot be withdrawn.
                 *pending = Some((change, handle));
                 return Err(Error::Interrupted);
             }
@@ -263,6 +266,8 @@ impl Session {
         interrupted: &mut Interrupted<'_>,
     ) -> Result<ProcessSetId> {
         let first = *channel;
+        // On all ranks, also on ranks that are no members: the numbers must stay equal. The engine
+        // and the communicator use one channel each.
         *channel += 2;
         let member = ranks.contains(&self.world().rank);
         let opened =
@@ -271,6 +276,8 @@ impl Session {
         // die.
         let outcome = ProcessSetChange::Outcome(opened.as_ref().err().map(ToString::to_string));
         let agreed = self.agree_on_change(SET_OUTCOME_NAME, outcome, &mut None, &mut || false);
+        // The own error first: it says more than the agreement, which only repeats it for the other
+        // ranks.
         let parts = opened?;
         agreed?;
         let id = number.unwrap_or_else(|| self.sets.table.write().next_id());
@@ -279,6 +286,8 @@ impl Session {
                 let members = ranks.clone();
                 self.engine().add_set(ProcessSetOptions { id, members, control, communicator })?;
             }
+            // The engine of a rank that is no member refuses operations of the set with a clear
+            // error.
             None => self.engine().add_foreign_set(id)?,
         }
         self.sets.table.write().sets.insert(id, ranks);

@@ -72,6 +72,7 @@ impl StackRequests {
 
     fn enqueue_question(&self, answer: StackAnswer) {
         let mut requests = self.0.lock();
+        // One byte is enough for all requests, because the listener answers all at once.
         let first = requests.waiting.is_empty();
         let Some(bell) = &mut requests.listener_pipe else { return };
         // The pipe holds one byte at a time, so writing it cannot block.

@@ -72,6 +72,7 @@ pub(crate) fn local_addresses() -> Vec<IpAddr> {
 /// Returns the source address of packets on the default route. No packet is sent.
 fn default_route_address() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
+    // 192.0.2.0/24 belongs to no network, so the kernel answers with the default route.
     socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
     Some(socket.local_addr().ok()?.ip()).filter(|address| !address.is_unspecified())
 }

@@ -61,6 +61,7 @@ impl ConnectionArrivals {
             return None;
         };
         let (capacity, streams) = (*capacity, *streams);
+        // Nothing is removed before all are here: a caller that polls must find them next time.
         if !(1..streams).all(|stream| arrivals.contains_key(&place(stream))) {
             return None;
         }
@@ -84,6 +85,7 @@ impl ConnectionArrivals {
             if let Some(arrival) = arrivals.remove(&(channel, peer.rank, stream)) {
                 return Ok(arrival);
             }
+            // Arrivals come first: a peer may connect, send data and leave in order.
             if let Some(error) = peer.loss_error() {
                 return Err(error);
             }

@@ -78,6 +78,7 @@ impl DialWait<'_> {
 
     /// Returns the time limit of an attempt.
     fn max_attempt_duration(&self, shared: &MeshState) -> Duration {
+        // `DialSilence` counts a peer as lost after two attempts, so both must fit in the timeout.
         HANDSHAKE_TIME_LIMIT.min(shared.peer_timeout / 2)
     }
 }
@@ -114,6 +115,7 @@ pub(crate) fn connect_local(name: &str, deadline: Instant) -> DialResult<OwnedFd
             Err(error) => return Err(failed(error)),
         }
     }
+    // The handshake waits with `SO_RCVTIMEO`, which works on blocking sockets only.
     rustix::io::ioctl_fionbio(&socket, false).map_err(failed)?;
     Ok(socket)
 }
@@ -227,6 +229,7 @@ fn dial_secured(
     deadline: Instant,
 ) -> DialResult<SecuredConnection> {
     let (socket, keys, _) = perform_handshake(shared, request, socket, &[], deadline)?;
+    // A bad key ends the connection: without keys, the link would carry plain text.
     let keyless =
         || DialFailure::Unauthenticated(format!("rank {}: a bad public key", request.to.rank));
     Ok(SecuredConnection { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
@@ -251,6 +254,7 @@ pub(crate) fn probe_listener(
             Err(failure) => silent |= !matches!(failure, DialFailure::Refused(_)),
         }
     }
+    // One silent address is enough for doubt: a stopped peer may return.
     Ok(if silent { None } else { Some(false) })
 }
 
@@ -286,6 +290,7 @@ pub(crate) fn perform_handshake(
         capacity: request.capacity,
         nonce: random_nonce().map_err(own)?,
     };
+    // The hello carries a code of the job's key, so strangers cost no key exchange.
     let offer = DialerHandshake::new(&shared.key, &hello).map_err(own)?;
     send_handshake(&socket, offer.hello_message(), &[])?;
     let stranger =
@@ -304,6 +309,7 @@ pub(crate) fn perform_handshake(
         }
         None => return Err(stranger("what listens there speaks another protocol")),
     }
+    // The version is known to match: messages of another version may have other sizes.
     drop(receive_handshake(&socket, rest, deadline)?);
     let (transcript, status) = offer.read_challenge(&challenge).map_err(stranger)?;
     check_welcome(request, status)?;
@@ -311,6 +317,7 @@ pub(crate) fn perform_handshake(
     let mut accepted = [0; ACCEPTED_BYTES];
     let arrived =
         receive_handshake(&socket, &mut accepted, deadline).map_err(|failure| match failure {
+            // The peer may have opened its end already. A second attempt would give it two links.
             DialFailure::Silent(reason) | DialFailure::Unanswered(reason) => {
                 DialFailure::Broken(reason)
             }

@@ -41,6 +41,7 @@ impl DialFailure {
     ) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::LocalError(Error::System { what, reason }),
+            // Only this error proves that no process listens; others may pass.
             Some(Errno::CONNREFUSED) => Self::Refused(reason),
             _ => Self::Unanswered(reason),
         }

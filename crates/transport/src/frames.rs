@@ -14,8 +14,10 @@ use farandole_world::Rank;
 use crate::{Error, Link, LinkReceiver, LinkSender, Result};
 
 /// Largest payload in bytes; both ends refuse longer ones.
+// A header could announce 4 GiB: a corrupt one must end the link before that is collected.
 pub const MAX_FRAME_BYTES: usize = 64 << 20;
 /// Largest number of bytes that a sender queues for a peer that does not read.
+// A rank that is stopped for up to the peer timeout must not make its peers run out of memory.
 pub const MAX_QUEUED_BYTES: usize = 256 << 20;
 
 const FRAME_HEADER_BYTES: usize = 5;
@@ -71,6 +73,7 @@ impl FrameSender {
     /// `PeerLost`; `Frame` when the payload is too long.
     pub fn try_send(&mut self, kind: u8, payload: &[u8]) -> Result<bool> {
         let header = encode_header(self.peer, kind, payload)?;
+        // A new frame must not pass queued bytes, which may end in the middle of an earlier frame.
         if !self.queue.is_empty() && !self.flush()? {
             return Ok(false);
         }
@@ -116,6 +119,7 @@ impl FrameSender {
         let Ok(header) = encode_header(self.peer, kind, payload) else { return };
         self.queue.extend(header);
         self.queue.extend(payload);
+        // The peer counts as lost then, but its other connections may still give it the reason.
         if self.flush().is_err() {
             self.sender.send_final_bytes(self.queue.make_contiguous());
             self.queue.clear();
@@ -217,6 +221,7 @@ impl FrameReceiver {
                 self.receiver.release(FRAME_HEADER_BYTES + length)?;
                 return Ok(Some(kind));
             }
+            // A frame may be larger than the ring, so its bytes are released before it is complete.
             self.receiver.release(FRAME_HEADER_BYTES)?;
             self.partial = Some(PartialFrame { kind, length, payload: Vec::new() });
         }

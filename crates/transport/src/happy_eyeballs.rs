@@ -68,10 +68,12 @@ impl HappyEyeballs {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let begun = socket_with(family, SocketType::STREAM, flags, None).and_then(|socket| {
             if let Some(source) = self.source {
+                // The kernel chooses the route, and so the interface, by the source address.
                 bind(&socket, &SocketAddr::new(source, 0))?;
             }
             match connect(&socket, &address) {
                 Ok(()) => Ok((socket, true)),
+                // The connect continues in the kernel; a second call would return `EALREADY`.
                 Err(Errno::INPROGRESS | Errno::INTR) => Ok((socket, false)),
                 Err(errno) => Err(errno),
             }

@@ -43,6 +43,7 @@ impl ControlMessage {
             Self::Goodbye => {}
             Self::Heartbeat => bytes[0] = 1,
             Self::RankLost { rank, reason } => {
+                // Cut at a character, because the peer refuses a message that is not UTF-8.
                 let length = (0..=reason.len().min(CONTROL_PAYLOAD_BYTES - REASON_OFFSET))
                     .rev()
                     .find(|length| reason.is_char_boundary(*length))
@@ -120,12 +121,14 @@ impl HeartbeatChannel {
     /// lives.
     pub(crate) fn send_heartbeat(&mut self) {
         self.send_queued_messages();
+        // A peer that does not read must not make this queue grow with every interval.
         if self.sent == HEARTBEAT_RECORD_BYTES && self.queue.is_empty() {
             self.queue_message(ControlMessage::Heartbeat);
         }
     }
 
     fn send_queued_messages(&mut self) {
+        // Without NOSIGNAL, a closed connection would end the user's process by SIGPIPE.
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         loop {
             while self.sent < HEARTBEAT_RECORD_BYTES {
@@ -148,6 +151,7 @@ impl HeartbeatChannel {
             self.unsent[RECORD_HEADER_BYTES..RECORD_HEADER_BYTES + CONTROL_PAYLOAD_BYTES]
                 .copy_from_slice(&payload);
             self.unsent[RECORD_HEADER_BYTES + CONTROL_PAYLOAD_BYTES..].copy_from_slice(&tag);
+            // Sealed once and then sent in full: sealing it again would use another number.
             self.sent = 0;
         }
     }

@@ -110,6 +110,7 @@ impl AcceptorHandshake {
     /// Reads the available bytes, and answers complete messages.
     pub(crate) fn advance_handshake(mut self, shared: &MeshState) -> AcceptorProgress {
         loop {
+            // Bytes of the next message stay in the socket, because descriptors come with them.
             let wanted =
                 if matches!(self.stage, AcceptorStage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
             match descriptor_passing::receive_with_descriptors(
@@ -166,6 +167,7 @@ fn send_challenge(
     shared: &MeshState,
 ) -> Option<AcceptorStage> {
     let hello = HelloMessage::decode(&bytes)?;
+    // A stranger gets an answer, too: a rank with the key of another job then sees the reason.
     let known = HandshakeTranscript::verify_hello(&shared.key, &bytes);
     let status = if known { judge_hello(&hello, local, shared) } else { HandshakeStatus::WrongKey };
     let (transcript, answer) =
@@ -178,6 +180,7 @@ fn send_challenge(
 
 fn judge_hello(hello: &HelloMessage, local: bool, shared: &MeshState) -> HandshakeStatus {
     let fitting = match hello.carrier {
+        // Descriptors pass only over the Unix socket, and heartbeats have their own channel.
         ConnectionCarrier::SharedMemory => local && hello.channel != CONTROL_CHANNEL,
         ConnectionCarrier::Tcp => !local && hello.channel != CONTROL_CHANNEL,
         ConnectionCarrier::Control => !local && hello.channel == CONTROL_CHANNEL,
@@ -186,6 +189,7 @@ fn judge_hello(hello: &HelloMessage, local: bool, shared: &MeshState) -> Handsha
         if hello.carrier == ConnectionCarrier::Tcp { stripes::MAX_STREAMS_PER_LINK } else { 1 };
     if hello.version != PROTOCOL_VERSION
         || !fitting
+        // Without a limit, a peer could reserve arrivals for 65,535 connections.
         || hello.streams > connections
         || hello.stream >= hello.streams
     {
@@ -281,6 +285,7 @@ fn adopt_segment(
 ) -> Option<AdoptedSegment> {
     let mut descriptors = descriptors.into_iter();
     let (segment, memory, event) = (descriptors.next()?, descriptors.next()?, descriptors.next()?);
+    // Checks size and seals: a segment that shrinks would end this process by SIGBUS.
     let segment =
         RingSegment::from_descriptor(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
     let (sender, receiver) = (segment.take_producer(1).ok()?, segment.take_consumer(0).ok()?);

@@ -31,6 +31,7 @@ pub enum LinkKind {
 
 /// Alignment of message starts in a data stream. Writers pad to it, so elements are aligned in
 /// windows.
+// The size of a cache line and of an AVX-512 register: kernels then load aligned elements.
 pub const MESSAGE_ALIGNMENT: usize = 64;
 
 /// The outgoing half.

@@ -170,6 +170,7 @@ impl Mesh {
             peer_timeout: options.peer_timeout.max(MIN_PEER_TIMEOUT),
         })?);
         let service = MeshService::new(Arc::clone(&shared), MeshListeners { tcp, unix })?;
+        // The thread runs before the addresses are published, because peers dial from then on.
         let thread = thread::Builder::new().name("farandole-mesh".to_owned());
         let service = thread.spawn(move || service.run()).map_err(Error::from_call("clone"))?;
         let relay_world = options.relay.as_ref().map_or(0, |gateway| gateway.relay_world());
@@ -193,6 +194,7 @@ impl Mesh {
             options,
         };
         if let (Some(gateway), Some(address)) = (&mesh.options.relay, published.addresses.first()) {
+            // Before the addresses are published: a peer dials as soon as it reads them.
             gateway.forward_to_port(address.socket.port())?;
         }
         mesh.learn_peer_addresses(&published, rendezvous, deadline)?;
@@ -494,6 +496,7 @@ fn raise_descriptor_limit(options: &MeshOptions) {
 /// such namespace.
 fn bind_unix_listener() -> (Option<UnixListener>, String) {
     let listen = || {
+        // Any user of the host could take a fixed name in the abstract namespace.
         let random = random_nonce().ok()?;
         let name: String = random[..16].iter().map(|byte| format!("{byte:02x}")).collect();
         let name = format!("farandole-{name}");
@@ -511,6 +514,7 @@ impl Drop for Mesh {
             std::mem::forget(service);
             return;
         }
+        // A local peer reads this mark to distinguish an orderly end from a death.
         self.shared.parker.own_doorbell().mark_closed();
         self.shared.inbox.request_stop();
         // A panic of the thread was reported when it happened.

@@ -87,6 +87,7 @@ impl Parker {
         let flags = epoll::EventFlags::IN
             | epoll::EventFlags::OUT
             | epoll::EventFlags::RDHUP
+            // Level-triggered OUT would always be ready, so no thread could sleep.
             | epoll::EventFlags::ET;
         epoll::add(&self.shared.epoll, socket, epoll::EventData::new_u64(1), flags)
             .map_err(Error::from_call("epoll_ctl"))

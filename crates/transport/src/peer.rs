@@ -54,6 +54,7 @@ impl PeerState {
             return Ok((Arc::clone(bell), false));
         }
         let new = Arc::new(ProcessDoorbell::from_descriptors(memory, event)?);
+        // Two threads may adopt at the same time; `get_or_init` lets only one doorbell win.
         let bell = Arc::clone(self.bell.get_or_init(|| Arc::clone(&new)));
         let first = Arc::ptr_eq(&bell, &new);
         Ok((bell, first))
@@ -77,6 +78,7 @@ impl PeerState {
     /// Converts an error of shared memory into an error of a link.
     pub(crate) fn convert_shm_error(&self, error: farandole_shm::Error) -> Error {
         match error {
+            // Only the peer writes there, so a corrupt ring means that the peer cannot be trusted.
             farandole_shm::Error::Corrupt { .. } => self.loss_error_or(&error.to_string()),
             other => Error::from(other),
         }

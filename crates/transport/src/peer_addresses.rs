@@ -71,6 +71,7 @@ impl PeerAddresses {
                         value.parse().map_err(|_| format!("not a relay world: {value}"))?
                 }
                 "local" => value.clone_into(&mut peer.unix_socket_name),
+                // The text comes from another process and must not grow this list without a limit.
                 "address" if peer.addresses.len() < MAX_ADDRESSES_PER_PEER => {
                     let (socket, interface) = value.split_once(' ').unwrap_or((value, "0"));
                     let address = socket.parse().ok().zip(interface.parse().ok());

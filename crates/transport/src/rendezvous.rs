@@ -89,6 +89,7 @@ impl Rendezvous for MemoryRendezvous {
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>> {
         let RendezvousPoint { generation, rank, size } = point;
+        // With the generation, so that a new world cannot read addresses of an earlier one.
         let key = |rank: u32| format!("mesh/{generation}/{rank}");
         self.publish_value(&key(rank.0), addresses);
         let all_addresses = (0..size).map(|peer| {

@@ -69,6 +69,7 @@ impl LinkSender for RingSender {
 
 impl Drop for RingSender {
     fn drop(&mut self) {
+        // The mark comes first: a peer that wakes by the ring must find it.
         self.producer.close();
         // If the doorbell cannot be rung, no peer waits for it.
         drop(ring_peer_doorbell(self.bell.as_deref(), &self.peer));
@@ -124,6 +125,7 @@ impl LinkReceiver for RingReceiver {
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
+        // Only if the producer asks for it: a doorbell for each release would cost a system call.
         if self.consumer.release(bytes).map_err(|error| self.peer.convert_shm_error(error))? {
             ring_peer_doorbell(self.bell.as_deref(), &self.peer)?;
         }

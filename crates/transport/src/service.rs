@@ -42,6 +42,7 @@ use crate::watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::{Error, Result};
 
 /// Largest number of open handshakes.
+// A flood of handshakes must not use up all descriptors of the process.
 const MAX_CONCURRENT_HANDSHAKES: usize = 128;
 /// Pause after `accept` failed because no file descriptor or memory was free.
 const DESCRIPTOR_SHORTAGE_PAUSE: Duration = Duration::from_millis(20);
@@ -200,6 +201,7 @@ impl MeshService {
         let Some(connection) = path.upgrade() else { return };
         for (number, socket) in connection.sockets().iter().enumerate() {
             let token = self.next_token();
+            // Without ONESHOT, a broken socket would wake this thread for ever.
             let flags = epoll::EventFlags::ONESHOT;
             // If the socket cannot be added, the periodic check still covers it.
             let _ = epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags);
@@ -244,6 +246,7 @@ impl MeshService {
                         errno,
                         Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
                     ) {
+                        // The listener stays readable meanwhile, so the loop would spin.
                         std::thread::sleep(DESCRIPTOR_SHORTAGE_PAUSE);
                     }
                     return;
@@ -292,6 +295,7 @@ impl MeshService {
 
     fn watch_peer(&mut self, mut watch: PeerWatch) {
         let token = self.next_token();
+        // A peer that connects late has missed these reports, and may watch none of the lost ranks.
         for (rank, reason) in &self.broadcast_losses {
             watch.report_loss(*rank, reason);
         }
@@ -315,6 +319,7 @@ impl MeshService {
                 // A failure does not matter: the descriptor is closed next.
                 let _ = epoll::delete(&self.epoll, descriptor);
             }
+            // An orderly end is recorded, too: links to this peer must not wait for more bytes.
             self.shared.record_loss(&watch.peer, reason.clone(), orderly);
             if !orderly {
                 self.broadcast_loss(watch.peer.rank, reason);
@@ -326,6 +331,7 @@ impl MeshService {
     fn handle_reported_loss(&mut self, rank: Rank, reason: String) {
         let Some(peer) = self.shared.peers.get(rank.index()).map(Arc::clone) else { return };
         let is_watched = self.watched.values().any(|watch| watch.peer.rank == rank);
+        // A report about this rank cannot be true here, and a watched rank has its own evidence.
         if rank != self.shared.rank && !is_watched {
             self.shared.record_loss(&peer, reason.clone(), false);
         }
@@ -334,6 +340,7 @@ impl MeshService {
 
     /// Reports a loss to all watched peers, once for each lost rank.
     fn broadcast_loss(&mut self, rank: Rank, reason: String) {
+        // Reports travel in both directions of a ring; without this check they would never stop.
         if let Entry::Vacant(vacant) = self.broadcast_losses.entry(rank) {
             let reason = vacant.insert(reason);
             self.watched.values_mut().for_each(|watch| watch.report_loss(rank, reason));
@@ -401,6 +408,7 @@ fn accept_remote(listener: &TcpListener) -> io::Result<(OwnedFd, Option<IpAddr>)
     let (stream, from) = listener.accept()?;
     stream.set_nonblocking(true)?;
     stream.set_nodelay(true)?;
+    // A dual-stack listener shows IPv4 peers as IPv6; both forms must count as one source.
     Ok((OwnedFd::from(stream), Some(from.ip().to_canonical())))
 }
 
@@ -418,6 +426,7 @@ fn choose_evicted_connection(
     }
     sources
         .values()
+        // A flood usually comes from one address, so peers at other addresses keep their slots.
         .max_by_key(|(count, oldest)| (*count, Reverse(*oldest)))
         .map(|(_, oldest)| *oldest)
 }

@@ -87,6 +87,7 @@ impl ServiceInbox {
     }
 
     pub(crate) fn request_stop(&self) {
+        // Set before the wake, or the thread would sleep again. Pairs with `is_stopping`.
         self.stop.store(true, Ordering::Release);
         self.wake_service();
     }

@@ -136,6 +136,7 @@ impl PeerWatch {
         losses: &mut Vec<(Rank, String)>,
     ) -> PeerLiveness {
         match &mut self.liveness_source {
+            // The pidfd shows only the end; the mark shows that the peer left first.
             LivenessSource::Local { bell, pid, .. } if bell.is_closed() => PeerLiveness::Lost {
                 reason: format!("it left the job and {} ended", describe_process(*pid)),
                 orderly: true,

@@ -35,6 +35,7 @@ pub fn assign_ranks(generation: Generation, places: &[TaskPlacement]) -> Result<
     if sorted.is_empty() {
         return Err(Error::RankOutOfRange { rank: Rank(0), size: 0 });
     }
+    // A list beside the map: the order of a hash map would differ between processes.
     let mut order: Vec<&HostHash> = Vec::new();
     let mut tasks: HashMap<&HostHash, Vec<TaskId>> = HashMap::new();
     for place in sorted {
@@ -45,6 +46,7 @@ pub fn assign_ranks(generation: Generation, places: &[TaskPlacement]) -> Result<
         tasks.entry(&place.host).or_default().push(place.task);
     }
     let mut machines: HashMap<&str, usize> = HashMap::new();
+    // A stable sort: hosts of one machine become neighbours, and keep their order otherwise.
     order.sort_by_cached_key(|host| {
         let next = machines.len();
         *machines.entry(host.machine_name()).or_insert(next)
@@ -67,6 +69,7 @@ pub fn assign_ranks(generation: Generation, places: &[TaskPlacement]) -> Result<
         }
     }
     for seat in &mut seats {
+        // Known only after all hosts: a host with fewer ranks lacks the higher local ranks.
         seat.cross_size = cross_sizes[&seat.local_rank.0];
     }
     Ok(World { generation, rank: Rank(0), seats })

@@ -15,6 +15,7 @@ pub fn expand_nodes(list: &str) -> Option<Vec<String>> {
         while let Some((head, tail)) = rest.split_once('[') {
             let (ranges, tail) = tail.split_once(']')?;
             let numbers = expand_numbers(ranges)?;
+            // Each bracket multiplies the list, so a few brackets could fill the memory.
             if prefixes.len().checked_mul(numbers.len())? > MAX_NODES {
                 return None;
             }
@@ -40,6 +41,7 @@ pub fn expand_counts(list: &str) -> Option<Vec<u32>> {
             Some((count, times)) => (count, times.strip_suffix(')')?.parse::<usize>().ok()?),
             None => (entry, 1),
         };
+        // Checked before the list grows: `1(x4294967295)` is a short text.
         if times > MAX_NODES - counts.len() {
             return None;
         }
@@ -77,6 +79,7 @@ fn expand_numbers(ranges: &str) -> Option<Vec<String>> {
     let mut all = Vec::new();
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
+        // Slurm keeps leading zeros: node01 and node1 are different hosts.
         let width = first.len();
         let (from, to): (u64, u64) = (first.parse().ok()?, last.parse().ok()?);
         let count = usize::try_from(to.checked_sub(from)?).ok()?;

@@ -20,6 +20,7 @@ impl World {
                 self.seats.get(rank.index()).ok_or(Error::RankOutOfRange { rank: *rank, size })?;
             Ok(TaskPlacement { task: TaskId(rank.0), host: seat.host.clone() })
         };
+        // A world is always seen from one of its ranks.
         if !ranks.contains(&self.rank) {
             return Err(Error::RankOutOfRange { rank: self.rank, size: ranks.len() });
         }
@@ -27,6 +28,7 @@ impl World {
         let mut part = assign_in_task_order(self.generation, &places)?;
         for (rank, seat) in (0u32..).zip(&mut part.seats) {
             let old = Rank(seat.task.0);
+            // The registrar knows tasks by their own numbers.
             seat.task = self.seats[old.index()].task;
             if old == self.rank {
                 part.rank = Rank(rank);

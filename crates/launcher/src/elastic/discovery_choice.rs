@@ -29,6 +29,7 @@ pub fn choose_discovery(
         return Box::new(DiscoveryScript { command, slots_per_host, limit });
     }
     match (hostfile, allocation) {
+        // Read again every second, because another program may rewrite it.
         (Some(path), _) => Box::new(HostFile(path)),
         _ if !hosts.is_empty() => Box::new(StaticHostList(hosts)),
         (None, Some(BatchAllocation { file: Some(path), .. })) => Box::new(HostFile(path.clone())),

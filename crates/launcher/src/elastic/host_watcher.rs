@@ -78,6 +78,7 @@ impl HostWatcher {
 
 impl Drop for HostWatcher {
     fn drop(&mut self) {
+        // The flag before the wake-up, so that the thread finds it set.
         self.stop.request_stop();
         // A thread that has ended needs no wake-up.
         let _gone = self.wake.send(());
@@ -106,6 +107,8 @@ impl DiscoveryLoop {
             .find_hosts(&self.stop)
             .map(|hosts| self.detect_change(hosts).unwrap_or_default());
         let failed = first.is_err();
+        // A first failure is most likely a mistake of the user. Later failures may pass, and the
+        // job continues.
         if sender.send(first).is_err() || failed || self.discovery.is_fixed() {
             return;
         }
@@ -147,6 +150,7 @@ impl DiscoveryLoop {
         let new: Vec<&str> = hosts
             .iter()
             .map(|host| host.host.as_str())
+            // Names are resolved once: a resolver that does not answer takes seconds for each.
             .filter(|name| !self.last_found.is_local_by_name.contains_key(*name))
             .collect();
         let here: Vec<(String, bool)> =

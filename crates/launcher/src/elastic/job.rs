@@ -25,6 +25,7 @@ use crate::report::JobReport;
 use crate::worker_program::WorkerProgram;
 
 /// Interval at which the caller is asked whether to stop.
+// A user who presses Ctrl-C notices no delay, and the loop uses little processor time.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Longest wait for the last messages of a host whose agent fell silent.
 const SILENT_HOST_TIMEOUT: Duration = Duration::from_secs(2);
@@ -77,6 +78,7 @@ impl ElasticJob {
     /// `Usage` for numbers that contradict each other; the text names their flags.
     pub fn rules_from_config(num_proc: u32, config: &Config) -> Result<ElasticOptions> {
         let spares = u32::try_from(config.spares).unwrap_or(u32::MAX);
+        // Without a maximum, spares would join the world instead of waiting.
         let unbounded = if spares > 0 { num_proc } else { u32::MAX };
         let rules = ElasticOptions {
             first: num_proc,
@@ -163,6 +165,7 @@ impl ElasticJob {
         };
         job_run.adopt_workers();
         let ended = job_run.run_until_done(found, &watch, stop_level);
+        // Before the registrar closes: agents end their workers on the order that this drop sends.
         drop(job_run);
         drop(watch);
         registrar.close();
@@ -293,6 +296,8 @@ impl ElasticJobRun<'_> {
             match event {
                 JobEvent::Record(record) => self.sink.accept_record(record),
                 JobEvent::Start { task, host } => match starting.last_mut() {
+                    // One connection for all workers of a host: each ssh login costs a round of
+                    // keys and a process.
                     Some((last, tasks)) if *last == host => tasks.push(task.0),
                     _ => starting.push((host, vec![task.0])),
                 },

@@ -38,6 +38,7 @@ impl ElasticJobOutcomes {
     /// Records a worker's end as the registrar reported it.
     pub(super) fn record_exit(&mut self, task: u32, exit: &ExitReport) {
         self.ended.insert(task);
+        // A signal or a peer's error is a consequence; the user wants the first cause.
         let own = matches!(exit.kind, ExitKind::Code(code) if code != 0)
             && !exit.peer_error
             && !exit.stopped;

@@ -21,6 +21,7 @@ const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Longest time for the rest of the output after the program and all its children have ended.
 const OUTPUT_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// Largest number of bytes that are read of the output.
+// A script that prints without an end must not fill the launcher's memory.
 const MAX_OUTPUT_BYTES: u64 = 4 << 20;
 /// Largest number of characters of stderr in an error.
 const MAX_STDERR_CHARS: usize = 2000;
@@ -44,6 +45,7 @@ pub(super) fn query_program(
     limit: Duration,
     stop: &DiscoveryStopFlag,
 ) -> Result<ProgramOutput, String> {
+    // A program that asks for input must fail, and not read the user's terminal.
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = spawn_bound_child(command, Vec::new())
         .map_err(|error| format!("cannot be started: {error}"))?;
@@ -75,6 +77,7 @@ fn wait_for_exit(
 ) -> Result<ProgramStreams, String> {
     let deadline = Instant::now() + limit;
     let group = child_pid(child).map_err(|error| error.to_string())?;
+    // If this process is killed, a script such as `kubectl` with a pipe would stay behind.
     let guard = ProcessGroupGuard::spawn_guard(group).map_err(|error| error.to_string())?;
     let (sender, exited) = mpsc::channel();
     let outputs = (collect_output(child.stdout.take())?, collect_output(child.stderr.take())?);

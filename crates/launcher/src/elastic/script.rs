@@ -24,6 +24,7 @@ pub struct DiscoveryScript {
 impl DiscoverySource for DiscoveryScript {
     fn find_hosts(&mut self, stop: &DiscoveryStopFlag) -> Result<Vec<HostSlots>, String> {
         let mut shell = Command::new("/bin/sh");
+        // A shell, as in Horovod: the option may have arguments and pipes.
         shell.args(["-c", &self.command]);
         let answer = query_program(shell, self.limit, stop).map_err(|reason| {
             format!("Failed to execute discovery script: {} {reason}", self.command)

@@ -51,6 +51,7 @@ fn usable_nodes(nodes: &[HostSlots], listing: &str) -> Vec<HostSlots> {
 fn parse_usable_node(line: &str) -> Option<&str> {
     let value = |key: &str| line.split_whitespace().find_map(|word| word.strip_prefix(key));
     let (name, state) = (value("NodeName=")?, value("State=")?);
+    // Flags follow a state with `+`, such as `IDLE+DRAIN`. A draining node still runs its job.
     let down =
         state.contains('*') || state.split('+').any(|part| UNUSABLE_NODE_STATES.contains(&part));
     (!down).then_some(name)

@@ -50,6 +50,7 @@ impl ElasticMembership {
 
     /// Returns whether a request of this worker for a world may cause a decision at once.
     pub(super) fn may_cause_decision(&self, task: TaskId) -> bool {
+        // A dismissed worker must get its answer at once, and not at the next tick.
         if self.workers.get(&task).is_none_or(|worker| worker.dismissed.is_some()) {
             return true;
         }
@@ -73,6 +74,7 @@ impl ElasticMembership {
         let survivors = self.surviving_members(present);
         let done = self.has_returned_rank(present);
         let unbroken = present.broken.is_none();
+        // A member that failed after others have returned has not done its work.
         if done && survivors.is_empty() && present.failures.is_empty() {
             self.phase = ElasticPhase::Finished { generation: self.generation };
             let ending =
@@ -105,7 +107,9 @@ impl ElasticMembership {
             let room = (self.rules.max_workers as usize).saturating_sub(members.len());
             members.extend(self.ready_newcomers().into_iter().take(room));
         }
+        // After a rank has returned, the others must finish, however few they are (EL-1).
         if members.len() >= self.rules.min_workers as usize || done {
+            // A failed member explains mutual losses, so only calm worlds count against a pair.
             if calm && let Some(task) = self.find_unreachable_survivor(&survivors) {
                 let reason = "cannot be reached by its peers".to_owned();
                 decisions.push(MembershipDecision::End { task, reason: reason.clone() });
@@ -129,6 +133,7 @@ impl ElasticMembership {
         if ready.len() >= self.rules.first as usize {
             self.changed |= self.enough_since.is_none();
             let enough = *self.enough_since.get_or_insert(now);
+            // Then no other worker can come, so waiting would gain nothing.
             let full = ready.len() == self.rules.max_workers as usize
                 || self.missing_workers().next().is_none();
             if full || now.saturating_sub(enough) >= FIRST_WORLD_SETTLE_TIME {
@@ -184,11 +189,14 @@ impl ElasticMembership {
                 };
             }
         }
+        // The journal must contain the step even if it decides nothing: a replay counts the same
+        // losses.
         self.changed |= self.quarrels.keys().ne(&pairs) || !pairs.is_empty();
         self.quarrels.retain(|pair, _| pairs.contains(pair));
         for pair in pairs {
             *self.quarrels.entry(pair).or_default() += 1;
         }
+        // The higher rank goes, because rank 0 must stay (EL-3).
         let (_, out) = *self.quarrels.iter().find(|(_, times)| **times > MAX_MUTUAL_LOSSES)?.0;
         self.quarrels.retain(|(one, other), _| *one != out && *other != out);
         Some(out)
@@ -202,6 +210,7 @@ impl ElasticMembership {
         decisions: &mut Vec<MembershipDecision>,
     ) {
         if let Some(limit) = self.rules.reset_limit
+            // The first world is no reset.
             && self.generation.0 > u64::from(limit)
         {
             let reason = format!(
@@ -226,6 +235,7 @@ impl ElasticMembership {
         for task in &order {
             if let Some(worker) = self.workers.get_mut(task) {
                 worker.stage = WorkerStage::Working;
+                // The worker asked for this world, which shows that it lives.
                 worker.presence = AgentPresence { seen: now, ..worker.presence };
             }
         }

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 
 /// Multiple of the longest cooldown after which a host without further failures has its earlier
 /// failures forgotten.
+// With a factor of 1, a host that fails right after the longest cooldown would begin again with the
+// shortest one.
 const FORGIVENESS_FACTOR: u32 = 2;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,6 +61,8 @@ impl ElasticHosts {
     pub(super) fn update_discovered(&mut self, hosts: Vec<(String, u32)>) {
         (self.known, self.outdated) = (true, false);
         for host in &mut self.all {
+            // Hosts stay in the list with their failures: a host that returns must not begin
+            // without them.
             (host.listed, host.slots) = (false, 0);
         }
         for (name, slots) in hosts {
@@ -92,6 +96,7 @@ impl ElasticHosts {
         }
         host.failures = host.failures.saturating_add(1);
         host.failed_at = Some(now);
+        // The bound keeps the shift in range; `longest` is reached far earlier.
         let doubled = shortest.saturating_mul(1 << (host.failures - 1).min(20));
         // Add a jitter, so that hosts that failed together do not return together.
         let spread =
@@ -104,6 +109,7 @@ impl ElasticHosts {
     pub(super) fn block_new_workers(&mut self, now: Duration, name: &str) {
         let until = now + self.cooldown.0;
         if let Some(host) = self.all.iter_mut().find(|host| host.name == name) {
+            // A longer cooldown after a failure stays.
             host.cool_at = host.cool_at.max(Some(until));
         }
     }
@@ -175,6 +181,7 @@ impl ElasticHost {
 /// Returns a number that differs between hosts and failures and is the same in every run (FNV-1a).
 fn cooldown_jitter(name: &str, failures: u32) -> u32 {
     let bytes = name.bytes().chain(failures.to_le_bytes());
+    // Not random: a replay of the journal must give the same times.
     bytes.fold(0x811c_9dc5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
 }
 

@@ -28,6 +28,7 @@ impl ElasticMembership {
         if worker.stage == WorkerStage::Done {
             return;
         }
+        // The job wanted this end, so its exit code says nothing about the host.
         if worker.stage == WorkerStage::Leaving || worker.dismissed.is_some() || exit.stopped {
             self.remove_worker(now, task);
         } else if !exit.kind.is_success() {
@@ -68,6 +69,8 @@ impl ElasticMembership {
     ) {
         let Some(worker) = self.workers.get(&task) else { return };
         if worker.dismissed.is_some() {
+            // Its host is probably about to be removed, and may have ended it before it could
+            // leave.
             return self.remove_worker(now, task);
         }
         let reason = cause.as_sentence().to_owned();
@@ -85,6 +88,8 @@ impl ElasticMembership {
         if let (Some(present), Some(_)) = (&mut self.present, rank) {
             present.record_failure(now, task, named, &cause);
         } else if self.present.is_none() && !began && matches!(cause, LossCause::OwnFailure(_)) {
+            // A program that fails before its first `init`, for example in an import, fails on
+            // every host.
             self.abort_job(named, Some(task), decisions);
         }
     }
@@ -93,6 +98,7 @@ impl ElasticMembership {
     fn silent_workers(&self, now: Duration) -> Vec<(TaskId, String)> {
         let rules = &self.rules;
         let reason = |worker: &ElasticWorker| match worker.stage {
+            // The agent of a worker that has ended sends no more heartbeats.
             WorkerStage::Done => None,
             WorkerStage::Starting => (now.saturating_sub(worker.presence.seen)
                 >= rules.start_timeout)
@@ -112,6 +118,7 @@ impl ElasticMembership {
         now: Duration,
         decisions: &mut Vec<MembershipDecision>,
     ) {
+        // Heartbeats are not in the journal, so a replay cannot decide itself who was silent.
         let gone = self.repeated.take().unwrap_or_else(|| self.silent_workers(now));
         for (task, reason) in &gone {
             // The process may still run, and must not come back.
@@ -141,6 +148,7 @@ impl ElasticMembership {
                 continue;
             };
             if *after == self.generation && now.saturating_sub(*since) >= SUSPECT_GRACE_PERIOD {
+                // A suspect that asks for the next world lives, whatever its peers say.
                 let silent = |task: &&TaskId| {
                     present.task_rank(**task).is_some()
                         && self

@@ -87,15 +87,21 @@ pub struct ElasticRules {
 
 /// Longest time for a member that others have lost to show that it lives, by asking for the next
 /// world.
+// A member that lives asks for the next world as soon as its own operation fails, usually within
+// milliseconds. So this time decides only about members that are stopped or cut off.
 const SUSPECT_GRACE_PERIOD: Duration = Duration::from_millis(500);
 /// Longest time in which a dismissed worker must leave.
+// A worker at work leaves at the end of a step or commit, which may take this long.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for which the first world waits for workers beyond the required ones.
+// Workers of one start become ready within seconds of each other. Without this wait, the first
+// world would be formed again at once for the late ones.
 const FIRST_WORLD_SETTLE_TIME: Duration = Duration::from_secs(3);
 /// Reason in the orders that end the last workers.
 const JOB_DONE_REASON: &str = "the job is done";
 /// Number of consecutive worlds in which two members lose each other, and no other fails, after
 /// which one of the two is dismissed.
+// One loss may be an accident of the network. Without a limit, such a pair would break every world.
 const MAX_MUTUAL_LOSSES: u32 = 2;
 
 /// A worker that was started and has not ended.
@@ -231,6 +237,8 @@ impl ElasticMembership {
     ) -> Result<Vec<MembershipDecision>, RegistrationRefusal> {
         self.check_open()?;
         if !self.workers.contains_key(&task) {
+            // A number that was used before belongs to a worker that is gone, and must not come
+            // back.
             if self.hosts.are_hosts_known() || !self.self_started.insert(task) {
                 return Err(RegistrationRefusal::NotWanted { task });
             }
@@ -239,6 +247,7 @@ impl ElasticMembership {
         let Some(worker) = self.workers.get_mut(&task) else {
             return Err(RegistrationRefusal::NotWanted { task });
         };
+        // Two agents with one task would both start a worker for one rank.
         if worker.session.is_some_and(|known| known != session) {
             return Err(RegistrationRefusal::Duplicate { task, attempt: 0 });
         }
@@ -275,6 +284,7 @@ impl ElasticMembership {
             WorkerStage::Working if after < generation => return Ok(Vec::new()),
             WorkerStage::Ready { suspects: known, .. } => {
                 self.changed |= !suspects.is_subset(known);
+                // A repeated request may know of more losses, and withdraws none.
                 known.extend(suspects);
             }
             WorkerStage::Importing | WorkerStage::Working => {
@@ -375,6 +385,7 @@ impl ElasticMembership {
         }
         self.phase = ElasticPhase::Aborted { reason: reason.clone() };
         self.disband_workers();
+        // Without a world, no worker waits for a verdict on its generation.
         if self.generation.0 > 0 {
             let verdict = GenerationVerdict { reason: reason.clone(), cause, retry: false };
             decisions.push(MembershipDecision::Stop { generation: self.generation, verdict });
@@ -397,6 +408,8 @@ impl ElasticMembership {
         if !matches!(self.phase, ElasticPhase::Open) {
             return decisions;
         }
+        // Losses come before plans: a lost worker frees its slot, and the next world must not
+        // contain it.
         self.drop_silent_workers(now, &mut decisions);
         self.expel_suspects(now, &mut decisions);
         self.plan_workers(now, &mut decisions);

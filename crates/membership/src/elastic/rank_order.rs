@@ -20,9 +20,11 @@ pub(super) fn order_ranks(
     for (rank, task) in old.iter().enumerate().filter(|(_, task)| survivors.contains(task)) {
         match seats.get_mut(rank) {
             Some(seat) => *seat = Some(*task),
+            // Its rank does not exist in the smaller world.
             None => moved.push(*task),
         }
     }
+    // Rank 0 must be a survivor: it has the state that newcomers get (EL-3).
     if seats.first() == Some(&None)
         && let Some(lowest) = survivors.first()
     {

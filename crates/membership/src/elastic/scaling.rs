@@ -13,6 +13,8 @@ use crate::decisions::MembershipDecision;
 impl ElasticWorker {
     /// Returns whether the worker stays if its host has a slot.
     fn can_stay(&self) -> bool {
+        // A worker that was only dismissed for its slot, and still works, stays if the slot comes
+        // back.
         let is_revocable = self.lacks_slot && self.stage == WorkerStage::Working;
         (self.dismissed.is_none() || is_revocable) && self.stage != WorkerStage::Done
     }
@@ -36,6 +38,7 @@ impl ElasticMembership {
             .collect();
         candidates.sort_by_cached_key(|(task, worker)| {
             let rank = rank(task);
+            // If the highest ranks leave, all others keep their ranks (EL-3).
             (worker.dismissed.is_some(), rank.is_none(), rank, *task)
         });
         let mut living: Vec<(TaskId, &str)> =
@@ -59,6 +62,7 @@ impl ElasticMembership {
                 worker.lacks_slot = true;
             }
         }
+        // A new worker would find no work, because no worker joins a world that is finishing.
         if self.present.as_ref().is_some_and(|present| self.has_returned_rank(present)) {
             return;
         }
@@ -76,6 +80,7 @@ impl ElasticMembership {
             self.workers.get_mut(&task).filter(|worker| worker.stage != WorkerStage::Done)
         {
             self.changed |= worker.dismissed.is_none();
+            // The first dismissal counts, or repeated ones would move the time limit.
             worker.dismissed.get_or_insert((now, reason));
         }
     }
@@ -99,6 +104,7 @@ impl ElasticMembership {
                         reason: reason.clone(),
                     });
                 }
+                // Such a worker is in no world, so its end costs no other worker anything.
                 WorkerStage::Starting | WorkerStage::Importing => {
                     ended.push((*task, reason.clone()))
                 }

@@ -84,6 +84,7 @@ impl ElasticMembership {
         now: Duration,
         input: StepKind,
     ) -> (Option<JournalStep>, Result<Vec<MembershipDecision>, RegistrationRefusal>) {
+        // Before the clone below: thousands of heartbeats come each second.
         if let StepKind::Input(MembershipInput::Heartbeat { .. }) = input {
             return (None, self.take_step(now, input));
         }
@@ -91,6 +92,7 @@ impl ElasticMembership {
         let losses = std::mem::take(&mut self.losses);
         let changed = std::mem::take(&mut self.changed) || input.is_always_journaled();
         let decided = outcome.as_ref().is_ok_and(|decisions| !decisions.is_empty());
+        // A record for each tick would fill the journal with 20 lines a second.
         let step = (decided || changed).then_some(JournalStep { at: now, input, losses });
         (step, outcome)
     }
@@ -128,8 +130,10 @@ impl ElasticMembership {
     /// workers are started in their place when a new list of hosts is given, because the hosts may
     /// have changed.
     fn resume_after_outage(&mut self, now: Duration) -> Vec<MembershipDecision> {
+        // The list in the journal is older than the outage: a host in it may be gone.
         self.hosts.mark_outdated();
         self.returning_until = now + self.rules.liveness.heartbeat_timeout;
+        // Their start may have been lost with the launcher, and their numbers are not used again.
         self.workers.retain(|_, worker| worker.stage != WorkerStage::Starting);
         for worker in self.workers.values_mut() {
             worker.presence = AgentPresence::seen_at(now);

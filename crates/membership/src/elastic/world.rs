@@ -61,8 +61,10 @@ impl LossCause {
     pub(super) fn from_exit(exit: &ExitReport) -> Self {
         let sentence = exit.kind.to_string();
         match &exit.kind {
+            // First: a process that reports a lost peer exits with a code, but is not the cause.
             _ if exit.peer_error => Self::Peer(sentence),
             ExitKind::Code(_) => Self::OwnFailure(sentence),
+            // A signal comes from outside of the program, so another start may succeed.
             ExitKind::Signal(_) | ExitKind::NotStarted(_) => Self::Lost(sentence),
         }
     }
@@ -94,6 +96,7 @@ impl CurrentWorld {
 
     /// Marks the world as broken; the first reason counts.
     pub(super) fn mark_broken(&mut self, now: Duration, reason: String) {
+        // Later reasons are consequences of the first.
         self.broken.get_or_insert((now, reason));
     }
 
@@ -145,6 +148,7 @@ impl CurrentWorld {
 
     /// Records the announced change, and returns whether it is new to the members.
     pub(super) fn announce_changes(&mut self, removed: bool, added: bool) -> bool {
+        // A flag that goes back to false needs no interruption of the members.
         let is_new = (removed && !self.announced_host_changes.0)
             || (added && !self.announced_host_changes.1);
         self.announced_host_changes = (removed, added);

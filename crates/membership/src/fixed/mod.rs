@@ -100,6 +100,8 @@ impl FixedMembership {
                 member.presence = AgentPresence::seen_at(now);
                 return Ok((self.generation, Vec::new()));
             }
+            // Spark may run an old attempt beside a new one; the old one must not get the rank
+            // back.
             check_newer_attempt(task, attempt, member.attempt)?;
         }
         if let Some(waiting) = self.waiting.get_mut(&task) {
@@ -109,6 +111,7 @@ impl FixedMembership {
             }
             check_newer_attempt(task, attempt, waiting.attempt)?;
         }
+        // Kept after the task is gone: a late message of its old attempt must still be refused.
         let fence = self.fences.entry(task).or_insert(attempt);
         if attempt < *fence {
             return Err(RegistrationRefusal::Stale { task, attempt, current: *fence });
@@ -118,6 +121,7 @@ impl FixedMembership {
         let mut decisions = vec![MembershipDecision::Registered { task, session, replaces }];
         if let Some(running) = &mut self.running {
             let reason = format!("task {task} was started again, as attempt {attempt}");
+            // The task's earlier process is gone, so the generation can never finish.
             decisions.extend(running.stop_generation(GenerationVerdict {
                 reason,
                 cause: None,
@@ -179,6 +183,7 @@ impl FixedMembership {
             }
             MembershipPhase::Open => {}
         }
+        // After the phase: a job that is over gives its reason to any task.
         if task.0 >= self.options.tasks {
             return Err(RegistrationRefusal::UnknownTask {
                 task,

@@ -53,6 +53,8 @@ impl RunningGeneration {
         let members = waiting
             .into_iter()
             .map(|(task, waiting)| {
+                // The wait for all tasks may have been long; each agent begins with the full
+                // timeout.
                 let presence = AgentPresence { seen: now, ..waiting.presence };
                 let rank = ranks.get(&task).copied().unwrap_or_default();
                 let Registration { attempt, session, .. } = waiting;
@@ -83,6 +85,7 @@ impl RunningGeneration {
     /// Records an exit; only a task's first exit counts.
     pub(super) fn record_exit(&mut self, now: Duration, task: TaskId, exit: ExitReport) {
         if let Some(member) = self.members.get_mut(&task)
+            // The report of an agent may be repeated, and a loss may be followed by a late report.
             && member.end.is_none()
         {
             member.end = Some(MemberEnd { at: now, observation: MemberObservation::Exited(exit) });
@@ -145,6 +148,7 @@ impl RunningGeneration {
     ) -> Option<GenerationVerdict> {
         let (task, member, end) = self.first_failure()?;
         let earliest = self.member_failures().map(|(_, _, end)| end.at).min()?;
+        // A worker that fails makes its peers fail, and their reports may arrive first.
         let grace = if end.is_own_failure() {
             options.failure_grace
         } else {
@@ -164,12 +168,14 @@ impl RunningGeneration {
         Some(GenerationVerdict {
             reason,
             cause: Some(task),
+            // A lost executor can be replaced. A program that failed would fail again.
             retry: matches!(end.observation, MemberObservation::Lost(_)),
         })
     }
 
     /// Returns the failure to blame: a task's own failure before a peer's error, then the earliest.
     fn first_failure(&self) -> Option<(TaskId, &GenerationMember, &MemberEnd)> {
+        // The number of the task makes the verdict the same in every run.
         self.member_failures().min_by_key(|(task, _, end)| (!end.is_own_failure(), end.at, *task))
     }
 
@@ -183,6 +189,7 @@ impl RunningGeneration {
 impl MemberEnd {
     fn is_failure(&self) -> bool {
         match &self.observation {
+            // A worker that was stopped follows from a failure elsewhere.
             MemberObservation::Exited(exit) => !exit.kind.is_success() && !exit.stopped,
             MemberObservation::Lost(_) => true,
         }

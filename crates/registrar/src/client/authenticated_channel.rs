@@ -25,6 +25,7 @@ pub(super) struct AuthenticatedChannel {
 
 impl AuthenticatedChannel {
     pub(super) fn grpc_stub(&self) -> RegistrarClient<Channel> {
+        // The client trusts its registrar, whose certificate is pinned, and a world may be large.
         RegistrarClient::new(self.channel.clone()).max_decoding_message_size(usize::MAX)
     }
 
@@ -33,6 +34,7 @@ impl AuthenticatedChannel {
         let metadata = request.metadata_mut();
         metadata.insert(TOKEN_HEADER, self.token.clone());
         metadata.insert(TASK_HEADER, self.task.0.into());
+        // Read for each call: a registration or a world may change the generation in between.
         metadata.insert(GENERATION_HEADER, self.generation.load(Ordering::Acquire).into());
         request
     }

@@ -19,8 +19,11 @@ use crate::tls::{PinnedCertVerifier, SERVER_NAME};
 /// once, answers are slow, and each further connection makes them slower.
 const ADDRESS_STAGGER: Duration = Duration::from_millis(250);
 /// Longest attempt to connect to one address.
+// Longer than a few lost SYN packets, which Linux repeats after 1 and 3 s.
 const ADDRESS_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of rounds in which every address must refuse before the registrar counts as gone.
+// A registrar that restarts refuses connections for some tenths of a second, as long as the pauses
+// between four rounds.
 const MIN_REFUSED_ROUNDS: u32 = 4;
 
 /// HTTP/2 window of a connection that carries links. It is so large that only the window of each
@@ -75,6 +78,7 @@ async fn dial_all_addresses(
     for (place, address) in (0u32..).zip(ticket.registrar_addresses()) {
         let (address, fingerprint) = (address.clone(), ticket.fingerprint);
         attempts.spawn(async move {
+            // The most likely address comes first in the ticket, so it gets its head start.
             tokio::time::sleep(ADDRESS_STAGGER * place).await;
             let connected =
                 match tokio::time::timeout(limit, connect_to_address(&address, fingerprint, false))
@@ -113,11 +117,15 @@ async fn connect_to_address(
     let tls = ClientTlsConfig::new().domain_name(SERVER_NAME);
     let endpoint = Endpoint::from_shared(format!("https://{address}"))
         .and_then(|endpoint| {
+            // The digest replaces a certificate authority: a job has none, and its certificate is
+            // self-signed.
             endpoint.tls_config_with_verifier(tls, Arc::new(PinnedCertVerifier::new(fingerprint)))
         })
         .map_err(|error| classify_failure(&error))?
         .tcp_nodelay(true)
         .connect_timeout(ADDRESS_CONNECT_TIMEOUT)
+        // A call may wait at the registrar for half a minute; without pings, a cut network would go
+        // unnoticed.
         .http2_keep_alive_interval(Duration::from_secs(2))
         .keep_alive_timeout(Duration::from_secs(5))
         .keep_alive_while_idle(true);
@@ -163,6 +171,7 @@ fn classify_failure(error: &tonic::transport::Error) -> ConnectFailure {
         innermost = cause.to_string();
         source = cause.source();
     }
+    // tonic gives the cause only as text. Another attempt would find the same wrong process.
     if innermost.contains("ApplicationVerificationFailure") {
         let reason =
             "what answers there has another certificate: not this job's registrar".to_owned();

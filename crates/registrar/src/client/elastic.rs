@@ -46,6 +46,7 @@ impl TaskClient {
         let suspects: Vec<u32> = suspects.iter().map(|task| task.0).collect();
         loop {
             let timeout_ms = self.server_wait_millis(deadline);
+            // The registrar ends the wait at `deadline`; the margin lets its answer arrive.
             let reply =
                 self.call_with_retries("the wait for a world", deadline + MAX_SERVER_WAIT, || {
                     let message = wire::JoinRequest {
@@ -94,6 +95,8 @@ impl TaskClient {
         on_change: impl Fn(HostChange) + Send + 'static,
     ) {
         let caller = AuthenticatedChannel {
+            // Not the shared number: the watch concerns this world, whichever world the client
+            // joins next.
             generation: std::sync::Arc::new(std::sync::atomic::AtomicU64::new(generation.0)),
             ..self.inner.caller.clone()
         };
@@ -112,6 +115,7 @@ impl TaskClient {
                 }
             }
         });
+        // A watch of an earlier world would call `on_change` for a world that is over.
         if let Some(before) = self.inner.changes.lock().replace(task) {
             before.abort();
         }

@@ -17,6 +17,7 @@ use crate::generated as wire;
 use crate::generated::meet_reply::What;
 
 /// Longest time between two checks whether the caller has given up.
+// A user who presses Ctrl-C expects an answer within about this time.
 const INTERRUPT_CHECK_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Outcome of a rank's formation request.
@@ -67,6 +68,8 @@ impl TaskClient {
     ) -> Result<FormationOutcome> {
         self.check_own_process()?;
         let request = wire::MeetRequest {
+            // The registrar distinguishes a repeated call, which is harmless, from a new attempt by
+            // this number.
             attempt: rand::random(),
             holder: holder.to_owned(),
             members: members.unwrap_or_default().iter().map(|rank| rank.0).collect(),
@@ -88,6 +91,7 @@ impl TaskClient {
             match answers.recv_timeout(INTERRUPT_CHECK_INTERVAL) {
                 Ok(answer) => return answer,
                 Err(RecvTimeoutError::Timeout) if interrupted() => {
+                    // The registrar sees the end of the call and withdraws the request.
                     waiting.abort();
                     return Ok(FormationOutcome::Interrupted);
                 }

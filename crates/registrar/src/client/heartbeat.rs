@@ -26,10 +26,12 @@ const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 pub(super) const RECONNECT_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Factor by which an agent waits longer for a registrar whose process is stopped.
+// A stopped process may continue, and then the job continues; a process that has ended never does.
 const STOPPED_PROCESS_FACTOR: u32 = 8;
 /// Longest time for the kernel of the registrar's host to accept a connection.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Shortest timeout of an attempt to connect.
+// Near the end of the outage timeout, a busy registrar must still have time for a TLS handshake.
 const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// An order of the registrar.
@@ -95,6 +97,8 @@ impl RegistrarMonitor {
             if silent >= STOPPED_PROCESS_FACTOR * outage_timeout
                 || (silent >= outage_timeout && !may_be_alive(&address, fingerprint, ended).await)
             {
+                // Before the order: calls of this agent that still wait must not delay the end of
+                // its worker.
                 lost.cancel_calls();
                 let reason =
                     format!("lost the registrar for {:.1?}: {reason}", last_answer_at.elapsed());
@@ -118,6 +122,7 @@ struct OrderReceiver {
 
 impl OrderReceiver {
     fn stop(&mut self, verdict: GenerationVerdict) {
+        // The registrar repeats the verdict on each new connection.
         if !std::mem::replace(&mut self.stopped, true) {
             (self.on_order)(RegistrarOrder::Stop(verdict));
         }
@@ -144,6 +149,7 @@ async fn may_be_alive(address: &str, fingerprint: Fingerprint, ended: bool) -> b
         MIN_ATTEMPT_TIMEOUT,
         dial::is_registrar_answering(address, fingerprint),
     );
+    // No answer: the process is stopped. If the port was closed before, another process has it now.
     answer.await.unwrap_or(!ended)
 }
 
@@ -164,6 +170,7 @@ async fn run_heartbeat_session(
     by: Instant,
     orders: &mut OrderReceiver,
 ) -> Result<Instant, Status> {
+    // One slot: a second waiting heartbeat would say nothing new.
     let (sender, receiver) = mpsc::channel(1);
     let one = wire::Beat { protocol_version: PROTOCOL_VERSION, session };
     sender.try_send(one).map_err(|error| Status::internal(error.to_string()))?;

@@ -19,11 +19,15 @@ impl TaskClient {
     pub fn is_registrar_answering(&self, deadline: Instant) -> Result<bool> {
         self.check_own_process()?;
         let call = || {
+            // A read changes nothing, and any answer, also a refusal, shows that the registrar
+            // lives.
             let message = wire::GetRequest { key: String::new(), timeout_ms: 0 };
             let request = self.inner.caller.build_request(message);
             let mut stub = self.inner.caller.grpc_stub();
             async move { stub.get(request).await }
         };
+        // A call would repeat until the deadline; a closed port proves the end of the process
+        // earlier.
         let refused = async {
             while !is_connection_refused(&self.inner.address).await {
                 tokio::time::sleep(RECONNECT_INTERVAL).await;

@@ -84,6 +84,7 @@ pub struct TaskClient {
     inner: Arc<ClientInner>,
 }
 
+// One connection for each worker: the registrar counts two for each task, its agent and its worker.
 static PROCESS_CLIENT: Mutex<Option<(u32, String, TaskClient)>> = Mutex::new(None);
 
 impl TaskClient {
@@ -99,6 +100,7 @@ impl TaskClient {
         let pid = std::process::id();
         let mut slot = PROCESS_CLIENT.lock();
         if let Some((made_in, job, client)) = slot.as_ref()
+            // A fork must not use the connection of its parent: both would read the same socket.
             && *made_in == pid
             && *job == config.job
         {
@@ -158,6 +160,7 @@ impl TaskClient {
             .to_hex()
             .parse()
             .map_err(|_| Error::Ticket { reason: "its token does not fit into a header" })?;
+        // HTTP/2 then never puts the token into its table of headers, and `Debug` hides it.
         token.set_sensitive(true);
         let generation = Arc::new(AtomicU64::new(generation.unwrap_or_default().0));
         let caller = AuthenticatedChannel { channel, token, task, generation };
@@ -184,6 +187,7 @@ impl TaskClient {
     /// Makes every call wait up to `outage` for a registrar that is gone and may come back. A
     /// shorter time than before changes nothing.
     pub fn tolerate_outage(&self, outage: Duration) {
+        // Several callers set it, and the most tolerant one must not lose its time.
         self.inner.timeout.fetch_max(duration_millis(outage), Ordering::AcqRel);
         self.inner.outbox.tolerate_outage(duration_millis(outage));
     }
@@ -245,7 +249,10 @@ impl TaskClient {
             let mut stub = self.inner.caller.grpc_stub();
             async move { stub.register(request).await }
         })?;
+        // Pairs with the load in `build_request`, which heartbeats call from another thread.
         self.inner.caller.generation.store(reply.generation, Ordering::Release);
+        // After the success: heartbeats repeat the registration, and must not register before the
+        // caller.
         *self.inner.offer.lock() = Some(offer);
         Ok(Generation(reply.generation))
     }
@@ -316,6 +323,8 @@ impl TaskClient {
         let stderr = stream == OutputStream::Stderr;
         let mut rest = text;
         loop {
+            // A line without an end, such as a progress bar, must fit into messages of limited
+            // size.
             let (head, tail) = rest.split_at(rest.floor_char_boundary(MAX_LINE_BYTES));
             self.inner.outbox.push_line(wire::LogLine { stderr, text: head.to_owned() });
             if tail.is_empty() {
@@ -364,6 +373,7 @@ impl TaskClient {
         let data = Bytes::copy_from_slice(data);
         self.call_with_retries("a result", deadline, || {
             let chunks: Vec<wire::ResultChunk> = (0..data.len())
+                // The registrar refuses messages of more than 2 MiB.
                 .step_by(MAX_CHUNK_BYTES)
                 .map(|at| data.slice(at..data.len().min(at + MAX_CHUNK_BYTES)))
                 .map(|data| wire::ResultChunk { data })
@@ -504,6 +514,7 @@ impl TaskClient {
                 done = tokio::time::timeout_at(deadline.into(), work) => done.map_err(|_| late()),
                 () = self.inner.cancel.wait_cancelled() => Err(Error::Closed { what: "the connection to \
                                                                                  the registrar" }),
+                // The heartbeats notice a dead registrar before a call that waits for minutes does.
                 () = self.inner.lost.wait_cancelled() => Err(Error::Lost {
                     job: self.job_id().0.clone(),
                     call,
@@ -550,12 +561,15 @@ impl TaskClient {
                 Ok(response) => return Ok(response.into_inner()),
                 Err(status) => self.error_from_status(name, &status),
             };
+            // A refusal would be the same again; only a broken connection can heal.
             if !matches!(error, Error::Lost { .. })
                 || started.elapsed() + pause > self.retry_timeout()
             {
                 return Err(error);
             }
             tokio::time::sleep(pause).await;
+            // Short at first for a registrar that only closed one connection, and never longer than
+            // a heartbeat.
             pause = (pause * 2).min(Duration::from_secs(1));
         }
     }
@@ -565,12 +579,15 @@ impl TaskClient {
             .metadata()
             .get(PROTOCOL_HEADER)
             .and_then(|value| value.to_str().ok()?.parse().ok());
+        // Before the codes: another version may use them for other reasons.
         if let Some(theirs) = theirs {
             return Error::Version { ours: PROTOCOL_VERSION, theirs };
         }
         let job = self.job_id().0.clone();
         let reason = status.message().to_owned();
         match status.code() {
+            // gRPC has no code for a dismissal, so a header distinguishes it from the end of the
+            // job.
             Code::Aborted if status.metadata().contains_key(DISMISSED_HEADER) => {
                 Error::Dismissed { job, reason }
             }

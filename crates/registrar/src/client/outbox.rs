@@ -19,6 +19,7 @@ use crate::generated as wire;
 /// Largest total of bytes in waiting records.
 const MAX_PENDING_BYTES: usize = 4 << 20;
 /// Largest number of bytes in a batch.
+// Well below the registrar's limit of 2 MiB for a message.
 const MAX_BATCH_BYTES: usize = 256 << 10;
 /// Longest time that a line waits for space before it is dropped. Output must not block a worker
 /// for ever.
@@ -32,6 +33,7 @@ const MIN_TOLERATED_OUTAGE: Duration = Duration::from_secs(10);
 /// Time for which a stream stays open before the driver confirms its records.
 const CONFIRMATION_INTERVAL: Duration = Duration::from_secs(1);
 /// Approximate limit of bytes that are kept until they are confirmed.
+// Unconfirmed records stay in memory until the driver confirms them.
 const MAX_UNCONFIRMED_BYTES: usize = 1 << 20;
 
 #[derive(Default)]
@@ -68,6 +70,7 @@ impl RecordOutbox {
             room: Condvar::new(),
             wake: Notify::new(),
             flushed: watch::Sender::new(0),
+            // A task has an agent and a worker, and both count their batches from 1.
             source: rand::random(),
             outage: AtomicU64::new(duration_millis(MIN_TOLERATED_OUTAGE)),
         }
@@ -92,6 +95,8 @@ impl RecordOutbox {
             state.dropped += 1;
             return;
         }
+        // The 16 bytes stand for the record itself: empty lines must not grow the queue without a
+        // limit.
         state.bytes += line.text.len() + 16;
         state.lines.push_back(line);
         self.wake.notify_one();
@@ -101,6 +106,7 @@ impl RecordOutbox {
     pub(super) fn push_metric(&self, metric: wire::Metric) {
         let mut state = self.state.lock();
         while state.bytes >= MAX_PENDING_BYTES {
+            // New metrics are worth more than old ones, and a training step must not wait for them.
             let Some(old) = state.metrics.pop_front() else { break };
             state.bytes -= metric_bytes(&old);
             state.dropped += 1;
@@ -151,6 +157,7 @@ impl RecordOutbox {
         }
         state.bytes -= size;
         state.unconfirmed_bytes += size;
+        // Kept before it is sent: if the stream breaks, it is unknown which batches arrived.
         state.unconfirmed.push(batch.clone());
         state.is_stalled = false;
         self.room.notify_all();
@@ -205,6 +212,8 @@ pub(super) async fn run_outbox(outbox: Arc<RecordOutbox>, caller: AuthenticatedC
         }
         let outage = Duration::from_millis(outbox.outage.load(Ordering::Acquire));
         if failures >= MAX_FAILED_STREAMS && first.elapsed() >= outage {
+            // A worker that ends waits for its flush, and must not wait for ever for a driver that
+            // is gone.
             outbox.flushed.send_replace(outbox.requested_flushes());
         }
         if failures > 0 {
@@ -260,6 +269,7 @@ async fn stream_batches(
         batches.push_back(next);
     }
     let wanted = outbox.requested_flushes();
+    // The end of the stream asks the registrar for its reply, which confirms all batches.
     drop(sender);
     call.await.unwrap_or_else(|error| Err(tonic::Status::internal(error.to_string())))?;
     outbox.mark_confirmed();

@@ -37,6 +37,7 @@ use crate::generated::relay_piece::What;
 /// Largest number of bytes in a piece.
 const MAX_PIECE_BYTES: usize = 64 << 10;
 /// Pieces of a link that may wait to be sent.
+// Few pieces, so that a slow reader slows the sender down through the socket.
 const MAX_QUEUED_PIECES: usize = 4;
 /// Timeout of the request that makes this task reachable for calls.
 const CALLS_REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
@@ -166,7 +167,10 @@ impl RelayedLinks {
                     let own =
                         tokio::task::spawn_blocking(move || is_own_user_connection(address, from))
                             .await;
+                    // Released before the link, which may last as long as the job.
                     drop(lookup);
+                    // The loopback is open to all users of the host, but this listener leads into
+                    // the job.
                     if !matches!(own, Ok(true)) {
                         return;
                     }
@@ -188,6 +192,8 @@ impl RelayedLinks {
 impl Drop for RelayedLinks {
     fn drop(&mut self) {
         for task in self.tasks.lock().drain(..) {
+            // First no new links, then the wait: otherwise the number of open links could grow
+            // meanwhile.
             task.abort();
         }
         let deadline = Instant::now() + LINK_CLOSE_TIMEOUT;
@@ -231,6 +237,7 @@ async fn forward_from_socket(
 ) -> std::result::Result<(), Status> {
     let mut buffer = BytesMut::new();
     loop {
+        // `split` has given the earlier bytes away, so they are not copied when the buffer grows.
         buffer.reserve(MAX_PIECE_BYTES);
         let ends = socket.read_buf(&mut buffer).await? == 0;
         let what = Some(if ends { What::End(true) } else { What::Data(buffer.split().freeze()) });

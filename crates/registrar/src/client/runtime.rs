@@ -26,6 +26,7 @@ pub(super) fn runtime_handle() -> Result<Handle> {
         std::mem::forget(runtime);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
+        // The calls only wait for the network, and every worker process has such a runtime.
         .worker_threads(1)
         .thread_name("farandole-client")
         .enable_all()

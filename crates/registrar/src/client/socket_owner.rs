@@ -20,6 +20,7 @@ pub(super) fn is_own_user_connection(listener: SocketAddr, caller: SocketAddr) -
 
 fn is_own_user_in_table(table: &str, listener: SocketAddr, caller: SocketAddr) -> bool {
     let owner = socket_user(table, listener, SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)));
+    // The listener's own line gives this user in the form of the table, also in a user namespace.
     owner.is_some() && owner == socket_user(table, caller, listener)
 }
 
@@ -39,6 +40,7 @@ fn socket_user(table: &str, own: SocketAddr, other: SocketAddr) -> Option<&str> 
 /// Formats an address like the kernel: the IP address as a hexadecimal number in this machine's
 /// byte order, then the port.
 fn format_proc_address(address: SocketAddr) -> Option<String> {
+    // The listeners of a relay are on 127.0.0.1.
     let SocketAddr::V4(address) = address else { return None };
     Some(format!("{:08X}:{:04X}", u32::from_ne_bytes(address.ip().octets()), address.port()))
 }

@@ -115,6 +115,7 @@ impl JournalHead {
     fn new(purpose: String, ticket: &Ticket, identity: &CertificateIdentity, port: u16) -> Self {
         Self {
             farandole: RELEASE_VERSION.to_owned(),
+            // After a loss of power, records may be missing that other hosts have seen.
             boot: boot_id(),
             purpose,
             ticket: ticket.encode_text(),
@@ -183,6 +184,7 @@ impl MembershipJournal {
         machine: &ElasticMembership,
     ) -> Result<()> {
         let head = JournalHead::new(self.purpose.clone(), ticket, identity, port);
+        // Before the file: `write_replacement` takes the head from here.
         self.writing.lock().head = Some(head);
         let state = JournalRecord::State { at: Duration::ZERO, machine: Box::new(machine.clone()) };
         self.write_replacement(&[state]).map_err(|error| {
@@ -196,6 +198,8 @@ impl MembershipJournal {
     pub(crate) fn append_record(&self, record: &JournalRecord) {
         let mut writing = self.writing.lock();
         let Some(file) = &mut writing.file else { return };
+        // One write for the whole line: a process that is killed leaves no half line, except at a
+        // full disk.
         match json_line(record).and_then(|line| file.write_all(&line).map(|()| line)) {
             Ok(line) => {
                 writing.grown_bytes += line.len() as u64;
@@ -215,6 +219,7 @@ impl MembershipJournal {
                 && writing.added_since.is_none()
                 && writing.grown_bytes >= REPLACE_AFTER_BYTES
         };
+        // The clock of the registrar asks, and must not wait for a disk that hangs.
         self.writing.try_lock().is_some_and(|writing| long(&writing))
     }
 
@@ -235,6 +240,7 @@ impl MembershipJournal {
     pub(crate) fn replace_records(&self, records: &[JournalRecord]) {
         let Err(error) = self.write_replacement(records) else { return };
         let mut writing = self.writing.lock();
+        // If another launcher has replaced the file, writing on would mix two jobs.
         let is_ours =
             writing.file.as_ref().is_some_and(|file| path_names_open_file(file, &self.path));
         if !is_ours {
@@ -272,6 +278,7 @@ impl MembershipJournal {
         self.check_file_identity(present)?;
         let since = writing.added_since.take().unwrap_or_default();
         file.write_all(&since)?;
+        // Rename last: a process that is killed earlier leaves the old file, which is complete.
         std::fs::rename(new, &self.path)?;
         (writing.file, writing.grown_bytes) = (Some(file), since.len() as u64);
         Ok(())
@@ -350,6 +357,7 @@ fn create_replacement(
         text.extend(json_line(record)?);
     }
     file.write_all(&text)?;
+    // Before the rename: after a loss of power, the name must not show a file without its content.
     file.sync_data()?;
     Ok(file)
 }
@@ -367,6 +375,7 @@ fn open_locked(path: &Path) -> std::result::Result<File, String> {
         if opened.uid() != geteuid().as_raw() {
             return Err("it belongs to another user".to_owned());
         }
+        // Two launchers with one journal would both continue the job.
         if let Err(error) = flock(&file, FlockOperation::NonBlockingLockExclusive) {
             let held = error == rustix::io::Errno::WOULDBLOCK;
             return Err(if held {
@@ -397,6 +406,7 @@ fn read_journal(
     let mut lines = BufReader::new(file);
     let mut text = Vec::new();
     let mut whole = 0;
+    // The path comes from the user and may name any file, also a huge one without line ends.
     let length = (&mut lines).take(MAX_HEAD_BYTES).read_until(b'\n', &mut text);
     if length.map_err(|error| error.to_string())? == 0 {
         return Ok((None, 0));
@@ -423,6 +433,7 @@ fn read_journal(
 fn parse_head(text: &[u8], purpose: &str) -> std::result::Result<JournalHead, String> {
     let other = |_| "it is not a journal: use another path".to_owned();
     let JournalRelease { farandole } = serde_json::from_slice(text).map_err(other)?;
+    // The same steps may lead to other decisions in another release, and then to another world.
     if farandole != RELEASE_VERSION {
         return Err(format!(
             "farandole {farandole} wrote it, and this is {RELEASE_VERSION}: use that release, {GIVE_UP_HINT}"

@@ -58,6 +58,7 @@ impl AuthInterceptor {
 
     fn admit_call(&self, metadata: &MetadataMap) -> Result<CallOrigin, Status> {
         let token = metadata.get(TOKEN_HEADER).map(MetadataValue::as_bytes).unwrap_or_default();
+        // Before all other checks: a stranger must not learn how many tasks the job has.
         if !self.token.matches_hex(token) {
             return Err(Status::unauthenticated("the token is not this job's"));
         }
@@ -73,6 +74,7 @@ impl AuthInterceptor {
             let reason = format!("task {task} makes more than {CALLS_PER_SECOND} calls a second");
             return Err(Status::resource_exhausted(reason));
         }
+        // A counter for tests and reports, which orders no other memory.
         self.admitted.fetch_add(1, Ordering::Relaxed);
         Ok(CallOrigin {
             task: TaskId(task),
@@ -84,6 +86,7 @@ impl AuthInterceptor {
         let now = Instant::now();
         let mut buckets = self.buckets.lock();
         let bucket = buckets.entry(task).or_insert(CallRateBucket { left: CALL_BURST, at: now });
+        // Refilled lazily: a timer for ten thousand tasks would cost more than this sum.
         bucket.left = (bucket.left
             + now.duration_since(bucket.at).as_secs_f64() * CALLS_PER_SECOND)
             .min(CALL_BURST);
@@ -105,6 +108,7 @@ impl Interceptor for AuthInterceptor {
         let caller = self.admit_call(request.metadata())?;
         if let Some(connection) = request.extensions().get::<TlsConnectInfo<ConnectionSlotHandle>>()
         {
+            // The token is right, so this connection must not be evicted for a stranger.
             connection.get_ref().mark_proven();
         }
         request.extensions_mut().insert(caller);

@@ -122,6 +122,7 @@ pub(super) fn elastic_rules(options: &RegistrarOptions, elastic: &ElasticOptions
 fn liveness_limits(options: &RegistrarOptions) -> LivenessLimits {
     LivenessLimits {
         heartbeat_timeout: options.peer_timeout.max(MIN_HEARTBEAT_TIMEOUT),
+        // Agents connect again after 0.2 s, so this time allows for several attempts.
         disconnect_grace: Duration::from_secs(1).min(options.peer_timeout),
     }
 }
@@ -193,9 +194,11 @@ impl RegistrarCore {
         let known = batches.entry(task).or_default();
         if let Some((_, last)) = known.iter_mut().find(|(known, _)| *known == source) {
             let is_newer = number > *last;
+            // A repeated old batch must not lower the number.
             *last = number.max(*last);
             return is_newer;
         }
+        // A task that restarts its worker for ever would otherwise grow this list.
         if known.len() == MAX_RECORD_SOURCES {
             known.pop_front();
         }
@@ -270,6 +273,8 @@ impl RegistrarCore {
     pub(super) fn record_exit(&self, task: TaskId, generation: Generation, exit: ExitReport) {
         self.step_membership(|members| {
             if self.is_current_generation(members, generation)
+                // The call may be repeated after a broken connection, and the driver must count
+                // each end once.
                 && self.delivered_events.lock().enter_generation(generation).ends.insert(task)
             {
                 members.queue_exit_report(task, generation, exit.clone());
@@ -282,6 +287,7 @@ impl RegistrarCore {
     /// Reports a worker's end to the driver.
     pub(super) fn report_exit(&self, task: TaskId, generation: Generation, exit: ExitReport) {
         let rank = self.last_rank_of_task(task);
+        // An elastic world that loses a worker is formed again, so its members need no such answer.
         if !self.is_elastic {
             self.end_formations_with(generation, rank, &exit);
         }
@@ -346,6 +352,8 @@ impl RegistrarCore {
             && !self.is_driver_stalled.load(Ordering::Acquire)
         {
             if started.elapsed() >= BACKPRESSURE_TIMEOUT {
+                // One sender has waited long enough for all: a driver that reads nothing must not
+                // stop the workers.
                 self.is_driver_stalled.store(true, Ordering::Release);
             }
             tokio::time::sleep(BACKPRESSURE_POLL_INTERVAL).await;
@@ -410,6 +418,7 @@ impl RegistrarCore {
     /// Ticks the membership at a fixed interval.
     pub(super) async fn run_clock(self: Arc<Self>) {
         let mut interval = tokio::time::interval(CLOCK_TICK_INTERVAL);
+        // After a stop of this process, a burst of missed ticks would prove nothing.
         interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut board = self.subscribe_announcements();
         while !board.borrow_and_update().closed {

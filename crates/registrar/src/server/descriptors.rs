@@ -28,6 +28,7 @@ pub(super) fn raise_limit_for_connections(
     min_connections: u32,
     max_connections: u32,
 ) -> Result<usize> {
+    // The driver is the user's process, which may have many files open.
     let taken = count_open_descriptors();
     let needed = |connections: u32| taken + u64::from(connections) + SPARE_DESCRIPTORS;
     let (must, may) = (needed(min_connections), needed(max_connections));
@@ -46,6 +47,7 @@ fn raise_soft_limit(min_connections: u32, must: u64, may: u64) -> Result<()> {
     }
     let refused =
         |limit: u64| Error::Descriptors { connections: min_connections, needed: must, limit };
+    // Fails at the start: later, some tasks could never connect, and the job would only time out.
     if let Some(hard) = limits.maximum.filter(|hard| *hard < must) {
         return Err(refused(hard));
     }

@@ -29,6 +29,8 @@ impl RegistrarCore {
     pub(super) fn carry_out_pending(&self) {
         self.run_blocking(|| {
             let _turn = self.effects_turn.lock();
+            // After `effects_turn`: taken before it, two threads could carry out their effects in
+            // reverse.
             let due = self.membership.lock().take_pending_effects();
             self.carry_out_effects(due);
         });
@@ -55,6 +57,8 @@ impl RegistrarCore {
     /// Runs `work`, which may wait for the disk if there is a journal. Meanwhile other threads
     /// serve the calls of this thread.
     pub(super) fn run_blocking<T>(&self, work: impl FnOnce() -> T) -> T {
+        // Without a journal nothing waits, and a hand-over of the thread would cost more than the
+        // work.
         if self.journal.is_some() { tokio::task::block_in_place(work) } else { work() }
     }
 

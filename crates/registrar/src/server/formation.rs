@@ -53,6 +53,7 @@ pub(super) fn parse_request(
     let members: Members =
         if members.is_empty() { (0..size).collect() } else { members.into_iter().collect() };
     let ascending = members.is_sorted_by(|one, next| one < next);
+    // Members are the key of a pending world, so two ranks must write them in the same way.
     if !ascending || !members.contains(&rank) || members.last().is_none_or(|last| *last >= size) {
         let reason = format!(
             "the members of a world are ranks of 0 to {}, ascending",
@@ -71,6 +72,7 @@ pub(super) fn outcome_reply(outcome: &Outcome, size: u32) -> FormationReplyPiece
             FormationRefusal::RankTaken(holder) => What::Taken(holder),
             FormationRefusal::MembersDiffer { rank, members } => {
                 let all = members.len() == size as usize;
+                // An empty list means all ranks, as in the request, so the message stays short.
                 let members = if all { Vec::new() } else { members.to_vec() };
                 What::Elsewhere(wire::Elsewhere { rank, members })
             }

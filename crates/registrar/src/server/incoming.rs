@@ -33,6 +33,7 @@ use tonic::transport::server::Connected;
 use crate::accept_retry::AcceptRetry;
 
 /// Longest life of an unproven connection.
+// Enough for a TLS handshake over a slow network. A silent stranger holds a slot for that long.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
 /// Additional time for each task: when all tasks of a large job connect at once, their handshakes
 /// are served in turn.
@@ -102,6 +103,8 @@ impl AdmissionState {
         for ((stage, _), group) in &self.groups {
             *sizes.entry(*stage).or_default() += group.len();
         }
+        // Later stages cost a stranger more work, so the earliest of equally full stages goes
+        // first.
         let fullest = sizes.into_iter().map(|(stage, size)| (size, Reverse(stage))).max();
         let Some((_, Reverse(fullest))) = fullest else { return false };
         let candidates = self.groups.iter().filter(|((stage, _), _)| *stage == fullest);
@@ -119,6 +122,7 @@ impl AdmissionState {
 fn admission_source(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => {
+            // A host may choose any address of its /64, so single addresses would not limit it.
             let [a, b, c, d, ..] = six.segments();
             IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
         }
@@ -162,6 +166,7 @@ impl ConnectionSlot {
     /// Records that the connection has reached this stage.
     fn reach_stage(&self, reached: HandshakeStage) {
         let mut stage = self.stage.lock();
+        // A stage never goes back: data that follows an answer must not count as a first message.
         if *stage >= reached {
             return;
         }
@@ -173,6 +178,8 @@ impl ConnectionSlot {
     }
 
     fn mark_proven(&self) {
+        // Each call on the connection comes here, so proven ones must not take the lock of all
+        // slots.
         if self.proven.load(Ordering::Acquire) {
             return;
         }
@@ -229,6 +236,7 @@ impl AdmittedConnection {
         let Some(trial) = &mut self.trial else { return Ok(()) };
         match Pin::new(&mut trial.unseated).poll(context) {
             Poll::Ready(Ok(())) => {
+                // A proven connection has no time limit any more.
                 self.trial = None;
                 Ok(())
             }

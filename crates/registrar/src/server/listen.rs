@@ -42,6 +42,7 @@ fn listen_on_port_range(
     ports: PortRange,
 ) -> Result<(TcpListener, u16, Vec<String>)> {
     let bound = bound.map(|address| address.to_string());
+    // One socket for both families; a host without IPv6 refuses the first address.
     let any: &[&str] = if is_dual_stack() { &["::", "0.0.0.0"] } else { &["0.0.0.0"] };
     let binds: Vec<String> = if let Some(bound) = &bound {
         vec![bound.clone()]
@@ -52,6 +53,8 @@ fn listen_on_port_range(
     let host = host.or(bound.as_deref());
     let mut last = "no port in the range".to_owned();
     for bind in &binds {
+        // All ports of one address come before the next address, so a busy port does not widen the
+        // address.
         for port in ports.first..=ports.last {
             let found = match (bind.as_str(), port).to_socket_addrs() {
                 Ok(addresses) => addresses.collect::<Vec<SocketAddr>>(),

@@ -77,6 +77,7 @@ impl MembershipMachine {
     pub(super) fn knows_session(&self, task: TaskId, session: u64) -> bool {
         match &self.kind {
             MembershipKind::Fixed(members) => members.knows_session(task, session),
+            // A worker of an elastic job has one life: if it is dropped, another one replaces it.
             MembershipKind::Elastic { .. } => true,
         }
     }

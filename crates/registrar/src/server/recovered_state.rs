@@ -96,6 +96,7 @@ impl RecoveredState {
                 }
             }
         }
+        // After the replay: the steps were decided by the earlier rules.
         recovered.machine.replace_rules(rules);
         recovered
     }

@@ -80,6 +80,8 @@ impl RegistrarCore {
         drop(membership);
         self.carry_out_effects(due);
         let state = JournalRecord::State { at, machine: Box::new(machine?) };
+        // Both are held until the replacement begins, so that no record falls between it and the
+        // old file.
         let (kv, formation) = (self.kv.lock(), self.formation.lock());
         if !journal.begin_replacement() {
             return None;

@@ -28,6 +28,7 @@ const MAX_PENDING_CALLS: usize = 1024;
 /// Longest time for a task to answer, and for an end to send its first piece.
 const CALL_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of pieces in flight from one end to the other.
+// Few pieces, so that a slow reader slows its peer down and not the driver's memory.
 const MAX_PIECES_IN_FLIGHT: usize = 2;
 
 type RelayPieceResult = Result<wire::RelayPiece, Status>;
@@ -72,6 +73,7 @@ impl RelayExchange {
     ) -> ReceiverStream<Result<wire::Call, Status>> {
         let (calls, receiver) = mpsc::channel(MAX_PENDING_CALLS);
         let mut call_streams = self.call_streams.lock();
+        // Worlds of an elastic job come and go; without this, their streams would collect.
         call_streams.retain(|_, calls| !calls.is_closed());
         call_streams.insert((caller.generation, caller.task, relay_world), calls);
         ReceiverStream::new(receiver)
@@ -122,9 +124,11 @@ impl RelayExchange {
         let away = || Status::unavailable(format!("task {task} takes no calls"));
         let calls = self.call_streams.lock().get(&target).cloned().ok_or_else(away)?;
         let (answer, answered) = oneshot::channel();
+        // Random: a task must not guess the call of another one and answer it.
         let id = rand::random();
         self.pending_calls.lock().insert(id, answer);
         let _ringing = PendingRelayCall { exchange: self, id };
+        // Never waits: a task that does not read its calls must not hold up its callers.
         calls.try_send(Ok(wire::Call { id })).map_err(|_| away())?;
         match timeout(CALL_ANSWER_TIMEOUT, answered).await {
             Ok(Ok(end)) => Ok(end),

@@ -29,9 +29,12 @@ use crate::wire::{
 };
 
 /// Bytes of a world in one piece of a reply.
+// Small pieces, made as each connection takes them: thousands of replies at once need little
+// memory.
 const WORLD_PIECE_BYTES: usize = 8 << 10;
 
 /// Longest time that a call waits here before its caller asks again.
+// Bounded, so that a caller notices a lost answer, and a gone caller's call ends.
 const MAX_CALL_WAIT: Duration = Duration::from_secs(60);
 
 /// Longest wait of a call whose worker has ended successfully before the others.
@@ -161,6 +164,8 @@ impl Registrar for RegistrarService {
             let pieces: AssignmentReplyPieces = Box::new(std::iter::once(Ok(none)));
             return Ok(Response::new(tokio_stream::iter(pieces)));
         };
+        // Before the verdicts: a worker that may go has not failed, even if the job ends at this
+        // moment.
         if let Some(reason) = board.dismissal_reason(task) {
             return Err(dismissal_status(&reason));
         }
@@ -319,6 +324,7 @@ impl Registrar for RegistrarService {
             for record in convert::telemetry_records(batch, caller.task.0, rank) {
                 self.core.push_event(JobEvent::Record(record));
             }
+            // While this call waits, HTTP/2 holds its sender back.
             self.core.wait_for_event_room().await;
         }
         Ok(Response::new(wire::RecordsReply {}))
@@ -335,6 +341,7 @@ impl Registrar for RegistrarService {
         let mut chunks = request.into_inner();
         let mut data = Vec::new();
         while let Some(chunk) = chunks.message().await? {
+            // Checked for each chunk, before its bytes are kept.
             if data.len() + chunk.data.len() > MAX_RESULT_BYTES {
                 return Err(Status::out_of_range(format!(
                     "a result has at most {MAX_RESULT_BYTES} bytes"
@@ -390,6 +397,7 @@ impl Registrar for RegistrarService {
                 pending,
             }));
         }
+        // Only a failure has a verdict to wait for.
         if success || self.core.is_elastic {
             return Ok(Response::new(wire::ExitReply { verdict: None, pending: false }));
         }
@@ -422,6 +430,8 @@ async fn serve_heartbeats(
     let (mut is_stop_sent, mut interrupted) = (false, false);
     loop {
         tokio::select! {
+            // Heartbeats first: a board that changes all the time must not make an agent look
+            // silent.
             biased;
             beat = heartbeats.message() => match beat {
                 Ok(Some(beat)) => {
@@ -429,6 +439,8 @@ async fn serve_heartbeats(
                         drop(directives.send(Err(status)).await);
                         break;
                     }
+                    // Numbered at the first heartbeat: the end of an older connection must not
+                    // count any more.
                     session.get_or_insert_with(|| (beat.session, core.next_heartbeat_stream(caller.task)));
                     if !core.record_heartbeat(caller.task, beat.session) {
                         // The end of the stream makes the agent register again.

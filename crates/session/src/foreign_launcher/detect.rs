@@ -79,9 +79,12 @@ pub(crate) fn detect_launch(
             None => Ok(LaunchDetection::Alone(batch_script_warning(lookup))),
         };
     };
+    // Variables of an outer shell or batch job may be stale. Guessing one of them could start a
+    // world with wrong ranks.
     for other in &reports {
         check_agreement(inner, other)?;
     }
+    // A world of one needs no rendezvous, but a forgotten `srun` is a common mistake.
     if inner.size == 1 {
         return Ok(LaunchDetection::Alone(batch_script_warning(lookup)));
     }
@@ -101,6 +104,7 @@ fn build_detected_rank(
         names.iter().filter_map(|name| Some(((*name).to_owned(), lookup(name)?))).collect()
     };
     let starter = reported.launcher;
+    // A loopback address of rank 0 can be reached only from its own host.
     let near = |name: String| name == "localhost" || name == "::1" || name.starts_with("127.");
     let one_host = starter.is_single_host(reported.size, lookup);
     DetectedRank {
@@ -110,6 +114,8 @@ fn build_detected_rank(
         size: reported.size,
         one_host: one_host.unwrap_or_else(|| lookup("MASTER_ADDR").is_some_and(near)),
         start_variables: pairs(starter.start_variables),
+        // The restart count makes a requeued job another job: a ticket of the first try must not be
+        // used.
         batch_variables: pairs(&["SLURM_JOB_ID", "SLURM_RESTART_COUNT", "LSB_JOBID", "PBS_JOBID"]),
         first_host: first_host::likely_first_host(lookup, read),
         rank_variable: starter.rank_variable,

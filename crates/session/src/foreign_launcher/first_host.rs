@@ -13,6 +13,7 @@ pub(super) fn likely_first_host(
     read: &dyn Fn(&str) -> Option<String>,
 ) -> Option<String> {
     let word = |text: String| text.split_whitespace().next().map(str::to_owned);
+    // The most specific source first: a step may use only some of the nodes of its job.
     lookup("MASTER_ADDR")
         .or_else(|| lookup("SLURM_STEP_NODELIST").and_then(|list| first_slurm_host(&list)))
         .or_else(|| lookup("SLURM_JOB_NODELIST").and_then(|list| first_slurm_host(&list)))

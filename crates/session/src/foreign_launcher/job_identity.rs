@@ -10,8 +10,10 @@ use sha2::{Digest, Sha256};
 use super::DetectedRank;
 
 /// Bytes of the digest that a name holds.
+// Enough to distinguish the jobs of a user, and short in the name of a file.
 const DIGEST_BYTES: usize = 8;
 /// Largest number of ancestors to search.
+// Bounded, because `/proc` may change during the search and could lead in a circle.
 const MAX_ANCESTORS: usize = 64;
 
 /// Returns the job's name. `starter` returns the identity of the process that set a variable for
@@ -28,6 +30,8 @@ pub(super) fn job_name(
         started.batch_variables.iter().chain(&started.start_variables).cloned().collect();
     if started.start_variables.is_empty() {
         if started.one_host
+            // Two jobs of one user on one host need different names, and only their launchers
+            // differ.
             && let Some(process) = starter(started.rank_variable)
         {
             facts.push(("process".to_owned(), process));
@@ -42,6 +46,7 @@ pub(super) fn job_name(
     }
     let mut digest = Sha256::new();
     for text in facts.iter().flat_map(|(name, value)| [name, value]) {
+        // With lengths, two different lists of texts never give the same bytes.
         digest.update((text.len() as u64).to_le_bytes());
         digest.update(text.as_bytes());
     }

@@ -138,6 +138,8 @@ impl LauncherVariables {
     /// second one starts the process, and the variables of the first one are only inherited.
     pub(super) fn nesting_depth(&self, lookup: VariableLookup<'_>) -> u8 {
         match self.key {
+            // The agent of torchrun starts each process itself, so its variables describe this
+            // process.
             "torchrun" if lookup(TORCH_AGENT_VARIABLE).is_some() => 2,
             "slurm" => 0,
             _ => 1,

@@ -26,15 +26,18 @@ use crate::{AssignedRank, Error, Result};
 /// A rank's variable for processes that it starts: the job, the rank, and the rank's process.
 const RANK_HOLDER_VARIABLE: &str = "FARANDOLE_RANK_HOLDER";
 /// Longest attempt to reach the registrar before the caller is asked whether to give up.
+// An attempt cannot be interrupted, and Ctrl-C must work within seconds (SE-3).
 const REGISTRAR_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time for which the end of this process waits for the registrar.
 const LEAVE_REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Waiting time after which a warning names the reason for the wait.
 const WAIT_WARNING_DELAY: Duration = Duration::from_secs(10);
 /// Shortest and longest time between two searches for rank 0.
+// Short at first, because ranks usually start together; later searches spare a shared file system.
 const MIN_SEARCH_INTERVAL: Duration = Duration::from_millis(10);
 const MAX_SEARCH_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval at which an admitted rank checks whether it is in an earlier start's job.
+// Only a ticket of an earlier start is ever replaced, so this need not be fast.
 const TICKET_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A rank that another launcher gave to this process, held until the process ends.
@@ -114,6 +117,7 @@ pub(crate) fn connect_detected_rank(
     .map_err(astray)?;
     match &way {
         RankZeroRendezvous::File { folders, private: true, .. } if started.rank == 0 => {
+            // Checked before the registrar starts, so that a wrong setting fails at once on rank 0.
             ticket_file::first_private_folder(folders).map(drop).map_err(astray)?
         }
         RankZeroRendezvous::File { folders, private: false, .. } => {
@@ -138,6 +142,7 @@ pub(crate) fn connect_detected_rank(
     };
     let held = HeldRank { process: process::id(), job: job.0, client: client.clone(), registrar };
     // The earlier one belongs to another job: the environment has changed.
+    // The old value is dropped after the lock: closing a registrar takes up to seconds.
     let earlier = HELD_RANK.lock().replace(held);
     drop(earlier.map(|held| (held.client, held.registrar)));
     Ok(Some(client))
@@ -175,6 +180,7 @@ fn held_client(started: &DetectedRank, job: &JobId) -> Result<Option<TaskClient>
 /// Returns a variable to set in this process, by name and value, so that its child processes do not
 /// take the same rank; `None` if no other launcher started this process.
 pub fn rank_holder_variable() -> Option<(&'static str, String)> {
+    // The registrar of our own launcher refuses a second process for a rank.
     if environment_variable("FARANDOLE_JOB").is_some() {
         return None;
     }
@@ -288,6 +294,7 @@ impl RankZeroSearch<'_> {
             }
             check_interrupted(interrupted)?;
         }
+        // All ranks have the ticket, so the file, which is a secret, is removed.
         drop(written);
         Ok((client, registrar))
     }
@@ -309,6 +316,7 @@ impl RankZeroSearch<'_> {
                             false => "it was an earlier start's".to_owned(),
                         },
                         Err(
+                            // Waiting does not change the installed version.
                             error @ (RegistrarError::Version { .. }
                             | RegistrarError::Runtime { .. }),
                         ) => {
@@ -355,6 +363,7 @@ impl RankZeroSearch<'_> {
         };
         let Some(text) = text else { return Ok(None) };
         let ticket: Ticket = text.parse().map_err(|error: RegistrarError| error.to_string())?;
+        // A shared folder may have files of other jobs.
         if ticket.job_id() != self.job {
             return Err(format!("it is of job {}", ticket.job_id()));
         }

@@ -77,6 +77,7 @@ impl RankZeroRendezvous {
         };
         let name = format!("{job}.ticket");
         let path = rendezvous.strip_prefix("file://").unwrap_or(rendezvous);
+        // A file needs no secret, so a directory that the user names comes first.
         if path.starts_with('/') {
             return Ok(Self::File { folders: vec![PathBuf::from(path)], private: false, name });
         }
@@ -111,6 +112,7 @@ impl RankZeroRendezvous {
                 .ok_or_else(|| invalid_rendezvous_message(rendezvous))?;
             return Ok(Self::Address { secret, host, port });
         }
+        // All ranks derive the same port, so none has to be sent.
         let port = secret.derive_port(FIRST_PORT, PORT_COUNT);
         let host = if started.one_host {
             Some("127.0.0.1".to_owned())
@@ -125,6 +127,7 @@ impl RankZeroRendezvous {
     /// Returns whether the registrar must only be reachable from this host.
     pub(crate) fn is_local_only(&self, started: &DetectedRank) -> bool {
         match self {
+            // Ranks of other hosts read the same file, and must reach the address in it.
             Self::File { .. } => started.one_host,
             Self::Address { host, .. } => is_loopback_host(host),
         }

@@ -12,6 +12,7 @@ use std::time::SystemTime;
 use rustix::fs::OFlags;
 
 /// Largest number of bytes that are read of a ticket.
+// A ticket has a few hundred bytes; a wrong file in its place must not fill the memory.
 const MAX_TICKET_BYTES: u64 = 64 << 10;
 /// Permissions of other users, which a ticket file or a private folder must not have.
 const OTHERS_PERMISSION_MASK: u32 = 0o077;
@@ -36,6 +37,7 @@ pub(super) fn ensure_private_folder(folder: &Path) -> Result<(), String> {
         }
         _ => {}
     }
+    // Not `metadata`: another user could put a link to a folder of this user there.
     let found =
         fs::symlink_metadata(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     if !found.is_dir() {
@@ -95,6 +97,7 @@ pub(super) fn read_newest_ticket(
             continue;
         }
         match read_ticket_with_time(folder, name) {
+            // An earlier start may have written into another folder than this one.
             Ok(Some(found)) => newest = newest.max(Some(found)),
             Ok(None) => {}
             Err(reason) => refused = Some(reason),
@@ -135,6 +138,8 @@ pub(super) fn write_ticket(folder: &Path, name: &str, text: &str) -> Result<Tick
     let failed = |error: std::io::Error| format!("cannot write {}: {error}", path.display());
     let mut file = OpenOptions::new()
         .write(true)
+        // With NOFOLLOW: another user who guesses the name cannot make this process write
+        // elsewhere.
         .create_new(true)
         .mode(0o600)
         .custom_flags(open_flags(OFlags::NOFOLLOW))
@@ -142,6 +147,8 @@ pub(super) fn write_ticket(folder: &Path, name: &str, text: &str) -> Result<Tick
         .map_err(failed)?;
     let written = file
         .write_all(text.as_bytes())
+        // Before the rename: on a network file system, other hosts could find the name without the
+        // content.
         .and_then(|()| file.sync_all())
         .and_then(|()| fs::rename(&half, &path));
     if let Err(error) = written {
@@ -171,6 +178,7 @@ fn read_ticket_with_time(
     let failed = |error: std::io::Error| format!("cannot read it: {error}");
     let mut file = match OpenOptions::new()
         .read(true)
+        // NONBLOCK: opening a FIFO of that name would wait for a writer for ever.
         .custom_flags(open_flags(OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC))
         .open(&path)
     {
@@ -180,6 +188,7 @@ fn read_ticket_with_time(
         }
         other => other.map_err(failed)?,
     };
+    // The open file is checked, not the path, which could be replaced in between.
     check_ticket_file(&file)?;
     let written = file.metadata().and_then(|found| found.modified()).map_err(failed)?;
     let mut text = String::new();

@@ -99,6 +99,7 @@ fn finish_formation(
 ) -> Result<Session> {
     session
         .create_initial_sets(&options.process_sets, deadline, interrupted)
+        // Otherwise the engine would keep its threads, and peers would wait for this rank.
         .inspect_err(|_| session.shutdown())?;
     Ok(session)
 }
@@ -127,10 +128,12 @@ pub(super) fn join_mesh(
         streams: u16::try_from(config.tcp_streams).unwrap_or(u16::MAX),
         congestion: config.tcp_congestion.clone(),
         peer_timeout: config.peer_timeout,
+        // All steps of `init` share one deadline (SE-3).
         setup_timeout: deadline.saturating_duration_since(Instant::now()),
         ..MeshOptions::new(world.rank, size, world.own_placement().host.clone(), key)
     };
     let joined = Mesh::join(options, &rendezvous);
+    // The transport only knows that the rendezvous failed; this error says why.
     match rendezvous.into_failure() {
         Some(failure) => Err(failure),
         None => Ok(joined?),
@@ -172,6 +175,7 @@ fn start_engine(
     control: Vec<Link>,
     data: Vec<Link>,
 ) -> Result<(Engine, Arc<StackRequests>, Arc<ProcessGpus>)> {
+    // One rank is enough: all have the same setting, and the warning would appear once for each.
     if let (Some(warning), 0) = (stall_time_warning(config), world.rank.0) {
         tracing::warn!("{warning}");
     }

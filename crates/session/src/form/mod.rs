@@ -30,12 +30,15 @@ pub(crate) fn form_session(
     let mut config = Config::from_env()?;
     config.dynamic_process_sets |= options.dynamic;
     let deadline = Instant::now() + config.start_timeout;
+    // First: the caller knows more than the environment, for example with an MPI communicator.
     if let Some(assigned_rank) = &options.assigned_rank {
         let client =
             foreign_launcher::connect_assigned_rank(assigned_rank, &config, deadline, interrupted)?;
         return form_launched_session(&config, client, options, deadline, interrupted);
     }
     let client = match connect_registrar(&config, deadline, interrupted)? {
+        // Our own ticket comes first, because our launcher also sets the variables of other
+        // launchers.
         None => foreign_launcher::connect_detected_rank(&config, deadline, interrupted)?,
         launched => launched,
     };

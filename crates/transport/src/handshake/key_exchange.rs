@@ -50,6 +50,7 @@ impl KeyExchangeHalf {
         other: &[u8; PUBLIC_KEY_BYTES],
     ) -> Option<SharedSecret> {
         let other = UnparsedPublicKey::new(&X25519, other);
+        // With the job's key as the salt, a break of X25519 alone does not reveal the keys.
         let salt = Salt::new(HKDF_SHA256, job);
         agree_ephemeral(self.private, &other, |shared| SharedSecret(salt.extract(shared))).ok()
     }
@@ -100,6 +101,7 @@ impl SharedSecret {
             RecordSeal::new(suite, &key)
         };
         let (own, other): (&[u8], &[u8]) = match side {
+            // Both directions count records from zero, so a shared key would repeat nonces.
             HandshakeSide::Dialer => (b" from dialer ", b" from acceptor "),
             HandshakeSide::Acceptor => (b" from acceptor ", b" from dialer "),
         };

@@ -42,6 +42,7 @@ use key_exchange::{
 /// Time limit of a handshake.
 pub(crate) const HANDSHAKE_TIME_LIMIT: Duration = Duration::from_secs(5);
 
+// Raise it with every change of a message or a record, also in `network-security.md`.
 pub(crate) const PROTOCOL_VERSION: u16 = 6;
 /// The channel of heartbeat connections, reserved for the mesh.
 pub(crate) const CONTROL_CHANNEL: u32 = u32::MAX;
@@ -103,6 +104,7 @@ pub(crate) enum HandshakeStatus {
 }
 
 impl HandshakeStatus {
+    // The position of a status is its code on the wire, so the order is part of the protocol.
     const ALL_STATUSES: [Self; 6] = [
         Self::Welcome,
         Self::OtherVersion,
@@ -246,6 +248,7 @@ pub(crate) fn encode_other_version() -> [u8; OPENING_BYTES] {
     let mut bytes = [0; OPENING_BYTES];
     bytes[..8].copy_from_slice(&PROTOCOL_MAGIC);
     bytes[8..10].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+    // No code follows: another version may compute codes in another way.
     bytes[10..].copy_from_slice(&HandshakeStatus::OtherVersion.to_code());
     bytes
 }
@@ -269,6 +272,7 @@ impl DialerHandshake {
             bytes[HELLO_PUBLIC_KEY_OFFSET..HELLO_HEAD_BYTES].copy_from_slice(&half.public);
         }
         let (head, code) = bytes.split_at_mut(HELLO_HEAD_BYTES);
+        // The zero byte ends the role, so no role is the prefix of another one.
         code.copy_from_slice(&key.compute_mac(&[b"hello", &[0], head]));
         Ok(Self { key: key.clone(), hello: bytes, half })
     }
@@ -288,6 +292,7 @@ impl DialerHandshake {
             head.try_into().map_err(|_| "a challenge of another size")?;
         let mut transcript =
             HandshakeTranscript { key: self.key, hello: self.hello, challenge, secret: None };
+        // The status is read only after this check: an attacker could otherwise turn ranks away.
         if !transcript.verify_mac(b"acceptor", &[], code) {
             return Err("what listens there does not hold the key of this job");
         }
@@ -331,6 +336,7 @@ impl HandshakeTranscript {
             }
             Some(ConnectionCarrier::SharedMemory) | None => None,
         };
+        // The hello is under the code of the job's key, so an attacker cannot downgrade the suite.
         let suite = decoded.map_or(CipherSuite::fastest_local(), |hello| {
             hello.suite.fastest_common(CipherSuite::fastest_local())
         });
@@ -357,6 +363,7 @@ impl HandshakeTranscript {
             HandshakeSide::Dialer => &self.challenge[CHALLENGE_PUBLIC_KEY_OFFSET..],
             HandshakeSide::Acceptor => &self.hello[HELLO_PUBLIC_KEY_OFFSET..HELLO_HEAD_BYTES],
         };
+        // `None` for a key of small order: `derive_keys` then returns no keys.
         self.secret = other.first_chunk().and_then(|other| half.agree_secret(&self.key.0, other));
     }
 

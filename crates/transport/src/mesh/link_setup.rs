@@ -15,6 +15,7 @@ impl Mesh {
     ) -> Result<Link> {
         let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
         let capacity = RingSegment::round_capacity(capacity);
+        // Both ends must agree on the size, or a sender would wait for space that never comes.
         if theirs != capacity as u64 {
             return Err(capacity_mismatch(peer.rank, channel, theirs, capacity));
         }
@@ -152,6 +153,7 @@ impl Mesh {
             capacity: 0,
         };
         let secured = dial::dial_any_address(&self.shared, &request, addresses, wait)?;
+        // The handshake needs a blocking socket, and the service thread must not wait for a peer.
         rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::from_call("ioctl"))?;
         self.shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
         self.heartbeat_channels.lock().insert(peer.rank);
@@ -174,6 +176,7 @@ impl Mesh {
             capacity,
             congestion,
         )?;
+        // A weak reference: the service thread must not keep a dropped link and its sockets open.
         self.shared.inbox.queue_monitored_link(Arc::downgrade(&below) as _);
         Ok(link)
     }
@@ -196,6 +199,7 @@ impl Mesh {
             self.fallbacks.lock().push((peer.rank, reason));
             Ok(None)
         };
+        // Without a budget, memory that is too small would end the process in the middle of a step.
         let lease = match self.budget.reserve_bytes(capacity as u64) {
             Ok(lease) => Arc::new(lease),
             Err(reason) => return fall_back(reason),

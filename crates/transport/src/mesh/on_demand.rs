@@ -32,6 +32,7 @@ use crate::secured_connection::SecuredConnection;
 use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 
 /// Largest number of concurrent dials.
+// An operation asks for all its links at once: one thread for each would be hundreds of threads.
 const MAX_ON_DEMAND_DIALS: usize = 16;
 /// Deadline of the wait for a dial. It is longer than the time limit of any dial.
 const ON_DEMAND_DIAL_LIMIT: Duration = Duration::from_secs(600);
@@ -84,9 +85,11 @@ impl DialQueue {
         loop {
             let mut waiting = self.waiting.lock();
             let Some(slot) = waiting.slots.pop_front() else {
+                // Under the lock: a slot that is added later then starts a thread.
                 waiting.threads -= 1;
                 return;
             };
+            // The dial may take seconds, and the engine's thread needs this lock to enqueue.
             drop(waiting);
             let outcome = slot.dial_peer();
             slot.finish_dial(outcome);
@@ -175,6 +178,7 @@ impl OnDemandSlot {
             OnDemandState::Idle | OnDemandState::Requested => *state = OnDemandState::Requested,
         }
         if self.is_dialer() {
+            // Free before the slot is queued, because the dial thread takes it in `finish_dial`.
             drop(state);
             if is_new {
                 self.dial_queue.enqueue_slot(Arc::clone(self));
@@ -238,6 +242,7 @@ impl OnDemandSlot {
         match self.routes.dial_connections(&self.shared, &call, &mut wait) {
             Ok(connections) => self.open_tcp_link(connections),
             Err(Error::Interrupted) => Err(self.peer.loss_error_or(MESH_LEFT_REASON)),
+            // A lack of descriptors or memory of this process is not the fault of the peer.
             Err(error @ Error::System { .. }) => Err(error),
             Err(error) => {
                 Err(self.peer.loss_error_or(&format!("no link could be opened: {error}")))

@@ -49,12 +49,16 @@ impl ParkedThreads {
         // count.
         let woken = if place.is_parked() { place.wait_for_ring() } else { Ok(true) };
         if let Ok(false) = woken {
+            // Only the last sleeper clears the flag: the others still need rings.
             if self.count.fetch_sub(1, Ordering::SeqCst) == 1 {
                 place.clear_parked();
             }
             return Ok(P::park_outcome(false));
         }
+        // Cleared before the caller polls: a ring that comes later then wakes the next wait.
         place.clear_rings();
+        // After `clear_rings`: in the reverse order, the ring of a wake in between would be cleared
+        // and the flag would stay set, so that later wakes would not ring.
         self.signalled.swap(false, Ordering::AcqRel);
         // Other sleepers that saw the cleared ring are rung again. Such a sleeper is either counted
         // by now, or it finds the parked flag cleared.
@@ -67,6 +71,8 @@ impl ParkedThreads {
 
     /// Wakes all threads that sleep or have prepared to.
     pub(super) fn wake_all(&self, place: &impl WakeChannel) {
+        // Pairs with the fence in `mark_parked`: either the sleeper sees the caller's news, or this
+        // thread sees the flag.
         fence(Ordering::SeqCst);
         // The flag is read before the count: a thread that found the flag set, which another thread
         // has cleared since, was counted before.

@@ -117,6 +117,7 @@ impl RecordSeal {
     ) -> Option<(RecordHeader, [u8; RECORD_TAG_BYTES])> {
         let header = RecordHeader::new(kind, payload.len())
             .filter(|header| header.announced_record().is_some())?;
+        // A number must never repeat: a repeated nonce reveals the authentication key of AES-GCM.
         let next = self.record.checked_add(1)?;
         let tag = self.cipher.encrypt_payload(self.record, &header.0, payload)?;
         self.record = next;

@@ -38,6 +38,7 @@ impl CipherSuite {
 
     /// Returns the fastest suite that both sides support.
     pub(crate) fn fastest_common(self, other: Self) -> Self {
+        // A processor that supports a suite supports all earlier ones.
         self.min(other)
     }
 

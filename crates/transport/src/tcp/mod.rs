@@ -101,6 +101,7 @@ impl TcpLinkState {
     /// Sends as many bytes as the sockets accept.
     fn pump_outgoing(&self, outgoing: &mut OutgoingRing) -> Result<()> {
         let moved = outgoing.pump_sockets(&self.sockets, &self.peer);
+        // Pairs with the load in `pump_if_unsent`; a stale value costs one poll.
         self.unsent.store(outgoing.pending.used_bytes()? > 0, Ordering::Release);
         moved
     }
@@ -122,6 +123,7 @@ impl TcpLinkState {
     /// own polls report them.
     fn pump_if_unsent(&self) {
         if self.unsent.load(Ordering::Acquire)
+            // The sender holds the lock during a system call; the receiver must not wait.
             && let Some(mut outgoing) = self.outgoing.try_lock()
         {
             drop(self.pump_outgoing(&mut outgoing));
@@ -139,6 +141,7 @@ struct OutgoingRing {
 
 impl OutgoingRing {
     fn pump_sockets(&mut self, sockets: &[OwnedFd], peer: &PeerState) -> Result<()> {
+        // A record that was sent in part cannot be continued on a broken connection.
         if let Some(reason) = &self.broken {
             return Err(peer.loss_error_or(reason));
         }
@@ -153,6 +156,7 @@ impl OutgoingRing {
                     Ok(sent) => self.stripes.advance_cursor(number, sent as u64),
                     Err(Errno::AGAIN) => break,
                     Err(error) => {
+                        // An orderly end of the peer: the text of EPIPE would blame the network.
                         let reason = if error == Errno::PIPE {
                             CONNECTION_CLOSED_REASON.to_owned()
                         } else {
@@ -197,6 +201,7 @@ pub(crate) fn link_over_connections(
     }
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::from_call("ioctl"))?;
+        // Nagle's algorithm would delay each small message by a round trip.
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::from_call("setsockopt"))?;
         path_liveness::enable_keepalive(socket, mesh.peer_timeout)
             .map_err(Error::from_call("setsockopt"))?;
@@ -215,6 +220,7 @@ pub(crate) fn link_over_connections(
         sockets,
         peer,
         parker,
+        // Weak: a link may outlive its mesh.
         mesh: Arc::downgrade(mesh),
         channel,
         guard: ForkGuard::new(),
@@ -301,6 +307,7 @@ impl Drop for TcpSender {
             drop(self.connection.pump_outgoing(&mut outgoing));
             let all = outgoing.pending.used_bytes().is_ok_and(|left| left == 0);
             for (socket, sending) in self.connection.sockets.iter().zip(&mut outgoing.sending) {
+                // Not after lost bytes: an end record says that all bytes were sent.
                 if all {
                     sending.send_end(socket);
                 }
@@ -329,6 +336,7 @@ struct TcpReceiver {
 
 impl TcpReceiver {
     fn pump_incoming(&mut self) -> Result<()> {
+        // Bytes behind a gap, and parts of a record, are at their positions and must not move.
         if !self.stripes.has_gaps()
             && !self.receiving.iter().any(RecordReceiver::has_partial_in_ring)
         {
@@ -386,6 +394,7 @@ impl LinkReceiver for TcpReceiver {
         if let Some(reason) = &self.broken {
             return Err(peer.loss_error_or(reason));
         }
+        // Only the connection of the next byte counts: the others may end first.
         let next = self.stripes.connection_at(self.stripes.completed_position());
         if let Some(reason) = self.ended.get(next).and_then(Option::as_deref) {
             return Err(peer.loss_error_or(reason));
@@ -395,6 +404,7 @@ impl LinkReceiver for TcpReceiver {
 
     fn release(&mut self, bytes: usize) -> Result<()> {
         self.incoming.release(bytes)?;
+        // The socket is watched edge-triggered: bytes that did not fit cause no further event.
         if self.full { self.pump_incoming() } else { Ok(()) }
     }
 }

@@ -60,6 +60,7 @@ impl TcpInfoSnapshot {
         // the kernel did not write were zeroed above.
         let info = unsafe { info.assume_init() };
         Ok(Self {
+            // A keep-alive or window probe is no data, so `tcpi_unacked` does not count it.
             has_unconfirmed: info.tcpi_unacked > 0 || info.tcpi_probes > 0,
             unanswered_probes: info.tcpi_probes,
             since_last_ack: Duration::from_millis(info.tcpi_last_ack_recv.into()),

@@ -59,6 +59,7 @@ impl RecordSender {
                 Ok(sent) => record.sent += sent,
                 Err(Errno::INTR) => {}
                 Err(error) => {
+                    // The payload is encrypted in place: sealing it again would encrypt it twice.
                     self.record = Some(record);
                     return Err(error);
                 }

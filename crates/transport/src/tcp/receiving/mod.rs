@@ -147,6 +147,7 @@ impl RecordReceiver {
         let header = RecordHeader(*header);
         let promise = header
             .announced_record()
+            // Not authenticated yet: its length must not lead behind the block of this connection.
             .filter(|(kind, length)| *kind != RecordKind::Control && *length <= block);
         let Some((kind, length)) = promise else { return Err(self.tampered_step()) };
         let aside = length > space.len();
@@ -212,6 +213,7 @@ impl RecordReceiver {
         let mut parts = [IoSliceMut::new(place), IoSliceMut::new(stage)];
         let parts = if first == 0 { &mut parts[1..] } else { &mut parts[..] };
         match recvmsg(socket, parts, &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT) {
+            // An attacker could otherwise cut a stream off, and it would look complete.
             Ok(message) if message.bytes == 0 => {
                 ReceiveStep::Ended(CONNECTION_CUT_REASON.to_owned())
             }
