@@ -65,6 +65,7 @@ pub(crate) fn local_addresses() -> Vec<IpAddr> {
             own.push(address);
         }
     }
+    // The sort is stable, so the address of the default route stays first.
     own.sort_by_key(IpAddr::is_loopback);
     own
 }
@@ -72,7 +73,8 @@ pub(crate) fn local_addresses() -> Vec<IpAddr> {
 /// Returns the source address of packets on the default route. No packet is sent.
 fn default_route_address() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
-    // 192.0.2.0/24 belongs to no network, so the kernel answers with the default route.
+    // 192.0.2.0/24 is reserved for documentation, so no host has a route of its network, and the
+    // kernel answers with the default route. Connecting a UDP socket only looks up the route.
     socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9)).ok()?;
     Some(socket.local_addr().ok()?.ip()).filter(|address| !address.is_unspecified())
 }
@@ -152,6 +154,8 @@ fn listen_on(hosts: &[IpAddr], ports: PortRange) -> Result<(TcpListener, SocketA
                     let socket = listener.local_addr().map_err(Error::from_call("getsockname"))?;
                     return Ok((listener, socket));
                 }
+                // A port that another process uses is not an error: ranks of one host share the
+                // range of ports.
                 Err(error) => last = format!("{host}: {error}"),
             }
         }

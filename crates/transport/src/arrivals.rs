@@ -61,7 +61,8 @@ impl ConnectionArrivals {
             return None;
         };
         let (capacity, streams) = (*capacity, *streams);
-        // Nothing is removed before all are here: a caller that polls must find them next time.
+        // Nothing is removed before all connections are here: a caller that polls must find them
+        // next time.
         if !(1..streams).all(|stream| arrivals.contains_key(&place(stream))) {
             return None;
         }
@@ -85,7 +86,8 @@ impl ConnectionArrivals {
             if let Some(arrival) = arrivals.remove(&(channel, peer.rank, stream)) {
                 return Ok(arrival);
             }
-            // Arrivals come first: a peer may connect, send data and leave in order.
+            // Arrivals come first: a peer that connected and then left in order has sent data on
+            // this link.
             if let Some(error) = peer.loss_error() {
                 return Err(error);
             }

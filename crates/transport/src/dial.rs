@@ -32,11 +32,13 @@ use crate::secured_connection::SecuredConnection;
 use crate::{Error, Result};
 
 /// Pause before all addresses are tried again.
+// Peers publish their addresses after they listen, so a retry is rare and need not be faster.
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Time for which addresses are tried. A rank listens before it publishes its addresses, so longer
 /// waiting does not help.
 const DIAL_TIME_LIMIT: Duration = Duration::from_secs(30);
 
+// The shortest timeout that is safe: the kernel takes zero as "wait without a limit".
 const FINAL_READ_TIMEOUT: Duration = Duration::from_millis(1);
 /// Time for which a peer accepts connections without an answer.
 #[derive(Debug, Default)]
@@ -78,7 +80,8 @@ impl DialWait<'_> {
 
     /// Returns the time limit of an attempt.
     fn max_attempt_duration(&self, shared: &MeshState) -> Duration {
-        // `DialSilence` counts a peer as lost after two attempts, so both must fit in the timeout.
+        // `DialSilence` counts a peer as lost only after two attempts, so both must fit into the
+        // timeout.
         HANDSHAKE_TIME_LIMIT.min(shared.peer_timeout / 2)
     }
 }
@@ -136,6 +139,7 @@ pub(crate) fn dial_any_address(
     let mut silence = DialSilence::default();
     let reached = *request.to.last_address.lock();
     let mut addresses = addresses.to_vec();
+    // Further connections of a link follow the first one, and do not repeat its failed addresses.
     addresses.sort_by_key(|address| Some(*address) != reached);
     let timeout = wait.max_attempt_duration(shared);
     loop {
@@ -147,6 +151,8 @@ pub(crate) fn dial_any_address(
             HappyEyeballs::new(&addresses, deadline, timeout)
         {
             wait.check_give_up()?;
+            // The limit starts when the connection exists, so a slow connect does not shorten the
+            // handshake.
             let attempt = deadline.min(Instant::now() + timeout);
             match socket.and_then(|socket| dial_secured(shared, request, socket, attempt)) {
                 Ok(secured) => {
@@ -169,6 +175,7 @@ pub(crate) fn dial_any_address(
                 }
             }
         }
+        // A peer that answers is not stopped, even if the answer is a refusal.
         if peer_answered {
             silence = DialSilence::default();
         } else if silence.exceeds_timeout(shared.peer_timeout) {
@@ -229,7 +236,8 @@ fn dial_secured(
     deadline: Instant,
 ) -> DialResult<SecuredConnection> {
     let (socket, keys, _) = perform_handshake(shared, request, socket, &[], deadline)?;
-    // A bad key ends the connection: without keys, the link would carry plain text.
+    // Without keys the link would carry plain text. A key of small order gives a known secret to an
+    // attacker on the path, so the connection ends here.
     let keyless =
         || DialFailure::Unauthenticated(format!("rank {}: a bad public key", request.to.rank));
     Ok(SecuredConnection { socket, keys: Box::new(keys.ok_or_else(keyless)?) })
@@ -254,7 +262,8 @@ pub(crate) fn probe_listener(
             Err(failure) => silent |= !matches!(failure, DialFailure::Refused(_)),
         }
     }
-    // One silent address is enough for doubt: a stopped peer may return.
+    // One silent address is enough for doubt: the peer may be stopped, and a stopped peer may
+    // return.
     Ok(if silent { None } else { Some(false) })
 }
 
@@ -290,7 +299,8 @@ pub(crate) fn perform_handshake(
         capacity: request.capacity,
         nonce: random_nonce().map_err(own)?,
     };
-    // The hello carries a code of the job's key, so strangers cost no key exchange.
+    // The hello carries a code of the job's key, so the acceptor spends no key exchange on
+    // strangers.
     let offer = DialerHandshake::new(&shared.key, &hello).map_err(own)?;
     send_handshake(&socket, offer.hello_message(), &[])?;
     let stranger =
@@ -309,7 +319,8 @@ pub(crate) fn perform_handshake(
         }
         None => return Err(stranger("what listens there speaks another protocol")),
     }
-    // The version is known to match: messages of another version may have other sizes.
+    // The version is checked before the rest is read: messages of another version may have other
+    // sizes, and the read would then wait until the deadline.
     drop(receive_handshake(&socket, rest, deadline)?);
     let (transcript, status) = offer.read_challenge(&challenge).map_err(stranger)?;
     check_welcome(request, status)?;
@@ -317,7 +328,8 @@ pub(crate) fn perform_handshake(
     let mut accepted = [0; ACCEPTED_BYTES];
     let arrived =
         receive_handshake(&socket, &mut accepted, deadline).map_err(|failure| match failure {
-            // The peer may have opened its end already. A second attempt would give it two links.
+            // The peer has the proof and may have opened its end. A second attempt would give it
+            // two links.
             DialFailure::Silent(reason) | DialFailure::Unanswered(reason) => {
                 DialFailure::Broken(reason)
             }

@@ -41,7 +41,8 @@ impl DialFailure {
     ) -> Self {
         match errno {
             Some(Errno::MFILE | Errno::NFILE) => Self::LocalError(Error::System { what, reason }),
-            // Only this error proves that no process listens; others may pass.
+            // Only this error proves that no process listens. A timeout or a missing route may
+            // pass.
             Some(Errno::CONNREFUSED) => Self::Refused(reason),
             _ => Self::Unanswered(reason),
         }

@@ -14,7 +14,8 @@ use farandole_world::Rank;
 use crate::{Error, Link, LinkReceiver, LinkSender, Result};
 
 /// Largest payload in bytes; both ends refuse longer ones.
-// A header could announce 4 GiB: a corrupt one must end the link before that is collected.
+// A header could announce 4 GiB. The limit ends the link at a corrupt header, before that much is
+// collected.
 pub const MAX_FRAME_BYTES: usize = 64 << 20;
 /// Largest number of bytes that a sender queues for a peer that does not read.
 // A rank that is stopped for up to the peer timeout must not make its peers run out of memory.
@@ -119,7 +120,8 @@ impl FrameSender {
         let Ok(header) = encode_header(self.peer, kind, payload) else { return };
         self.queue.extend(header);
         self.queue.extend(payload);
-        // The peer counts as lost then, but its other connections may still give it the reason.
+        // `flush` fails for a peer that is counted as lost. Its other connections may still work,
+        // and then these bytes give it the reason instead of a timeout.
         if self.flush().is_err() {
             self.sender.send_final_bytes(self.queue.make_contiguous());
             self.queue.clear();
@@ -215,13 +217,16 @@ impl FrameReceiver {
             if length > MAX_FRAME_BYTES {
                 return Err(frame_too_long_error(self.peer, length));
             }
+            // Most frames arrive as a whole and are copied once, without the buffer of a partial
+            // frame.
             if let Some(whole) = rest.get(..length) {
                 payload.clear();
                 payload.extend_from_slice(whole);
                 self.receiver.release(FRAME_HEADER_BYTES + length)?;
                 return Ok(Some(kind));
             }
-            // A frame may be larger than the ring, so its bytes are released before it is complete.
+            // A frame may be larger than the ring, so the bytes so far must be released before it
+            // is complete.
             self.receiver.release(FRAME_HEADER_BYTES)?;
             self.partial = Some(PartialFrame { kind, length, payload: Vec::new() });
         }

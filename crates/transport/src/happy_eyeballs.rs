@@ -17,6 +17,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_
 use crate::dial_failure::{DialFailure, DialResult, NO_ANSWER_REASON};
 
 /// Head start of an address over the next one.
+// The value that RFC 8305 recommends.
 const CONNECT_STAGGER: Duration = Duration::from_millis(250);
 
 /// A connection attempt without an answer yet.
@@ -68,12 +69,14 @@ impl HappyEyeballs {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let begun = socket_with(family, SocketType::STREAM, flags, None).and_then(|socket| {
             if let Some(source) = self.source {
-                // The kernel chooses the route, and so the interface, by the source address.
+                // The kernel chooses the route by the source address, so the connection uses the
+                // named interface.
                 bind(&socket, &SocketAddr::new(source, 0))?;
             }
             match connect(&socket, &address) {
                 Ok(()) => Ok((socket, true)),
-                // The connect continues in the kernel; a second call would return `EALREADY`.
+                // An interrupted connect continues in the kernel; a second call would return
+                // `EALREADY`.
                 Err(Errno::INPROGRESS | Errno::INTR) => Ok((socket, false)),
                 Err(errno) => Err(errno),
             }
@@ -128,6 +131,7 @@ impl Iterator for HappyEyeballs {
             };
             if let Some(outcome) = outcome {
                 if outcome.socket.is_err() {
+                    // The next address need not wait for its head start after a failure.
                     self.next = now;
                 }
                 return Some(outcome);
@@ -148,6 +152,8 @@ fn finish_connect(socket: OwnedFd) -> DialResult<OwnedFd> {
     let stream = TcpStream::from(socket);
     stream
         .set_nonblocking(false)
+        // Ranks exchange small messages in turn. Nagle's algorithm would delay each by a round
+        // trip.
         .and_then(|()| stream.set_nodelay(true))
         .map_err(|error| DialFailure::Unanswered(error.to_string()))?;
     Ok(stream.into())

@@ -43,7 +43,8 @@ impl ControlMessage {
             Self::Goodbye => {}
             Self::Heartbeat => bytes[0] = 1,
             Self::RankLost { rank, reason } => {
-                // Cut at a character, because the peer refuses a message that is not UTF-8.
+                // The reason is cut at a character, because the peer refuses a message that is not
+                // UTF-8.
                 let length = (0..=reason.len().min(CONTROL_PAYLOAD_BYTES - REASON_OFFSET))
                     .rev()
                     .find(|length| reason.is_char_boundary(*length))
@@ -151,7 +152,8 @@ impl HeartbeatChannel {
             self.unsent[RECORD_HEADER_BYTES..RECORD_HEADER_BYTES + CONTROL_PAYLOAD_BYTES]
                 .copy_from_slice(&payload);
             self.unsent[RECORD_HEADER_BYTES + CONTROL_PAYLOAD_BYTES..].copy_from_slice(&tag);
-            // Sealed once and then sent in full: sealing it again would use another number.
+            // A record is sealed once and then sent in full: sealing it again would use another
+            // number.
             self.sent = 0;
         }
     }
@@ -187,6 +189,7 @@ impl HeartbeatChannel {
         let (header, rest) = self.arriving.split_first_chunk::<RECORD_HEADER_BYTES>()?;
         let (payload, tag) = rest.split_first_chunk::<CONTROL_PAYLOAD_BYTES>()?;
         let (header, mut payload) = (RecordHeader(*header), *payload);
+        // A record of another kind must not count as a heartbeat, even if its code is valid.
         header.announced_record().filter(|(kind, _)| *kind == RecordKind::Control)?;
         self.secured
             .keys

@@ -49,6 +49,8 @@ impl HeartbeatTopology {
             .into_iter()
             .map(|place| &self.machines[place])
         {
+            // Both machines compute the same pairs from the same two sizes, so each pair agrees on
+            // it.
             let turns = 0..near.len().max(far.len());
             peers.extend(
                 turns.filter(|turn| turn % near.len() == number).map(|turn| far[turn % far.len()]),
@@ -60,6 +62,8 @@ impl HeartbeatTopology {
     /// Returns whether all ranks watch each other, so that no rank relies on reports of others.
     pub(crate) fn is_complete(&self) -> bool {
         let count = self.machines.len();
+        // Ranks watch only their counterparts on other machines. If two machines have several
+        // ranks, some pairs of ranks do not watch each other.
         let shared = self.machines.iter().filter(|ranks| ranks.len() > 1).count();
         neighbour_machines(count, 0).len() + 1 >= count && (count == 1 || shared <= 1)
     }

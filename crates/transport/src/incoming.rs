@@ -110,7 +110,8 @@ impl AcceptorHandshake {
     /// Reads the available bytes, and answers complete messages.
     pub(crate) fn advance_handshake(mut self, shared: &MeshState) -> AcceptorProgress {
         loop {
-            // Bytes of the next message stay in the socket, because descriptors come with them.
+            // Bytes of the next message stay in the socket: descriptors come with them, and they
+            // must be read after the stage has changed.
             let wanted =
                 if matches!(self.stage, AcceptorStage::Hello) { HELLO_BYTES } else { PROOF_BYTES };
             match descriptor_passing::receive_with_descriptors(
@@ -167,7 +168,8 @@ fn send_challenge(
     shared: &MeshState,
 ) -> Option<AcceptorStage> {
     let hello = HelloMessage::decode(&bytes)?;
-    // A stranger gets an answer, too: a rank with the key of another job then sees the reason.
+    // A stranger gets an answer, too: a rank that has the key of another job then sees the reason,
+    // and not a closed connection. The answer costs one HMAC and no key exchange.
     let known = HandshakeTranscript::verify_hello(&shared.key, &bytes);
     let status = if known { judge_hello(&hello, local, shared) } else { HandshakeStatus::WrongKey };
     let (transcript, answer) =
@@ -175,12 +177,14 @@ fn send_challenge(
     descriptor_passing::send_with_descriptors(socket, &answer, &[]).ok()?;
     let stage =
         AcceptorStage::Proof { hello, transcript: Box::new(transcript), descriptors: Vec::new() };
+    // A refused peer has its answer; keeping the connection would occupy a slot.
     (status == HandshakeStatus::Welcome).then_some(stage)
 }
 
 fn judge_hello(hello: &HelloMessage, local: bool, shared: &MeshState) -> HandshakeStatus {
     let fitting = match hello.carrier {
-        // Descriptors pass only over the Unix socket, and heartbeats have their own channel.
+        // Descriptors pass only over the Unix socket, and heartbeats have their own channel, so a
+        // hello that mixes these is no hello of this version.
         ConnectionCarrier::SharedMemory => local && hello.channel != CONTROL_CHANNEL,
         ConnectionCarrier::Tcp => !local && hello.channel != CONTROL_CHANNEL,
         ConnectionCarrier::Control => !local && hello.channel == CONTROL_CHANNEL,
@@ -189,7 +193,8 @@ fn judge_hello(hello: &HelloMessage, local: bool, shared: &MeshState) -> Handsha
         if hello.carrier == ConnectionCarrier::Tcp { stripes::MAX_STREAMS_PER_LINK } else { 1 };
     if hello.version != PROTOCOL_VERSION
         || !fitting
-        // Without a limit, a peer could reserve arrivals for 65,535 connections.
+        // The number comes from the peer: without a limit it could reserve arrivals for 65,535
+        // connections.
         || hello.streams > connections
         || hello.stream >= hello.streams
     {
@@ -250,6 +255,7 @@ fn finish_handshake(
             AcceptorProgress::Watched(PeerWatch::watch_local(Arc::clone(peer), bell, end))
         });
     }
+    // `None` for a public key of small order. Nothing is sent in clear in that case.
     let Some(keys) = transcript.derive_keys(HandshakeSide::Acceptor).map(Box::new) else {
         return AcceptorProgress::Refused;
     };
@@ -285,7 +291,8 @@ fn adopt_segment(
 ) -> Option<AdoptedSegment> {
     let mut descriptors = descriptors.into_iter();
     let (segment, memory, event) = (descriptors.next()?, descriptors.next()?, descriptors.next()?);
-    // Checks size and seals: a segment that shrinks would end this process by SIGBUS.
+    // The descriptor comes from another process: this call checks the size and the seals of the
+    // segment, because a segment that shrinks would end this process by SIGBUS.
     let segment =
         RingSegment::from_descriptor(segment, 2, usize::try_from(hello.capacity).ok()?).ok()?;
     let (sender, receiver) = (segment.take_producer(1).ok()?, segment.take_consumer(0).ok()?);

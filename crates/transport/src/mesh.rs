@@ -194,7 +194,8 @@ impl Mesh {
             options,
         };
         if let (Some(gateway), Some(address)) = (&mesh.options.relay, published.addresses.first()) {
-            // Before the addresses are published: a peer dials as soon as it reads them.
+            // The relay must forward before the addresses are published: a peer dials as soon as it
+            // reads them.
             gateway.forward_to_port(address.socket.port())?;
         }
         mesh.learn_peer_addresses(&published, rendezvous, deadline)?;
@@ -229,6 +230,8 @@ impl Mesh {
                     .map_err(|reason| Error::Rendezvous { what: what(), reason })?
             };
             if let Some(gateway) = &self.options.relay
+                // Ranks of one machine reach each other without the relay, even in different
+                // containers.
                 && published.host.machine_name() != own.host.machine_name()
             {
                 published.addresses =
@@ -326,6 +329,7 @@ impl Mesh {
             .filter(|rank| !self.is_same_machine(*rank))
             .collect();
         self.dial_lower_ranks(&far, &mut DialWait { deadline, give_up }, |peer, wait| {
+            // A dial to a lost rank would otherwise last until its own time limit.
             peer.loss_error().map_or(Ok(()), Err)?;
             self.dial_heartbeat_channel(peer, &self.dial_addresses(peer.rank), wait)
         })?;
@@ -496,7 +500,8 @@ fn raise_descriptor_limit(options: &MeshOptions) {
 /// such namespace.
 fn bind_unix_listener() -> (Option<UnixListener>, String) {
     let listen = || {
-        // Any user of the host could take a fixed name in the abstract namespace.
+        // The abstract namespace belongs to all users of the host, so a fixed name could be taken
+        // by another user or another job.
         let random = random_nonce().ok()?;
         let name: String = random[..16].iter().map(|byte| format!("{byte:02x}")).collect();
         let name = format!("farandole-{name}");
@@ -514,7 +519,8 @@ impl Drop for Mesh {
             std::mem::forget(service);
             return;
         }
-        // A local peer reads this mark to distinguish an orderly end from a death.
+        // Before the process ends: a local peer reads this mark to distinguish an orderly end from
+        // a death.
         self.shared.parker.own_doorbell().mark_closed();
         self.shared.inbox.request_stop();
         // A panic of the thread was reported when it happened.

@@ -93,7 +93,9 @@ impl MeshState {
     /// Adds an arrived connection, and wakes the threads that may wait for it.
     pub(crate) fn add_arrival(&self, place: ArrivalKey, capacity: u64, arrival: ArrivedConnection) {
         let replaced = self.arrivals.add_connection(place, capacity, arrival);
+        // An on-demand link waits in the parker, not at the condition variable of the arrivals.
         self.wake_parked_threads();
+        // After the wake: dropping closes sockets, which may take a moment.
         drop(replaced);
     }
 

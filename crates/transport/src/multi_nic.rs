@@ -41,6 +41,7 @@ pub(crate) fn pair_interfaces(
         // A rank that named no interfaces publishes all its addresses under one number.
         let to = found.next().filter(|_| found.next().is_none())?.socket;
         let from = interface.address;
+        // A socket that is bound to one family cannot connect to an address of the other.
         (from.is_ipv4() == to.is_ipv4()).then_some(AddressPair { from, to })
     };
     own.iter().filter_map(of).take(usize::from(stripes::MAX_STREAMS_PER_LINK)).collect()
@@ -52,6 +53,8 @@ pub(crate) fn round_stream_count(streams: u16, pairs: usize) -> u16 {
     let streams = streams.clamp(1, stripes::MAX_STREAMS_PER_LINK);
     match u16::try_from(pairs).unwrap_or(u16::MAX).min(stripes::MAX_STREAMS_PER_LINK) {
         0 => streams,
+        // Blocks go to the connections in turn, so a pair with fewer connections would carry fewer
+        // bytes.
         pairs => streams.next_multiple_of(pairs).min(stripes::MAX_STREAMS_PER_LINK / pairs * pairs),
     }
 }

@@ -172,6 +172,8 @@ impl WakeChannel for EpollWait<'_> {
         let deadline = self.deadline.unwrap_or_else(Instant::now);
         let mut left = deadline.saturating_duration_since(Instant::now());
         let mut woken = false;
+        // A rounded-up timeout would oversleep by up to a millisecond, which short waits would
+        // notice.
         if left < EPOLL_TIMEOUT_UNIT {
             let nanoseconds = Timespec { tv_sec: 0, tv_nsec: i64::from(left.subsec_nanos()) };
             let mut watched = [PollFd::new(&self.shared.epoll, PollFlags::IN)];
@@ -191,6 +193,7 @@ impl WakeChannel for EpollWait<'_> {
         }; 16];
         match epoll::wait(&self.shared.epoll, &mut events[..], Some(&timeout)) {
             Ok(0) => Ok(woken),
+            // A signal handler of Python may have something to do, so the caller gets control.
             Ok(_) | Err(Errno::INTR) => Ok(true),
             Err(error) => Err(error),
         }

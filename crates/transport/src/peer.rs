@@ -50,6 +50,7 @@ impl PeerState {
         memory: OwnedFd,
         event: OwnedFd,
     ) -> Result<(Arc<ProcessDoorbell>, bool), farandole_shm::Error> {
+        // A second mapping of the same page would only cost memory and descriptors.
         if let Some(bell) = self.bell.get() {
             return Ok((Arc::clone(bell), false));
         }

@@ -32,6 +32,7 @@ impl PeerAddresses {
             self.host, self.pid, self.unix_socket_name
         );
         if self.relay_world > 0 {
+            // The name of this field is part of the format, so it keeps its old word.
             text.push_str(&format!("door {}\n", self.relay_world));
         }
         for address in self.addresses.iter().take(MAX_ADDRESSES_PER_PEER) {

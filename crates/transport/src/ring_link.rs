@@ -125,7 +125,8 @@ impl LinkReceiver for RingReceiver {
     }
 
     fn release(&mut self, bytes: usize) -> Result<()> {
-        // Only if the producer asks for it: a doorbell for each release would cost a system call.
+        // The producer asks for this signal when the ring is full. A ring of the doorbell for each
+        // release would cost a system call.
         if self.consumer.release(bytes).map_err(|error| self.peer.convert_shm_error(error))? {
             ring_peer_doorbell(self.bell.as_deref(), &self.peer)?;
         }

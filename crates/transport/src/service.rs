@@ -42,7 +42,8 @@ use crate::watch::{PeerLiveness, PeerWatch, loss_report_allowance};
 use crate::{Error, Result};
 
 /// Largest number of open handshakes.
-// A flood of handshakes must not use up all descriptors of the process.
+// Each open handshake holds a descriptor, and a flood must not use up all descriptors of the
+// process.
 const MAX_CONCURRENT_HANDSHAKES: usize = 128;
 /// Pause after `accept` failed because no file descriptor or memory was free.
 const DESCRIPTOR_SHORTAGE_PAUSE: Duration = Duration::from_millis(20);
@@ -201,7 +202,8 @@ impl MeshService {
         let Some(connection) = path.upgrade() else { return };
         for (number, socket) in connection.sockets().iter().enumerate() {
             let token = self.next_token();
-            // Without ONESHOT, a broken socket would wake this thread for ever.
+            // The kernel always reports errors. Without ONESHOT, a broken socket would wake this
+            // thread for ever.
             let flags = epoll::EventFlags::ONESHOT;
             // If the socket cannot be added, the periodic check still covers it.
             let _ = epoll::add(&self.epoll, socket, epoll::EventData::new_u64(token), flags);
@@ -246,7 +248,8 @@ impl MeshService {
                         errno,
                         Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)
                     ) {
-                        // The listener stays readable meanwhile, so the loop would spin.
+                        // The listener stays readable while the connection is not accepted, so the
+                        // loop would spin.
                         std::thread::sleep(DESCRIPTOR_SHORTAGE_PAUSE);
                     }
                     return;
@@ -340,7 +343,8 @@ impl MeshService {
 
     /// Reports a loss to all watched peers, once for each lost rank.
     fn broadcast_loss(&mut self, rank: Rank, reason: String) {
-        // Reports travel in both directions of a ring; without this check they would never stop.
+        // Reports travel in both directions of a ring of ranks; without this check they would never
+        // stop.
         if let Entry::Vacant(vacant) = self.broadcast_losses.entry(rank) {
             let reason = vacant.insert(reason);
             self.watched.values_mut().for_each(|watch| watch.report_loss(rank, reason));
@@ -349,6 +353,7 @@ impl MeshService {
 
     fn run_liveness_tick(&mut self, lived: Duration) {
         self.shared.parker.own_doorbell().increment_heartbeat();
+        // Shorter than the peer timeout if other ranks depend on the report, which also takes time.
         let timeout = self.shared.max_peer_silence();
         let verdicts: Vec<_> = self
             .watched
@@ -419,6 +424,7 @@ fn choose_evicted_connection(
     waiting: impl Iterator<Item = (u64, bool, Option<IpAddr>)> + Clone,
 ) -> Option<u64> {
     let strangers = waiting.clone().any(|(_, vouched, _)| !vouched);
+    // A source with a verified hello is a rank, so it goes only if no stranger is left.
     let candidates = waiting.filter(|(_, vouched, _)| !(strangers && *vouched));
     let mut sources: BTreeMap<Option<IpAddr>, (usize, u64)> = BTreeMap::new();
     for (token, _, source) in candidates {

@@ -87,7 +87,8 @@ impl ServiceInbox {
     }
 
     pub(crate) fn request_stop(&self) {
-        // Set before the wake, or the thread would sleep again. Pairs with `is_stopping`.
+        // Pairs with the load in `is_stopping`. Set before the wake, or the thread would sleep
+        // again.
         self.stop.store(true, Ordering::Release);
         self.wake_service();
     }

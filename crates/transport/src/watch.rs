@@ -27,6 +27,7 @@ use crate::secured_connection::SecuredConnection;
 /// longest wait for the reason after a peer ended its links.
 #[must_use]
 pub fn loss_report_allowance(peer_timeout: Duration) -> Duration {
+    // A report takes at most a few hops, so long timeouts need no larger part.
     (peer_timeout / 5).min(Duration::from_millis(500))
 }
 
@@ -136,7 +137,8 @@ impl PeerWatch {
         losses: &mut Vec<(Rank, String)>,
     ) -> PeerLiveness {
         match &mut self.liveness_source {
-            // The pidfd shows only the end; the mark shows that the peer left first.
+            // The pidfd says only that the process ended; the mark in its doorbell says that it
+            // left first.
             LivenessSource::Local { bell, pid, .. } if bell.is_closed() => PeerLiveness::Lost {
                 reason: format!("it left the job and {} ended", describe_process(*pid)),
                 orderly: true,
@@ -189,6 +191,7 @@ impl PeerWatch {
         let pid = match &mut self.liveness_source {
             LivenessSource::Local { bell, last_heartbeat_count, pid, .. } => {
                 let now = bell.heartbeat_count();
+                // A peer that has left sends no heartbeats. Its pidfd shows the end of its process.
                 if bell.is_closed() {
                     self.silent = Duration::ZERO;
                 } else if now != *last_heartbeat_count {
@@ -209,6 +212,7 @@ impl PeerWatch {
         if self.silent + lived < timeout {
             return PeerLiveness::Alive;
         }
+        // A stopped process (Ctrl-Z, a debugger) is a cause that the user can remove.
         let state =
             pid.and_then(read_process_stat).filter(|stat| stat.state == "T" || stat.state == "t");
         let state =
@@ -245,6 +249,7 @@ fn pidfd_process_id(pidfd: BorrowedFd<'_>) -> Option<u32> {
     use std::os::fd::AsRawFd;
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd())).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
+    // The kernel shows 0 for a process of another namespace, and -1 for one that has ended.
     line.trim().parse().ok().filter(|pid| *pid > 0)
 }
 
@@ -273,6 +278,7 @@ fn describe_death(pid: Option<u32>) -> String {
             format!("{process} was killed by signal {}", stat.exit_code & 0x7f)
         }
         Some(stat) => format!("{process} exited with status {}", stat.exit_code >> 8),
+        // Its parent has collected it, or `/proc` hides it; then the exit code is unknown.
         None => format!("{process} ended"),
     }
 }

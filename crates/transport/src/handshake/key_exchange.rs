@@ -101,7 +101,8 @@ impl SharedSecret {
             RecordSeal::new(suite, &key)
         };
         let (own, other): (&[u8], &[u8]) = match side {
-            // Both directions count records from zero, so a shared key would repeat nonces.
+            // One key for each direction: both count records from zero, so a shared key would
+            // repeat nonces, and a record could be reflected to its sender.
             HandshakeSide::Dialer => (b" from dialer ", b" from acceptor "),
             HandshakeSide::Acceptor => (b" from acceptor ", b" from dialer "),
         };

@@ -40,9 +40,11 @@ use key_exchange::{
 };
 
 /// Time limit of a handshake.
+// Bounds the time for which a stranger that sends nothing occupies a slot.
 pub(crate) const HANDSHAKE_TIME_LIMIT: Duration = Duration::from_secs(5);
 
-// Raise it with every change of a message or a record, also in `network-security.md`.
+// Raise it with every change of a message or a record; `docs/developer-guide/network-security.md`
+// states it, too.
 pub(crate) const PROTOCOL_VERSION: u16 = 6;
 /// The channel of heartbeat connections, reserved for the mesh.
 pub(crate) const CONTROL_CHANNEL: u32 = u32::MAX;
@@ -67,6 +69,7 @@ pub(crate) struct JobKey(pub(crate) [u8; 32]);
 
 impl fmt::Debug for JobKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // A derived `Debug` would print the key into a log.
         f.write_str("Key(..)")
     }
 }
@@ -248,7 +251,8 @@ pub(crate) fn encode_other_version() -> [u8; OPENING_BYTES] {
     let mut bytes = [0; OPENING_BYTES];
     bytes[..8].copy_from_slice(&PROTOCOL_MAGIC);
     bytes[8..10].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
-    // No code follows: another version may compute codes in another way.
+    // No code follows: another version may compute codes in another way, and this answer reveals
+    // only the version.
     bytes[10..].copy_from_slice(&HandshakeStatus::OtherVersion.to_code());
     bytes
 }
@@ -262,6 +266,7 @@ pub(crate) struct DialerHandshake {
 
 impl DialerHandshake {
     pub(crate) fn new(key: &JobKey, hello: &HelloMessage) -> Result<Self> {
+        // The kernel isolates memory that is passed as a descriptor, so a segment needs no keys.
         let half = if hello.carrier == ConnectionCarrier::SharedMemory {
             None
         } else {
@@ -298,6 +303,7 @@ impl DialerHandshake {
         }
         let status = HandshakeStatus::from_code([challenge[10], challenge[11]])
             .ok_or("an unknown status")?;
+        // A refusal carries no public key, so an exchange would fail on its zero bytes.
         if let (Some(half), HandshakeStatus::Welcome) = (self.half, status) {
             transcript.complete_exchange(HandshakeSide::Dialer, half);
         }
@@ -363,7 +369,8 @@ impl HandshakeTranscript {
             HandshakeSide::Dialer => &self.challenge[CHALLENGE_PUBLIC_KEY_OFFSET..],
             HandshakeSide::Acceptor => &self.hello[HELLO_PUBLIC_KEY_OFFSET..HELLO_HEAD_BYTES],
         };
-        // `None` for a key of small order: `derive_keys` then returns no keys.
+        // `None` for a key of small order. `derive_keys` then returns no keys, which ends the
+        // handshake.
         self.secret = other.first_chunk().and_then(|other| half.agree_secret(&self.key.0, other));
     }
 

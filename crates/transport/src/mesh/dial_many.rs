@@ -60,6 +60,7 @@ pub(super) fn dial_all_peers<T: Send>(
                 break;
             }
         }
+        // The receiver sees the end only after all senders are dropped, also this one.
         drop(dialled);
         let (mut links, mut failure) = (Vec::with_capacity(peers.len()), None);
         let mut asked = Instant::now();
@@ -77,6 +78,8 @@ pub(super) fn dial_all_peers<T: Send>(
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
+            // Relaxed is enough: a dial that sees the flag late does one unneeded handshake, and
+            // the scope joins all threads before the result is returned.
             is_over.fetch_or(failure.is_some(), Ordering::Relaxed);
         }
         if let Some(failure) = failure {

@@ -15,7 +15,8 @@ impl Mesh {
     ) -> Result<Link> {
         let (theirs, arrival) = self.await_arrival((channel, 0), peer, wait)?;
         let capacity = RingSegment::round_capacity(capacity);
-        // Both ends must agree on the size, or a sender would wait for space that never comes.
+        // Both ends must agree on the size of the ring, or a sender would wait for space that never
+        // comes.
         if theirs != capacity as u64 {
             return Err(capacity_mismatch(peer.rank, channel, theirs, capacity));
         }
@@ -123,6 +124,7 @@ impl Mesh {
             return Ok(link);
         }
         let way = self.peer_routes(peer.rank);
+        // Heartbeats come first: a peer that stops while the links open is then noticed.
         self.dial_heartbeat_channel(peer, way.peer_addresses(), wait)?;
         let call = LinkRequest { to: peer, channel, capacity: capacity as u64 };
         let connections = way.dial_connections(&self.shared, &call, wait)?;
@@ -153,9 +155,11 @@ impl Mesh {
             capacity: 0,
         };
         let secured = dial::dial_any_address(&self.shared, &request, addresses, wait)?;
-        // The handshake needs a blocking socket, and the service thread must not wait for a peer.
+        // The handshake needs a blocking socket, and the service thread must never wait for one
+        // peer.
         rustix::io::ioctl_fionbio(&secured.socket, true).map_err(Error::from_call("ioctl"))?;
         self.shared.inbox.queue_watch(PeerWatch::watch_remote(Arc::clone(peer), secured));
+        // Recorded only after success, so a later link tries again after a failed dial.
         self.heartbeat_channels.lock().insert(peer.rank);
         Ok(())
     }
@@ -199,7 +203,8 @@ impl Mesh {
             self.fallbacks.lock().push((peer.rank, reason));
             Ok(None)
         };
-        // Without a budget, memory that is too small would end the process in the middle of a step.
+        // The kernel allocates the pages at their first use. Without a budget, memory that is too
+        // small would end the process in the middle of a step.
         let lease = match self.budget.reserve_bytes(capacity as u64) {
             Ok(lease) => Arc::new(lease),
             Err(reason) => return fall_back(reason),

@@ -35,6 +35,7 @@ use crate::{Error, Link, LinkKind, LinkReceiver, LinkSender, Result, tcp};
 // An operation asks for all its links at once: one thread for each would be hundreds of threads.
 const MAX_ON_DEMAND_DIALS: usize = 16;
 /// Deadline of the wait for a dial. It is longer than the time limit of any dial.
+// `dial_any_address` has its own limit; this one only satisfies `DialWait`, which needs a deadline.
 const ON_DEMAND_DIAL_LIMIT: Duration = Duration::from_secs(600);
 const MESH_LEFT_REASON: &str = "this process has left the mesh";
 
@@ -67,6 +68,7 @@ impl DialQueue {
             // The running threads dial this link, too.
             Err(_) if waiting.threads > 0 => {}
             Err(error) => {
+                // No thread runs, so no other thread can have taken this slot.
                 let slot = waiting.slots.pop_back();
                 drop(waiting);
                 if let Some(slot) = slot {
@@ -85,11 +87,13 @@ impl DialQueue {
         loop {
             let mut waiting = self.waiting.lock();
             let Some(slot) = waiting.slots.pop_front() else {
-                // Under the lock: a slot that is added later then starts a thread.
+                // Under the lock: a slot that is added later finds the smaller count and starts a
+                // thread.
                 waiting.threads -= 1;
                 return;
             };
-            // The dial may take seconds, and the engine's thread needs this lock to enqueue.
+            // The dial takes seconds at worst, and the thread that drives the engine needs this
+            // lock to enqueue.
             drop(waiting);
             let outcome = slot.dial_peer();
             slot.finish_dial(outcome);
@@ -178,7 +182,8 @@ impl OnDemandSlot {
             OnDemandState::Idle | OnDemandState::Requested => *state = OnDemandState::Requested,
         }
         if self.is_dialer() {
-            // Free before the slot is queued, because the dial thread takes it in `finish_dial`.
+            // The dial thread takes this lock in `finish_dial`, so it must be free before the slot
+            // is queued.
             drop(state);
             if is_new {
                 self.dial_queue.enqueue_slot(Arc::clone(self));
@@ -195,6 +200,7 @@ impl OnDemandSlot {
                 *state = OnDemandState::from_result(opened);
                 error.map_or(Ok(true), Err)
             }
+            // The service thread accepts no more connections, so the link can never open.
             None if self.shared.inbox.is_stopping() => {
                 Err(self.peer.loss_error_or(MESH_LEFT_REASON))
             }
@@ -304,6 +310,7 @@ impl LinkSender for OnDemandSender {
     }
 
     fn flush(&mut self) -> Result<bool> {
+        // A flush does not request the link: nothing was committed to a window that is empty.
         self.open.as_mut().map_or(Ok(true), |open| open.flush())
     }
 

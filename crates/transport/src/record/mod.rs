@@ -75,6 +75,7 @@ impl RecordHeader {
         let (length, rest) = self.0.split_first_chunk::<4>()?;
         let length = usize::try_from(u32::from_le_bytes(*length)).ok()?;
         let [kind, rest @ ..] = rest else { return None };
+        // Zero today, so that a later version can give these bytes a meaning.
         if rest.iter().any(|byte| *byte != 0) {
             return None;
         }
@@ -116,8 +117,10 @@ impl RecordSeal {
         payload: &mut [u8],
     ) -> Option<(RecordHeader, [u8; RECORD_TAG_BYTES])> {
         let header = RecordHeader::new(kind, payload.len())
+            // The receiver treats such a record as tampered, so the sender must not produce it.
             .filter(|header| header.announced_record().is_some())?;
-        // A number must never repeat: a repeated nonce reveals the authentication key of AES-GCM.
+        // A number must never repeat: with a repeated nonce, AES-GCM reveals its authentication
+        // key.
         let next = self.record.checked_add(1)?;
         let tag = self.cipher.encrypt_payload(self.record, &header.0, payload)?;
         self.record = next;
@@ -136,6 +139,7 @@ impl RecordSeal {
         let tampered = TamperedRecord { record: self.record };
         let next = self.record.checked_add(1).ok_or(tampered)?;
         self.cipher.decrypt_payload(self.record, &header.0, payload, &tag).ok_or(tampered)?;
+        // After the check: the error must name a bad record by its own number.
         self.record = next;
         Ok(())
     }

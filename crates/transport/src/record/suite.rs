@@ -38,12 +38,14 @@ impl CipherSuite {
 
     /// Returns the fastest suite that both sides support.
     pub(crate) fn fastest_common(self, other: Self) -> Self {
-        // A processor that supports a suite supports all earlier ones.
+        // A processor that supports a suite supports all earlier ones, so the smaller suite works
+        // on both.
         self.min(other)
     }
 
     pub(crate) fn to_code(self) -> u8 {
         match self {
+            // Codes of the wire. They stay the same if a new suite changes the order by speed.
             Self::Aes128Gcm => 1,
             Self::ChaCha20Poly1305 => 2,
             Self::Aegis128X2 => 3,
@@ -146,6 +148,7 @@ fn short_nonce(record: u64) -> Nonce {
 
 #[cfg(target_arch = "x86_64")]
 fn has_aes() -> bool {
+    // AES-GCM also needs carry-less multiplication for its authentication.
     std::arch::is_x86_feature_detected!("aes") && std::arch::is_x86_feature_detected!("pclmulqdq")
 }
 

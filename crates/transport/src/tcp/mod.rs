@@ -101,7 +101,8 @@ impl TcpLinkState {
     /// Sends as many bytes as the sockets accept.
     fn pump_outgoing(&self, outgoing: &mut OutgoingRing) -> Result<()> {
         let moved = outgoing.pump_sockets(&self.sockets, &self.peer);
-        // Pairs with the load in `pump_if_unsent`; a stale value costs one poll.
+        // Pairs with the load in `pump_if_unsent`. A stale value costs one poll, because the sender
+        // polls too.
         self.unsent.store(outgoing.pending.used_bytes()? > 0, Ordering::Release);
         moved
     }
@@ -113,6 +114,7 @@ impl TcpLinkState {
             self.sockets.get(number).map_or(String::new(), addresses::describe_peer_address);
         let channel = self.channel;
         let reason = format!("on connection {number} of channel {channel} with {address}, {what}");
+        // Without a mesh, the process has left the job, and no other link needs the news.
         if let Some(mesh) = self.mesh.upgrade() {
             mesh.record_loss(&self.peer, reason.clone(), false);
         }
@@ -123,7 +125,8 @@ impl TcpLinkState {
     /// own polls report them.
     fn pump_if_unsent(&self) {
         if self.unsent.load(Ordering::Acquire)
-            // The sender holds the lock during a system call; the receiver must not wait.
+            // The receiver must not wait for the sender's thread, which holds the lock during a
+            // system call.
             && let Some(mut outgoing) = self.outgoing.try_lock()
         {
             drop(self.pump_outgoing(&mut outgoing));
@@ -156,7 +159,8 @@ impl OutgoingRing {
                     Ok(sent) => self.stripes.advance_cursor(number, sent as u64),
                     Err(Errno::AGAIN) => break,
                     Err(error) => {
-                        // An orderly end of the peer: the text of EPIPE would blame the network.
+                        // The peer closed its end in order; the text of EPIPE would send users to
+                        // the network.
                         let reason = if error == Errno::PIPE {
                             CONNECTION_CLOSED_REASON.to_owned()
                         } else {
@@ -201,7 +205,8 @@ pub(crate) fn link_over_connections(
     }
     for socket in &sockets {
         rustix::io::ioctl_fionbio(socket, true).map_err(Error::from_call("ioctl"))?;
-        // Nagle's algorithm would delay each small message by a round trip.
+        // Ranks exchange small messages in turn; Nagle's algorithm would delay each by a round
+        // trip.
         sockopt::set_tcp_nodelay(socket, true).map_err(Error::from_call("setsockopt"))?;
         path_liveness::enable_keepalive(socket, mesh.peer_timeout)
             .map_err(Error::from_call("setsockopt"))?;
@@ -270,6 +275,7 @@ impl LinkSender for TcpSender {
     fn window(&mut self) -> Result<&mut [u8]> {
         let mut pumped = self.connection.outgoing.lock();
         self.connection.pump_outgoing(&mut pumped)?;
+        // An empty ring starts again at its beginning, so small messages stay in the cache.
         rewind_ring(&mut self.outgoing, &mut pumped.pending);
         drop(pumped);
         Ok(self.outgoing.window()?)
@@ -307,7 +313,8 @@ impl Drop for TcpSender {
             drop(self.connection.pump_outgoing(&mut outgoing));
             let all = outgoing.pending.used_bytes().is_ok_and(|left| left == 0);
             for (socket, sending) in self.connection.sockets.iter().zip(&mut outgoing.sending) {
-                // Not after lost bytes: an end record says that all bytes were sent.
+                // The end record says that all bytes were sent, so a link that dropped bytes must
+                // not send it.
                 if all {
                     sending.send_end(socket);
                 }
@@ -394,7 +401,8 @@ impl LinkReceiver for TcpReceiver {
         if let Some(reason) = &self.broken {
             return Err(peer.loss_error_or(reason));
         }
-        // Only the connection of the next byte counts: the others may end first.
+        // Only the connection of the next byte counts: the others may end first and still have
+        // bytes here.
         let next = self.stripes.connection_at(self.stripes.completed_position());
         if let Some(reason) = self.ended.get(next).and_then(Option::as_deref) {
             return Err(peer.loss_error_or(reason));

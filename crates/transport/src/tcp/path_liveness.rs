@@ -39,6 +39,7 @@ impl TcpInfoSnapshot {
     /// # Errors
     /// The kernel's error for a socket that is not TCP.
     pub(crate) fn query_socket(socket: impl AsFd) -> Result<Self, Errno> {
+        // Zeroed, because an older kernel writes a shorter struct.
         let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
         let mut length = libc::socklen_t::try_from(size_of::<libc::tcp_info>()).unwrap_or(0);
         // SAFETY: the kernel writes at most `length` bytes, which is the size of `info`, and the
@@ -132,6 +133,7 @@ impl PathSilence {
     pub(crate) fn update_silence(&mut self, lived: Duration, sight: TcpInfoSnapshot) -> Duration {
         self.0 = match sight {
             TcpInfoSnapshot { has_unconfirmed: false, .. } => Duration::ZERO,
+            // An acknowledgement came since the last check, so earlier silence is over.
             TcpInfoSnapshot { since_last_ack: since_ack, .. } if since_ack < lived => since_ack,
             TcpInfoSnapshot { unanswered_probes: 1, since_last_ack: since_ack, .. }
                 if since_ack < PROBE_ANSWER_INTERVAL =>

@@ -54,6 +54,7 @@ impl RecordSender {
         while record.sent < whole {
             let parts = [&record.header.0[..], payload, &record.tag];
             let left = remaining_parts(parts, record.sent).map(IoSlice::new);
+            // Without NOSIGNAL, a closed connection would end the user's process by SIGPIPE.
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match sendmsg(socket, &left, &mut SendAncillaryBuffer::default(), flags) {
                 Ok(sent) => record.sent += sent,
@@ -71,6 +72,7 @@ impl RecordSender {
 
     /// Sends the end record, if no record is partly sent and the socket has space.
     pub(super) fn send_end(&mut self, socket: &OwnedFd) {
+        // An end record in the middle of another record would look like a change on the way.
         if self.record.is_none()
             && let Some((header, tag)) = self.seal.seal_payload(RecordKind::End, &mut [])
         {

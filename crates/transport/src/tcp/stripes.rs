@@ -22,6 +22,7 @@ pub(crate) const MAX_STREAMS_PER_LINK: u16 = 16;
 /// Size of a block with several connections: one whole record. Both ends must agree on it.
 const STRIPE_BLOCK_BYTES: u64 = record::MAX_RECORD_PAYLOAD as u64;
 /// Size of a block with a single connection, which carries all bytes.
+// So large that no link reaches its end, and half of the range, so that sums do not overflow.
 const SINGLE_STREAM_BLOCK_BYTES: u64 = 1 << 63;
 
 /// The cursors of one direction.
@@ -78,6 +79,7 @@ impl StripeCursors {
         if let Some(cursor) = self.cursors.get_mut(connection) {
             *cursor += bytes;
             self.moved += bytes;
+            // Cursor 0 is a multiple, too: a step without bytes must not skip the block.
             if bytes > 0 && cursor.is_multiple_of(self.block) {
                 *cursor += others * self.block;
             }

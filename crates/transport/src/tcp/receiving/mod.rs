@@ -105,6 +105,7 @@ impl RecordReceiver {
         block: usize,
         seen: bool,
     ) -> ReceiveStep {
+        // Nothing is read without space, so the window of TCP holds the sender back.
         if space.is_empty() {
             return ReceiveStep::Full;
         }
@@ -147,7 +148,8 @@ impl RecordReceiver {
         let header = RecordHeader(*header);
         let promise = header
             .announced_record()
-            // Not authenticated yet: its length must not lead behind the block of this connection.
+            // The header is not authenticated yet. Its length must not lead behind the block of
+            // this connection.
             .filter(|(kind, length)| *kind != RecordKind::Control && *length <= block);
         let Some((kind, length)) = promise else { return Err(self.tampered_step()) };
         let aside = length > space.len();
@@ -198,9 +200,12 @@ impl RecordReceiver {
         space: &mut [u8],
         seen: bool,
     ) -> ReceiveStep {
+        // The last read was short, so the next one would most likely return EAGAIN and cost a
+        // system call.
         if self.drained && seen {
             return ReceiveStep::Drained;
         }
+        // A header that begins at the end of the buffer would never fit otherwise.
         self.stage.copy_within(self.staged.clone(), 0);
         self.staged = 0..self.staged.len();
         let stage = &mut self.stage[self.staged.end..];
@@ -213,7 +218,8 @@ impl RecordReceiver {
         let mut parts = [IoSliceMut::new(place), IoSliceMut::new(stage)];
         let parts = if first == 0 { &mut parts[1..] } else { &mut parts[..] };
         match recvmsg(socket, parts, &mut RecvAncillaryBuffer::default(), RecvFlags::DONTWAIT) {
-            // An attacker could otherwise cut a stream off, and it would look complete.
+            // No end record came: an attacker could otherwise cut a stream off, and it would look
+            // complete.
             Ok(message) if message.bytes == 0 => {
                 ReceiveStep::Ended(CONNECTION_CUT_REASON.to_owned())
             }
