@@ -103,6 +103,7 @@ impl DeadlineClient {
                 answer = &mut answer => return answer,
                 () = sleep_until(deadline) => {}
             }
+            // The connection may have taken another piece during the sleep.
             if progress.deadline(limit) <= Instant::now() {
                 return Err(SilentService { what: "no progress", limit }.into_http_error());
             }
@@ -192,6 +193,8 @@ impl DeadlineClient {
         signer: &dyn CredentialSigner,
         mut request: HttpRequest,
     ) -> Result<HttpResponse, HttpError> {
+        // The backend does not repeat errors of this kind, and the renewal has made its own
+        // attempts.
         let failed = |error| HttpError::new(HttpErrorKind::Unknown, error);
         let Some(mut signature) = signer.sign(&mut request).await.map_err(failed)? else {
             return self.call_once(request).await;
@@ -210,6 +213,7 @@ impl DeadlineClient {
             };
             let may_wait = refusal.says_expired
                 && !signature.is_fixed
+                // A credential that was never accepted is wrong: time does not help.
                 && self.accepted.load(Ordering::Relaxed) > 0
                 && started.elapsed() < self.timeout;
             let mut reason = String::new();
@@ -305,6 +309,7 @@ impl DeadlineBody {
     /// Returns the remaining time for the next bytes.
     fn remaining_time(&mut self) -> Duration {
         let started = *self.started.get_or_insert_with(Instant::now);
+        // The limit is an average: bytes that came early allow a pause later.
         let earned = Duration::from_secs(self.received / MIN_BYTES_PER_SECOND);
         self.silence.min((self.silence + earned).saturating_sub(started.elapsed()))
     }

@@ -36,6 +36,7 @@ impl StoreLayout {
     /// Returns the layout below `prefix`; `places` replaces defaults.
     pub fn new(prefix: &str, places: LayoutOverrides) -> Self {
         let prefix = match prefix.trim_end_matches('/') {
+            // The root directory `/` must not become an empty path.
             "" => prefix.to_owned(),
             trimmed => trimmed.to_owned(),
         };

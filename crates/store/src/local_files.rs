@@ -54,6 +54,7 @@ impl Drop for PooledFileBuffer {
 /// Returns an empty buffer with capacity for `bytes`: the smallest pooled one of up to four times
 /// that size, or else a new one.
 fn take_buffer(bytes: usize) -> Vec<u8> {
+    // A small read must not hold a large buffer while a large read allocates one.
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
     let found = FREE_BUFFERS.with(|free| {
         let best = (0..free.len())
@@ -121,6 +122,7 @@ pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Byte
         for index in &rest[..count] {
             let from =
                 usize::try_from(ranges[*index].start - start).map_err(|_| too_large_error())?;
+            // A damaged footer may give a range that ends before it begins.
             let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start)
                 .map_err(|_| too_large_error())?;
             found[*index] = whole.slice(from..to);
@@ -241,6 +243,7 @@ fn write_file_by(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Re
         staged = name;
         Ok(file)
     })?;
+    // Before the rename: after a power failure, the name must not lead to an empty file.
     let written = write(&mut file).and_then(|()| file.sync_all());
     drop(file);
     written
@@ -260,6 +263,7 @@ fn create_staged_file(path: &Path) -> Result<(PathBuf, File)> {
         ));
         match File::options().write(true).create_new(true).open(&name) {
             Ok(file) => return Ok((name.into(), file)),
+            // A killed process with the same number may have left the name.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }

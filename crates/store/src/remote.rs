@@ -178,10 +178,12 @@ where
 /// file name was expected.
 fn redact_options(options: &BackendOptions, error: object_store::Error) -> object_store::Error {
     let text = error.to_string();
+    // Addresses and names of files are no secrets, and the message needs them.
     let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
     let given = options
         .0
         .values()
+        // Short values such as `yes` would hide parts of words.
         .filter(|value| value.len() > 3 && text.contains(*value) && !known(value));
     let hidden = given.fold(text.clone(), |text, value| text.replace(value, "***"));
     if hidden == text {
@@ -254,11 +256,13 @@ pub(crate) fn is_plain_http(endpoint: Option<&String>) -> bool {
 }
 
 fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
+    // The backend does not know the scheme `s3n`.
     let url = root.replacen("s3n://", "s3://", 1);
     let mut builder = AmazonS3Builder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::S3, root, options)? {
         builder = builder.with_config(key, value);
     }
+    // The builder does not read the files of profiles.
     if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
         let environment = SourceEnvironment::read(AWS_VARIABLES);
         let profile = options.0.get("profile").map(String::as_str);
@@ -271,6 +275,7 @@ fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
 }
 
 fn gcs_builder(root: &str, options: &BackendOptions) -> Result<GoogleCloudStorageBuilder> {
+    // The backend does not know the scheme `gcs`.
     let url = root.replacen("gcs://", "gs://", 1);
     let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::Gcs, root, options)? {
@@ -293,6 +298,7 @@ fn azure_builder(root: &str, options: &BackendOptions) -> Result<MicrosoftAzureB
 /// Returns account, keys and endpoint of an Azure connection string.
 fn parse_connection_string(text: &str) -> impl Iterator<Item = (&'static str, &str)> {
     text.split(';').filter_map(|part| {
+        // A key in base64 may end in `=`, so the first one separates.
         let (key, value) = part.split_once('=')?;
         let name = match key {
             "AccountName" => "account_name",

@@ -28,6 +28,7 @@ const PROCESS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval at which the end of such a process is noticed.
 const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Largest output of such a process.
+// A process that prints without end must not fill the memory.
 const MAX_OUTPUT_BYTES: u64 = 64 << 10;
 
 /// A source of keys.
@@ -96,6 +97,7 @@ pub(crate) fn choose_aws_source(
     if let Some(keys) = read_keys(given, token, "the options key and secret")? {
         return Ok(place(AwsSource::Keys(keys), "the options key and secret".into(), true));
     }
+    // As in boto3, a profile that the caller names comes before keys in the environment.
     if let Some(profile) = option("profile") {
         let (source, origin) = profile_source(profile, options, environment, &service)?
             .ok_or_else(|| missing_profile(profile, environment))?;
@@ -119,6 +121,7 @@ pub(crate) fn choose_aws_source(
     let found = profile_source(named.unwrap_or("default"), options, environment, &service)?;
     match (found, named) {
         (Some((source, origin)), _) => Ok(place(source, origin, false)),
+        // The identity of the machine would silently be another one than the named profile.
         (None, Some(profile)) => Err(missing_profile(profile, environment)),
         (None, None) => {
             let provider = machine_provider(options, environment, timeout)?;
@@ -235,6 +238,7 @@ fn machine_provider(
         .map(|(name, value)| (name.to_ascii_lowercase(), value))
         .filter(|(name, _)| !KEY_VARIABLES.contains(&name.as_str()));
     let given = options.iter().map(|(name, value)| (name.clone(), value));
+    // The builder needs a bucket, and only its provider of credentials is used.
     let mut builder = AmazonS3Builder::new().with_bucket_name("any");
     for (name, value) in variables.chain(given) {
         if let Ok(key) = name.parse() {
@@ -289,6 +293,7 @@ fn fetch_keys<'a>(
             AwsSource::Keys(keys) => Ok((copy_credential(keys), None)),
             AwsSource::Process(command) => {
                 let command = command.clone();
+                // The process may run for a minute, and the runtime has two threads.
                 let done = tokio::task::spawn_blocking(move || run_credential_process(&command));
                 done.await.map_err(|error| error.to_string())?
             }
@@ -329,6 +334,7 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
     let failed = |reason: String| format!("its credential_process {program}: {reason}");
     let mut child = Command::new(&program)
         .args(words.iter().skip(1))
+        // A process that asks for a password would wait for ever.
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())

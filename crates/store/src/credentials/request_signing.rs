@@ -143,6 +143,7 @@ impl SigningCredential for AwsCredential {
         let digest = header_text(headers, "x-amz-content-sha256").unwrap_or_default().to_owned();
         let headers = request.headers_mut();
         headers.remove("authorization");
+        // The next key may have no token, and the service refuses a key with a foreign one.
         headers.remove("x-amz-security-token");
         let signs_content = digest != UNSIGNED_PAYLOAD;
         let content = decode_hex(&digest).filter(|_| signs_content);

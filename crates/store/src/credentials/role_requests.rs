@@ -53,6 +53,7 @@ impl TokenService {
                     let code = find_element(&String::from_utf8_lossy(&text), "Code");
                     let code = code.map(|code| format!(": {code}")).unwrap_or_default();
                     let failure = format!("{} answered {status}{code}", self.endpoint);
+                    // A refusal is final: only a service that is busy or broken is asked again.
                     if !status.is_server_error() && status.as_u16() != 429 {
                         return Err(failure);
                     }
@@ -76,6 +77,7 @@ impl TokenService {
         base: Option<&AwsCredential>,
     ) -> Result<(AwsCredential, Option<SystemTime>), String> {
         let form = Bytes::from(role_form(action, role, more));
+        // Signed for each attempt, because a signature is valid for a few minutes only.
         let make = || {
             let body = HttpRequestBody::from(form.clone());
             let mut request = new_request("POST", &self.endpoint, body)?;

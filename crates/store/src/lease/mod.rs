@@ -131,6 +131,7 @@ impl MarkHolder {
             (ObservedProcess::Absent, _) => false,
             (ObservedProcess::Hidden, _) => recent(),
             (ObservedProcess::StartedAt(found), Some(expected)) => found == expected,
+            // A wrong yes makes others wait; a wrong no deletes data in use.
             (ObservedProcess::StartedAt(_), None) => true,
         }
     }
@@ -174,6 +175,7 @@ fn observe_process(pid: u32) -> ObservedProcess {
     let Some(number) = number else { return ObservedProcess::Absent };
     match rustix::process::test_kill_process(number) {
         Err(rustix::io::Errno::SRCH) => ObservedProcess::Absent,
+        // Err(_)|EPERM proves that the process exists, too.
         Ok(()) | Err(_) => ObservedProcess::Hidden,
     }
 }
@@ -182,9 +184,11 @@ fn parse_process_stat(stat: &str) -> Option<ObservedProcess> {
     // The program name in parentheses may contain any character.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
+    // A zombie runs no code any more; only its parent has not collected it.
     if state == "Z" || state == "X" {
         return Some(ObservedProcess::Absent);
     }
+    // Field 22 of the line (proc(5)); the state was field 3.
     fields.nth(18)?.parse().ok().map(ObservedProcess::StartedAt)
 }
 
@@ -224,6 +228,7 @@ fn examine_mark(
     let name = item.name.clone();
     let text = match store.read(&item.name) {
         Ok(text) => text,
+        // Its owner has deleted it since the listing.
         Err(Error::Missing { .. }) => {
             return Ok(FoundMark { name, is_valid: false, is_replaceable: false });
         }
@@ -326,6 +331,7 @@ pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
     let holder = |text: &[u8]| {
         text.is_empty().then(|| encode_holder(SystemTime::now(), None, None)).transpose()
     };
+    // First, so that no reader finds a manifest without its files.
     store.delete(MANIFEST_FILE)?;
     for file in store.list("")?.into_iter().filter(|file| is_content(&file.path)) {
         match store.replace_existing(lease, holder) {
@@ -417,6 +423,7 @@ fn settle_lease(
 
 /// Returns a name that no other mark ever has. Later marks have greater names if clocks agree.
 fn unique_mark_name(kind: &str, now: SystemTime) -> String {
+    // Relaxed: only the uniqueness of the number counts.
     let count = MARK_COUNTER.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
     format!("{kind}{nanoseconds:x}-{}-{count}.json", std::process::id())
@@ -439,6 +446,7 @@ pub fn mark_in_use(
     lasts: Option<Duration>,
 ) -> Result<Option<String>> {
     let name = write_use_mark(store, now, lasts)?;
+    // Use marks are listed for the store's time of our own mark, which was just written.
     let leases = list_marks(store, &[LEASE_PREFIX, USE_PREFIX], now, Some(&name), None)?;
     if leases.iter().any(|other| other.is_valid && other.name.starts_with(LEASE_PREFIX)) {
         store.delete(&name)?;
@@ -452,6 +460,7 @@ pub fn mark_in_use(
 /// # Errors
 /// Like [`acquire_lease`].
 pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
+    // The use mark comes first: without any mark, a writer could take the directory.
     let name = write_use_mark(store, now, None)?;
     store.delete(lease)?;
     Ok(name)
@@ -477,6 +486,7 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
         store.delete_all(&item.name)?;
     }
     store.remove_partial_uploads()?;
+    // After the content, so that the next sweep continues an interrupted deletion.
     store.delete(PREPARATION_FILE)?;
     store.delete(lease)?;
     store.remove_empty_directories()?;

@@ -32,6 +32,7 @@ impl Store {
         match self.ask_backend("look up", path, async |backend| backend.head(&at).await) {
             Ok(meta) => Ok(DirectoryItem::from_meta(&meta)),
             Err(missing @ Error::Missing { .. }) => {
+                // Object stores have no directories: a name is one if files lie below it.
                 if self.exists(path)? {
                     Ok(DirectoryItem::from_directory_path(&at))
                 } else {

@@ -279,6 +279,7 @@ impl Store {
                 if only_size {
                     return Ok((backend.head(&at).await?, None));
                 }
+                // One request gives the size and the first part, so small files need no second one.
                 let answer = backend.get(&at).await?;
                 Ok((answer.meta.clone(), Some(Box::new(answer))))
             })?;
@@ -451,6 +452,7 @@ impl Store {
         // An earlier attempt may have succeeded although its answer was lost. Then the file has
         // exactly this content.
         let repeated = operation.is_some_and(|operation| operation.was_repeated());
+        // All empty files are equal, so an empty file does not show its writer.
         if created || !repeated || data.is_empty() {
             return Ok(created);
         }
@@ -515,6 +517,7 @@ impl Store {
     /// Like [`Store::delete`], and [`Error::TimedOut`].
     pub fn delete_within(&self, path: &str, timeout: Duration) -> Result<()> {
         let at = self.object_path(path)?;
+        // A call of the local file system cannot be interrupted.
         if self.backend.backend_waiter() == BackendWaiter::CallingThread {
             return self.delete(path);
         }
@@ -548,6 +551,7 @@ impl Store {
         }
         let entries = self.list(path)?;
         self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
+        // Object stores have no directories; HDFS keeps the empty ones.
         if let StoreLocation::Remote { service: StorageService::Hdfs, .. } = &self.location {
             self.remove_directories(path)?;
         }
@@ -609,6 +613,7 @@ impl Store {
     /// # Errors
     /// Like [`Store::write`].
     pub fn check_writable(&self) -> Result<()> {
+        // Several threads and processes may check the same store at a time.
         let name = format!("_writable_{}_{:?}", std::process::id(), std::thread::current().id());
         let name: String =
             name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();
