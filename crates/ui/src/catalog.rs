@@ -70,6 +70,7 @@ impl RunCatalog {
         let now = SystemTime::now();
         for (index, (source, known)) in self.0.iter().enumerate() {
             let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+            // Known runs stay in the list while their store does not answer.
             if let Err(error) = known.refresh_runs(index, source) {
                 listing.problems.push(error.to_string());
             }
@@ -96,6 +97,7 @@ impl RunCatalog {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
         known.refresh_runs(index, source)?;
         let mut found = known.runs.get(id).ok_or_else(missing)?.found.clone();
+        // A heartbeat gets older although no file changes, so the state is not cached.
         found.summary.state = record::run_state_at(&found.summary, SystemTime::now()).to_owned();
         Ok(found)
     }
@@ -113,6 +115,8 @@ impl KnownRuns {
             let stamps = SUMMARY_FILES.map(|name| files.get(name).copied());
             match self.runs.remove(&id) {
                 Some(mut run) if run.stamps == stamps => {
+                    // The summary is still right, but other files, such as those of curves, may
+                    // have changed.
                     run.found.files = Arc::new(files);
                     fresh.insert(id, run);
                 }
@@ -144,12 +148,14 @@ fn map_in_threads<T: Sync, R: Send>(
     let next = AtomicUsize::new(0);
     let one = || {
         let mut made = Vec::new();
+        // Relaxed: each index is given out once, and the end of the scope orders the results.
         while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
             made.push(work(item));
         }
         made
     };
     std::thread::scope(|scope| {
+        // The calling thread does a share of the work.
         let count = threads.min(items.len()).saturating_sub(1);
         let others: Vec<_> = (0..count).map(|_| scope.spawn(one)).collect();
         let mut made = one();

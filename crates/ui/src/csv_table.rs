@@ -32,6 +32,7 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
         table.push(',');
         table.push_str(&quote_field(name));
     }
+    // The line end of CSV (RFC 4180), which Excel expects.
     table.push_str("\r\n");
     for (run, series) in runs {
         let run = quote_field(run);
@@ -53,6 +54,7 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
 
 fn append_number(table: &mut String, value: f64) {
     table.push(',');
+    // A spreadsheet takes `NaN` for text, and an empty field for a missing number.
     if value.is_finite() {
         table.push_str(&value.to_string());
     }

@@ -90,6 +90,7 @@ fn read_json_object(directory: &Store, files: &RunFiles, name: &str) -> Result<M
     }
     let text = match directory.read(name) {
         Ok(text) => text,
+        // It was deleted after the listing.
         Err(farandole_store::Error::Missing { .. }) => return Ok(Map::new()),
         Err(error) => return Err(error.into()),
     };
@@ -185,6 +186,7 @@ pub(crate) fn run_state_at(summary: &RunSummary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
     let timeout = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
     let late = summary.updated.is_some_and(|updated| now - updated > timeout);
+    // Without a heartbeat in the record, silence shows nothing.
     if summary.state == "running" && timeout > 0.0 && late { "silent" } else { &summary.state }
 }
 

@@ -84,8 +84,10 @@ impl RunViewer {
         });
         let refuse = |source| Error::Listen { port: settings.port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, settings.port)).map_err(refuse)?;
+        // Tokio demands it of a listener that it takes over.
         listener.set_nonblocking(true).map_err(refuse)?;
         let address = listener.local_addr().map_err(refuse)?;
+        // One thread is enough: answers are computed on other threads.
         let runtime = Builder::new_current_thread().enable_all().build().map_err(refuse)?;
         let (ends, ended) = oneshot::channel();
         let serve = move || {
@@ -171,6 +173,7 @@ async fn accept_connections(listener: TcpListener, site: Arc<ViewerSite>) {
                     tracing::error!(%error, "the run viewer cannot accept connections; it tries \
                                              again");
                 }
+                // Without descriptors, `accept` fails at once, and the loop would use up a core.
                 tokio::time::sleep(ACCEPT_RETRY_PAUSE).await;
             }
         }
@@ -234,6 +237,7 @@ async fn respond_to_request(
     // Stores block, and they must not be called on a thread of a runtime.
     let work = move || {
         let reply = site.answer_request(&path, &query);
+        // Comes before the transfer: a slow browser must not keep others waiting.
         drop(permit);
         // The receiver is gone if the browser has closed the connection.
         drop(logged_at.send(reply));

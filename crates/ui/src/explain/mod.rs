@@ -105,6 +105,7 @@ pub(crate) fn explain_record(record: &Map<String, Value>, files: &RunFiles) -> R
     if ranks.is_empty() {
         return explain_unmeasured(record);
     }
+    // Stragglers come first: the others wait for them in the reduction, which looks slow then.
     explain_straggler(&ranks)
         .or_else(|| explain_slow_data(&ranks))
         .unwrap_or_else(|| explain_by_largest_step_part(record, &ranks))
@@ -207,6 +208,7 @@ fn explain_straggler(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
 /// it.
 fn explain_slow_data(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
     let (slow, data, usual) = slowest_rank(ranks, |rank| rank.data)?;
+    // Without the first condition, a ratio of two tiny times would name a rank.
     (data - usual > MIN_SLOW_DATA_SHARE * slow.step && data > STRAGGLER_RATIO * usual).then(|| RunExplanation {
         verdict: format!(
             "slow data: rank {} on {} waits {:.1} ms of a step for data, the median is {:.1} ms",

@@ -58,6 +58,7 @@ impl RankLateness {
             let mut ordered: Vec<(i64, u32)> =
                 parts.iter().map(|part| (arrival_time(part, clocks), part.rank)).collect();
             ordered.sort_unstable();
+            // Without a second rank, no rank waits.
             let [.., (second, _), (last, latest)] = ordered[..] else {
                 continue;
             };
@@ -76,6 +77,7 @@ impl RankLateness {
             // Ranks outside of the operation's process set do not wait, and if a rank's part is
             // missing, it is unknown whether it waited.
             if parts.len() == ranks && last - second >= MIN_WAIT_SPAN_US {
+                // From the last but one arrival to the last one, all others wait for one rank.
                 waits.push(StragglerWait {
                     rank: latest,
                     from: second,
