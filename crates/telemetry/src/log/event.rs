@@ -144,6 +144,7 @@ impl EventText {
 
 impl Visit for EventText {
     fn record_str(&mut self, field: &Field, value: &str) {
+        // The quotes show where a value with spaces ends.
         if field.name() != "message" && (value.is_empty() || value.contains([' ', '"'])) {
             return self.add_field(field, &format!("{value:?}"));
         }

@@ -134,6 +134,7 @@ impl TraceWriter {
 
     fn write_event(&mut self, event: &TimelineEvent) -> io::Result<()> {
         let ts = self.elapsed_micros(event.at);
+        // Records that wait for a write have times of the present file.
         if self.text.is_empty() && self.file.is_full() {
             self.rotate_file(ts)?;
         }
@@ -225,6 +226,7 @@ impl TraceWriter {
         let open = self.track_states.iter().filter(|(_, place)| place.depth > 0);
         let mut open: Vec<(u64, TimelineTrack)> =
             open.map(|(track, place)| (place.pid, track.clone())).collect();
+        // The order of a hash map is random, and the same events must give the same file.
         open.sort_unstable_by_key(|(pid, _)| *pid);
         for (pid, track) in open {
             for _ in 0..std::mem::take(&mut self.track_state(&track).depth) {
