@@ -85,6 +85,7 @@ impl TimedControlTree<'_> {
                 (ready[*child] + work + latency, work)
             };
             let mut arrivals: Vec<(f64, f64)> = self.children[member].iter().map(arrival).collect();
+            // The parent takes announcements in the order of their arrival.
             arrivals.sort_by(|one, other| one.0.total_cmp(&other.0));
             ready[member] =
                 arrivals.iter().fold(0.0, |free: f64, (time, work)| free.max(*time) + work);

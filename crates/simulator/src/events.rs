@@ -69,6 +69,7 @@ impl PartialOrd for SimulatedEvent {
 impl Ord for SimulatedEvent {
     /// Orders the earliest event as the greatest, because a heap returns the greatest first.
     fn cmp(&self, other: &Self) -> Ordering {
+        // Events of the same time keep the order in which they were scheduled (`SM-3`).
         other.time.total_cmp(&self.time).then(other.number.cmp(&self.number))
     }
 }
@@ -141,6 +142,7 @@ impl<'a> SimulationRun<'a> {
                 }
                 let mut waits = after.len();
                 if let ProgramAction::Receive(transfer) = action {
+                    // A receive also waits for its message.
                     waits += 1;
                     receives.entry((transfer.member, rank)).or_default().push(base + step);
                 }
@@ -272,6 +274,7 @@ impl<'a> SimulationRun<'a> {
 
     /// Records that one dependency of a step is done.
     fn resolve_dependency(&mut self, step: usize, now: f64) {
+        // A send without a receive has no such step: its partner is `u32::MAX`.
         let Some(waiting) = self.pending_dependencies.get_mut(step) else { return };
         *waiting = waiting.saturating_sub(1);
         if *waiting == 0 {

@@ -60,6 +60,7 @@ impl NetworkModel {
         let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
         let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
         self.memory[host] = memory;
+        // Core and memory work at the same time, so the slower of them decides.
         memory.max(now + cost.core * slowdown)
     }
 
@@ -79,6 +80,7 @@ impl NetworkModel {
     }
 
     fn transmission_seconds(&self, bytes: f64) -> f64 {
+        // Packets that were lost take the interface once more.
         bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
     }
 

@@ -74,10 +74,12 @@ impl StepEstimate {
             while under_way.front().is_some_and(|end| *end <= now) {
                 under_way.pop_front();
             }
+            // The engine has a limit of lists: the next one begins when the oldest ends.
             if under_way.len() as u64 >= most {
                 now = now.max(under_way.pop_front().unwrap_or(now));
             }
             let first = at;
+            // Gradients that are ready by now come in the same list.
             at += ready[first..].iter().take_while(|(time, _)| time + up <= now).count();
             let bytes: Vec<u64> = ready[first..at].iter().map(|(_, bytes)| *bytes).collect();
             busy = busy.max(now + down);
