@@ -130,6 +130,7 @@ pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter
     if let Some(reason) = report.failure_reason() {
         bail!("{reason}");
     }
+    // All ranks may end with status 0 before the first measurement.
     if table.rows.load(Ordering::Relaxed) == 0 {
         bail!("rank 0 measured nothing");
     }
@@ -200,6 +201,7 @@ impl BenchTable {
     fn bus_factor(&self) -> f64 {
         let ranks = f64::from(self.ranks);
         match self.operation.as_str() {
+            // Two passes of a ring, reduce-scatter and allgather: (n - 1) / n of the tensor in each.
             "allreduce" => 2.0 * (ranks - 1.0) / ranks,
             "broadcast" => 1.0,
             _ => (ranks - 1.0) / ranks,
@@ -228,12 +230,15 @@ impl RecordSink for BenchTable {
     fn accept_record(&self, record: WorkerRecord) {
         let WorkerRecord::Log(line) = record else { return };
         match BenchMeasurement::parse_line(&line.text)
+            // Libraries may print anything to stderr, even in this form.
             .filter(|_| line.stream == OutputStream::Stdout)
         {
             Some(row) => {
+                // Relaxed: the count is read after the job has ended.
                 self.rows.fetch_add(1, Ordering::Relaxed);
                 self.print_row(&row);
             }
+            // Stdout is for results, which programs may parse.
             None => drop(writeln!(std::io::stderr(), "{}", line.text)),
         }
     }

@@ -50,6 +50,7 @@ impl RecordSink for ConsoleSink {
         // A closed stdout (`| head`) does not end the job.
         drop(match line.stream {
             OutputStream::Stdout => {
+                // One write under the lock, so that lines of different ranks do not mix.
                 let mut out = io::stdout().lock();
                 out.write_all(text.as_bytes()).and_then(|()| out.flush())
             }
@@ -74,6 +75,8 @@ impl RankFiles {
     fn new(folder: &Path, ranks: u32, continued: bool) -> Result<Self> {
         let width = ranks.saturating_sub(1).to_string().len();
         let files = Self { folder: folder.to_owned(), width, open_files: Mutex::default() };
+        // Files are made before the job starts, because a folder without write access would lose
+        // hours.
         for rank in 0..ranks {
             for stream in [OutputStream::Stdout, OutputStream::Stderr] {
                 let path = files.file_path(rank, stream);

@@ -181,8 +181,11 @@ fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
     let options = |rank| MeshOptions {
         use_shared_memory,
         setup_timeout: TRIAL_TIMEOUT,
+        // Loopback only: a firewall of another interface must not fail this trial.
         bind: vec![std::net::IpAddr::from(std::net::Ipv4Addr::LOCALHOST).into()],
+        // Any port: the range of the user may be taken by a job.
         ports: PortRange { first: 0, last: 0 },
+        // Both ranks are in this process, so the key protects nothing.
         ..MeshOptions::new(Rank(rank), 2, host::host_facts().host_hash(), [7; 32])
     };
     thread::scope(|scope| {
@@ -302,6 +305,7 @@ fn try_launching(page: &mut DoctorPage) {
         "worker processes",
         "The message names what the system refused.",
         || {
+            // The test shows that workers get their variables, too.
             let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
             let job = StaticJob::on_this_host(
                 2,

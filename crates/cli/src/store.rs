@@ -187,6 +187,7 @@ fn resolve_value(key: &str, value: String, input: &mut impl BufRead) -> Result<S
     } else {
         return Ok(value);
     };
+    // Editors end a file with a line break, which is no part of a secret.
     let line = text.lines().next().unwrap_or_default();
     if line.is_empty() {
         bail!("the value for option {key} is empty");
@@ -211,6 +212,7 @@ fn parse_size(text: &str) -> Result<u64> {
         .map(|(unit, shift)| (unit, 1_u64 << shift));
     let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)]
         .map(|(unit, power)| (unit, 1000_u64.pow(power)));
+    // `B` is last, because all units end in it.
     let units = binary.into_iter().chain(decimal).chain([("B", 1)]);
     let unit = units.into_iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, bytes)));
     let (digits, unit) =
@@ -291,6 +293,7 @@ struct StoreRow {
 
 fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
     let items = store.list_directory("")?;
+    // A missing directory has an empty listing, too.
     if items.is_empty() && !store.exists("")? {
         bail!("there is nothing here: {}", store.url());
     }
@@ -305,6 +308,7 @@ fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
 
 fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
     let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    // `list` would fail for a symbolic link to a directory.
     for entry in store.list_with_links("")?.0 {
         let mut parts = entry.path.split('/');
         let first = parts.next().unwrap_or_default();

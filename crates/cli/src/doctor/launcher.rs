@@ -19,8 +19,10 @@ const LAUNCHER_RANK_VARIABLES: [(&[&str], &str); 8] = [
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
     (&["MV2_COMM_WORLD_RANK"], "mpirun_rsh of MVAPICH"),
     (&["PMIX_RANK"], "a launcher with PMIx"),
+    // A batch script has `SLURM_PROCID`, too, although no srun has started it.
     (&["SLURM_PROCID", "SLURM_STEP_ID"], "srun"),
     (&["JSM_NAMESPACE_RANK"], "jsrun"),
+    // `RANK` alone is too common a name.
     (&["RANK", "WORLD_SIZE"], "torchrun or alike"),
     (&["HOROVOD_RANK", "HOROVOD_SIZE"], "horovodrun or alike"),
 ];

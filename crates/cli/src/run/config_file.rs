@@ -31,6 +31,7 @@ pub(crate) struct RunConfigFile {
 /// The text is not YAML, is no table of sections, or has a value of the wrong kind.
 pub(crate) fn parse_config_file(name: &str, text: &str) -> Result<RunConfigFile> {
     let mut file = RunConfigFile::default();
+    // The parser refuses a text without a document.
     if text.trim().is_empty() {
         return Ok(file);
     }

@@ -618,15 +618,18 @@ fn flag_argument(flag: &RunFlag) -> Arg {
         }
         FlagValue::Text => {
             let arg = arg.value_name("VALUE").allow_negative_numbers(true);
+            // Values of ignored flags are those of other programs, such as `--mpi-args "-x A"`.
             arg.allow_hyphen_values(matches!(flag.effect, FlagEffect::Ignored(_)))
         }
     };
     if flag.name.starts_with("network-interface") {
         arg = arg.action(ArgAction::Append);
     } else if flag.value != FlagValue::Nothing {
+        // As in Horovod, the last value of a repeated flag counts.
         arg = arg.overrides_with(flag.name);
     }
     for (one, other) in OPPOSITE_FLAGS {
+        // Both names of the network interfaces add to one list.
         if one == flag.name && !one.starts_with("network") {
             arg = arg.overrides_with(other);
         }

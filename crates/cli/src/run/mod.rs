@@ -79,6 +79,7 @@ pub(crate) fn run_job(
     logging::install_logging(options.config.log_level, options.config.log_hide_time);
     let say = |message: &str| crate::message::print_message(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
+    // Before the viewer: wrong hosts must not leave a run in its store.
     let place = options.job_placement()?;
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
@@ -187,6 +188,7 @@ fn run_elastic_job(
         }
         ElasticJobUpdate::World { world, hosts } => {
             watching.show_world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
+            // Later worlds are news, even without `--verbose`.
             if verbose || world.generation.0 > 1 {
                 say(&describe_world(world, &before.borrow()));
             }
@@ -200,6 +202,7 @@ fn run_elastic_job(
     let journal = options.journal_path();
     let outage = options.config.registrar_timeout;
     let mut work = worker_program(options, &place, surroundings);
+    // Without a journal, no other command can continue the job, and waiting is useless.
     if journal.is_some() {
         work.outage = outage;
     }

@@ -90,6 +90,7 @@ impl RunOptions {
                 )?;
             }
         }
+        // After the file, so that flags replace its values.
         for flag in RUN_FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
             let values = flag_values(matches, flag);
             apply_flag(flag, &values, &format!("--{}", flag.name), &mut given, &mut remarks)?;
@@ -104,7 +105,9 @@ impl RunOptions {
         }
         let mut extra = BTreeMap::new();
         if let Some(interfaces) = network_interfaces(matches, &mut remarks) {
+            // NCCL chooses its interfaces itself, unless this variable names them.
             extra.insert("NCCL_SOCKET_IFNAME".to_owned(), Some(interfaces.join(",")));
+            // Addresses are more exact than interfaces.
             if !given.contains_key("bind_address") {
                 let networks = interface_networks(&interfaces)?;
                 remarks.extend(
@@ -199,6 +202,7 @@ impl RunOptions {
         let asked = self.ssh_command.is_some()
             || self.ssh_port.is_some()
             || self.ssh_identity_file.is_some();
+        // An option of ssh asks for ssh, even if the batch system has its own program.
         let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
         let shell = match own {
             Some(shell) => shell,
@@ -306,6 +310,7 @@ fn name_knob_by_source(
 /// Returns remarks about Horovod variables that are set but have no effect, with the reason.
 fn ignored_variable_remarks() -> impl Iterator<Item = String> {
     IGNORED_VARIABLES.iter().filter_map(|(name, flag)| {
+        // A variable that turns a feature off has its effect here, too.
         environment_variable(name).filter(|value| !["0", "false"].contains(&value.as_str()))?;
         let flag = RUN_FLAGS.iter().find(|known| known.name == *flag)?;
         let FlagEffect::Ignored(reason) = flag.effect else { return None };
