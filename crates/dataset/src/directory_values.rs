@@ -133,6 +133,7 @@ pub fn partition_columns(
                 expected: element,
             });
         }
+        // All rows of a file have the same value, so a file without one has only nulls.
         let without =
             files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
         Ok(ManifestColumn {

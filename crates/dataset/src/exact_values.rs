@@ -11,6 +11,7 @@ const MICROSECONDS_PER_DAY: i64 = 86_400_000_000;
 const MILLISECONDS_PER_DAY: i64 = 86_400_000;
 
 /// The powers of ten that a float64 represents exactly.
+// Ends at 10^22, because 5^23 has more than 53 bits.
 const EXACT_POWERS_OF_TEN: [f64; 23] = [
     1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16,
     1e17, 1e18, 1e19, 1e20, 1e21, 1e22,

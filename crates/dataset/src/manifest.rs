@@ -74,6 +74,7 @@ pub struct ManifestColumn {
 /// Returns the unit that the values of a column have in batches, by the Arrow type of its source;
 /// `None` for other values than dates and times.
 pub fn batch_unit(source: &str) -> Option<String> {
+    // The text of a list type contains the type of its elements.
     let has = |names: &[&str]| names.iter().any(|name| source.contains(name));
     if has(&["Date32", "Date64"]) {
         Some("days".to_owned())
@@ -88,6 +89,7 @@ pub fn batch_unit(source: &str) -> Option<String> {
 fn has_other_unit(source: &str) -> bool {
     let units = ["(s", "(ms", "(ns"];
     batch_unit(source).as_deref() == Some("microseconds")
+        // The unit ends the parenthesis, or a time zone follows it: `Timestamp(ms, "UTC")`.
         && units.iter().any(|unit| {
             source.contains(&format!("{unit})")) || source.contains(&format!("{unit},"))
         })
@@ -96,6 +98,7 @@ fn has_other_unit(source: &str) -> bool {
 impl ManifestColumn {
     /// Returns the number of elements of one row.
     pub fn elements_per_row(&self) -> u64 {
+        // Shapes from the footers of other writers have not been checked.
         self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 

@@ -137,6 +137,7 @@ pub struct LaneLayout {
 impl LaneLayout {
     /// Cuts the row groups of `manifest` into blocks and chooses the number of lanes.
     pub fn new(manifest: &Manifest) -> Self {
+        // `largest` is at least 1, because limits are divided by it.
         let (mut blocks, mut rows, mut largest) = (Vec::new(), 0, 1);
         for (file, data) in manifest.files.iter().enumerate() {
             for (group, row_group) in data.groups.iter().enumerate() {
