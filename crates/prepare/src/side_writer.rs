@@ -88,6 +88,7 @@ impl SplitFileWriter {
         let target = *self.target.get_or_insert((ROW_GROUP_BYTES / self.row_bytes).max(1));
         self.waiting_rows += rows;
         self.waiting.push_back(batch);
+        // A partition that ends before is small, and `finish_file` gives it smaller groups.
         let hold = if self.groups.is_empty() && self.file_spec.row_group_rows.is_none() {
             MIN_ROW_GROUPS
         } else {

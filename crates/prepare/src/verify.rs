@@ -31,6 +31,7 @@ pub struct VerificationReport {
 /// # Errors
 /// The store's. A missing file is not an error, but a problem in the report.
 pub fn verify_files(store: &Store, manifest: &Manifest) -> Result<VerificationReport> {
+    // Files of other writers stay in their directory, and the manifest is in another one.
     let store = manifest.base.as_deref().map_or_else(|| Ok(store.clone()), Store::open)?;
     let mut verified = VerificationReport::default();
     for file in &manifest.files {

@@ -193,6 +193,7 @@ impl PartitionWriter {
         let mut fields = Vec::new();
         for (name, made) in names.iter().zip(converted) {
             let role = self.spec.column_role(name);
+            // A loss multiplies each row by one number.
             if role == ColumnRole::Weight
                 && (made.element.byte_width().is_none() || !made.shape.is_empty())
             {
