@@ -68,6 +68,7 @@ impl ImageDecoder {
         };
         apply_orientation(image, orientation, spare);
         image.convert_mode(steps.mode, spare);
+        // A resize to the same size costs time and changes nothing.
         if (image.width, image.height) == (steps.width, steps.height) {
             return steps.write_image(image, out);
         }

@@ -70,6 +70,7 @@ impl ImageTransform {
             return Err(Error::OutputSize { expected, found });
         }
         match out {
+            // Gray has one plane, so both orders of channels are the same.
             ImageOutput::Bytes(out) if self.channels_last || self.mode == ColorMode::Gray => {
                 out.copy_from_slice(&image.bytes);
             }
