@@ -114,8 +114,10 @@ impl DeadlineClient {
 /// Returns whether the service does long work before it answers: it copies an object, or joins the
 /// parts of one.
 fn is_long_work(request: &HttpRequest) -> bool {
+    // `x-amz-copy-source`, `x-goog-copy-source` or `x-ms-copy-source`.
     let copies = request.headers().keys().any(|name| name.as_str().ends_with("-copy-source"));
     let query = request.uri().query().unwrap_or_default();
+    // S3 joins the parts of an upload by POST, Azure by PUT of a list of blocks.
     let joins = request.method() == "POST" && query.contains("uploadId=")
         || query.contains("comp=blocklist");
     copies || joins
@@ -124,6 +126,7 @@ fn is_long_work(request: &HttpRequest) -> bool {
 /// Returns whether a request reads the content of a file, in contrast to a listing.
 fn is_file_read(request: &HttpRequest) -> bool {
     let query = request.uri().query().unwrap_or_default();
+    // The first parameter is the one of S3, the second one of Azure.
     let lists = query.contains("list-type=") || query.contains("comp=list");
     request.method() == "GET" && !lists
 }
@@ -175,6 +178,7 @@ async fn find_refusal(
     let (parts, body) = answer.into_parts();
     let body = body.bytes().await?;
     let text = String::from_utf8_lossy(body.get(..MAX_REFUSAL_BYTES).unwrap_or(body.as_ref()));
+    // Azure has the code in a header, because a HEAD has no body.
     let code = parts.headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
     let has_code = EXPIRY_CODES.iter().any(|code| text.contains(code))
         || code.is_some_and(|code| code == "AuthenticationFailed");

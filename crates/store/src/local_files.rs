@@ -168,6 +168,7 @@ fn read_range(file: &mut File, range: Range<u64>) -> Result<Bytes> {
 /// The operating system's error.
 pub(crate) fn create_file(path: &Path, data: &[u8]) -> Result<bool> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
+    // The kernel creates the file for one process only, even on NFS.
     let create = || File::options().write(true).create_new(true).open(path);
     let mut file = match create_in_directory(
         directory,

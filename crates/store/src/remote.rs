@@ -84,6 +84,8 @@ pub(crate) fn open_backend(
     match service {
         StorageService::S3 => {
             let builder = s3_builder(root, options)?.with_retry(retry_config(timeout));
+            // A search for credentials would ask the metadata service of the machine, and may wait
+            // long.
             if is_anonymous(builder.get_config_value(&AmazonS3ConfigKey::SkipSignature)) {
                 return without_credentials(builder.with_http_connector(connector).build(), refuse);
             }

@@ -104,6 +104,7 @@ pub(crate) fn choose_aws_source(
         return Ok(place(source, origin, false));
     }
     if let Some(keys) = environment_keys(environment)? {
+        // Not fixed: a notebook may set other keys while this process runs.
         return Ok(place(AwsSource::Keys(keys), ENVIRONMENT_ORIGIN.into(), false));
     }
     let web = |name: &str, variable: &str| option(name).or_else(|| environment.get(variable));
@@ -328,6 +329,7 @@ struct ProcessOutput {
 
 /// Runs the command of a profile, which prints keys. Its output is never shown.
 fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
+    // Without a shell, like the AWS command line: no part of it is expanded.
     let words = shlex::split(command).filter(|words| !words.is_empty());
     let words = words.ok_or("its credential_process is not a command line")?;
     let program = words.first().cloned().unwrap_or_default();

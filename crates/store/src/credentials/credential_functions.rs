@@ -86,6 +86,7 @@ impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C> for Func
 fn read_values<C: FunctionCredential>(
     mut values: CredentialValues,
 ) -> Result<(C, Option<SystemTime>), String> {
+    // The second name is the one in answers of AWS, which functions pass on.
     let expires = values.remove("expires").or_else(|| values.remove("Expiration"));
     let expires = expires.map(|text| parse_expiry(&text)).transpose()?;
     let credential = C::from_values(&mut values)?;

@@ -131,6 +131,7 @@ impl Store {
     /// # Errors
     /// Like [`Store::open`].
     pub fn resolve_path(&self, path: &str) -> Result<Self> {
+        // One slash, because of `dbfs:/x`.
         if path.starts_with('/') || path.contains(":/") {
             Self::open(path)
         } else {
@@ -263,6 +264,7 @@ impl Store {
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
     pub fn open_file(&self, path: &str) -> Result<OpenedFile> {
+        // The check is for local files, too: no `..` may leave the store.
         let at = self.object_path(path)?;
         let whole = self.display_path(path);
         if let StoreLocation::Local(base) = &self.location {
