@@ -69,6 +69,7 @@ impl RunCatalog {
         let mut listing = RunListing { stores, runs: Vec::new(), problems: Vec::new() };
         let now = SystemTime::now();
         for (index, (source, known)) in self.0.iter().enumerate() {
+            // Held during the listing, so that two pages do not list the same store twice.
             let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
             // Known runs stay in the list while their store does not answer.
             if let Err(error) = known.refresh_runs(index, source) {
@@ -134,6 +135,7 @@ impl KnownRuns {
             map_in_threads(&changed, source.reader_thread_count(), read).into_iter().flatten(),
         );
         self.runs = fresh;
+        // Not after an error: the next request then asks the store again.
         self.refreshed_at = Some(Instant::now());
         Ok(())
     }

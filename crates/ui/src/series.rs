@@ -137,7 +137,9 @@ pub(crate) fn parse_history(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
         let plain = replace_non_finite_words(line);
         // A killed writer leaves half a line.
         let Ok(entry) = serde_json::from_slice::<HistoryLine<'_>>(&plain) else { continue };
+        // The history has the seconds of each epoch, and charts show the time since the start.
         clock += entry.seconds.unwrap_or(0.0);
+        // Files count epochs from 0, and charts from 1.
         series.epoch.push(entry.epoch + 1.0);
         series.seconds.push(clock);
         for (prefix, scores) in [("", entry.train), ("val_", entry.validation)] {

@@ -94,6 +94,7 @@ impl RunViewer {
             runtime.block_on(async move {
                 tokio::select! {
                     () = accept_connections(listener, site) => {}
+                    // The end of this block drops the runtime, and so closes all connections.
                     _ = ended => {}
                 }
             });
@@ -232,6 +233,7 @@ async fn respond_to_request(
     let query = request.uri().query().unwrap_or_default().to_owned();
     let seen =
         request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
+    // Before the thread starts, so that waiting requests have none.
     let permit = workers.acquire_owned().await;
     let (logged_at, answer) = oneshot::channel();
     // Stores block, and they must not be called on a thread of a runtime.

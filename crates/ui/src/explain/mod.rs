@@ -59,6 +59,7 @@ impl RankStepTimes {
         Some(Self {
             rank: rank.get("rank")?.as_u64()?,
             host: rank.get("host").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            // Shares are divided by this time.
             step: number("step_seconds").filter(|seconds| *seconds > 0.0)?,
             data: number("data_seconds"),
             reduce: number("reduce_seconds"),
@@ -82,6 +83,7 @@ impl RankStepTimes {
 pub fn explain_run(url: &str) -> Result<RunExplanation> {
     let directory = Store::open(url)?;
     let files = RunSource::list_runs(&directory)?
+        // The directory itself is the run, so its name below is empty.
         .remove("")
         .filter(|files| files.contains_key(RECORD_FILE));
     let files =

@@ -77,6 +77,7 @@ fn write_straggler_waits(output: &mut TraceOutput, traces: &[RankTrace], latenes
         &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "all ranks wait \
                                                                                  for"}}),
     );
+    // Perfetto orders processes by this index.
     output.write_record(
         &json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": -1}}),
     );
