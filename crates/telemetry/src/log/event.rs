@@ -90,6 +90,7 @@ fn log_level(metadata: &Metadata<'_>) -> LogLevel {
 
 /// Returns the name of a logger below `farandole` for the path of a module.
 fn logger_name(target: &str) -> String {
+    // Python's loggers form a tree by dots.
     let path = target.replace("::", ".");
     match path.strip_prefix("farandole_") {
         Some(room) => format!("farandole.{room}"),

@@ -112,6 +112,7 @@ impl Subscriber for LogSubscriber {
     }
 
     fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        // An id of 0 would panic.
         Id::from_u64(1)
     }
 

@@ -292,6 +292,7 @@ fn quote_json(text: &str, out: &mut String) {
         match c {
             '"' => out.push_str("\\\""),
             '\\' => out.push_str("\\\\"),
+            // JSON allows no control characters in a text.
             c if (c as u32) < 0x20 => drop(write!(out, "\\u{:04x}", c as u32)),
             c => out.push(c),
         }
