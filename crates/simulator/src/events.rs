@@ -138,6 +138,7 @@ impl<'a> SimulationRun<'a> {
             for (step, action) in program.actions().enumerate() {
                 let after = program.dependencies_of(step);
                 for before in after {
+                    // One place later, so that the sums are the starts of the lists.
                     counts[base + *before as usize + 1] += 1;
                 }
                 let mut waits = after.len();
@@ -260,6 +261,7 @@ impl<'a> SimulationRun<'a> {
         let ProgramAction::Send(transfer) = self.actions[step] else { return };
         let (bytes, host) = (bytes_to_f64(transfer.bytes), self.host_of(transfer.member));
         self.outcome.arrived += transfer.bytes;
+        // Drawn by the number of the step, so that every run loses the same packets (`SM-3`).
         let late = self.network.retransmission_delay(
             bytes,
             transfer.messages.into(),
