@@ -51,7 +51,7 @@ pub(crate) fn runtime_handle() -> Result<Handle> {
         if let Some(runtime) = runtime {
             return Ok(runtime.handle().clone());
         }
-        // Threads of its own, because parts of uploads advance while their caller makes the next
+        // Separate threads, because parts of uploads advance while their caller makes the next
         // piece.
         let fresh = Builder::new_multi_thread()
             .worker_threads(RUNTIME_THREADS)

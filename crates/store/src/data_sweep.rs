@@ -258,6 +258,7 @@ fn delete_unused(
         let lease = match &train {
             Some(train) => match lease::acquire_for_deletion(train, now)? {
                 Some(lease) => Some((train, lease)),
+                // Another process uses the set now.
                 None => continue,
             },
             None => None,

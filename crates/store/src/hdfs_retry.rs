@@ -143,6 +143,7 @@ async fn collect_within<T>(
 
 /// Returns the longest time for a request that transfers `bytes`.
 fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
+    // A large request may take as long as a slow connection needs for its bytes.
     answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
 }
 

@@ -25,6 +25,7 @@ use crate::http_client::{PIECE_BYTES, PiecewiseClient, UploadProgress};
 use crate::store_operation::{note_failed_attempt, note_refused_credential};
 
 /// Longest wait for the next bytes.
+// Six attempts fit into the default timeout of 3 minutes.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
 /// Slowest accepted download over one connection, in bytes a second.
 pub(crate) const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
@@ -65,6 +66,7 @@ impl DeadlineConnector {
 impl HttpConnector for DeadlineConnector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let options = options.clone();
+        // A deadline for whole requests would end large transfers that make progress.
         let options = if self.has_own_timeout { options } else { options.with_timeout_disabled() };
         let client = PiecewiseClient::new(&options)?;
         let (timeout, signer) = (self.timeout, self.signer.clone());
@@ -152,6 +154,7 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     let mut next = error.source();
     while let Some(error) = next {
         let inner = error.to_string();
+        // Many errors repeat the text of their source.
         if !text.contains(&inner) {
             text = format!("{text}: {inner}");
         }
@@ -211,6 +214,7 @@ impl DeadlineClient {
             let (answer, refusal) = find_refusal(answer, is_head).await?;
             let Some(refusal) = refusal else {
                 if answer.status().is_success() {
+                    // Relaxed: only whether it is 0 counts.
                     self.accepted.store(signature.number + 1, Ordering::Relaxed);
                 }
                 return Ok(answer);

@@ -280,6 +280,7 @@ fn create_directories(directory: &Path) -> Result<()> {
         Err(error) if local_tree::is_absence(&error) => {}
         Err(error) => return Err(error),
     }
+    // From the top down: a name on disk is of no use in a directory that is not.
     if let Some(above) = directory.parent() {
         create_directories(above)?;
         std::fs::create_dir_all(directory)?;

@@ -29,7 +29,7 @@ impl StorageService {
     /// Returns the service of `scheme`.
     pub(crate) fn from_scheme(scheme: &str) -> Option<Self> {
         Some(match scheme {
-            // |`s3a` and `s3n` are the names of Hadoop, and so of Spark.
+            // `s3a` and `s3n` are the names of Hadoop, and so of Spark.
             "s3" | "s3a" | "s3n" => Self::S3,
             "gs" | "gcs" => Self::Gcs,
             "az" | "abfs" | "abfss" | "adl" | "azure" => Self::Azure,

@@ -14,10 +14,12 @@ use object_store::{
 };
 
 /// Bytes of a part: a part is transferred by one request, and repeated as a whole.
+// At the slowest accepted speed, a part takes 128 s, less than the default timeout of 3 minutes.
 pub(crate) const PART_BYTES: usize = 8 << 20;
 /// Largest transfer by a single request.
 pub(crate) const MAX_SINGLE_REQUEST_BYTES: usize = 2 * PART_BYTES;
 /// Most parts of one file in flight.
+// Parts in flight take memory besides the content: 32 MiB.
 pub(crate) const MAX_PARTS_IN_FLIGHT: usize = 4;
 
 /// Returns the version of a file, to find out that it was replaced while it was being read.
@@ -107,6 +109,7 @@ async fn fetch_range(
 ) -> Result<Bytes> {
     let wanted = range.end.saturating_sub(range.start);
     let single = MAX_SINGLE_REQUEST_BYTES as u64;
+    // The first answer shows the size of the file, before memory for the whole range is taken.
     let end = range.end.min(range.start + single);
     let options =
         GetOptions { range: Some(GetRange::Bounded(range.start..end)), ..GetOptions::default() };

@@ -54,6 +54,7 @@ pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// Returns the longest pause between two attempts.
 pub(crate) fn longest_retry_pause(timeout: Duration) -> Duration {
+    // With the default timeout of 3 minutes, both limits are 15 s.
     Duration::from_secs(15).min(timeout / 12).max(FIRST_RETRY_PAUSE)
 }
 
@@ -208,6 +209,7 @@ fn backend_options(service: StorageService, options: &BackendOptions) -> BTreeMa
         && let Some(text) = options.0.remove("connection_string")
     {
         for (key, value) in parse_connection_string(&text) {
+            // An option that is given by its name comes before the connection string.
             options.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
         }
     }

@@ -108,6 +108,7 @@ impl StoreUpload {
             self.inner.as_mut().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         let part = inner.put_part(payload);
         let Some(operation) = self.operation.clone() else {
+            // A local write is done at once and needs no task.
             let sent = self.store.backend_waiter().wait(part)?;
             return sent.map_err(|source| self.upload_error("write", source));
         };

@@ -230,6 +230,7 @@ fn parse_sections(text: &str) -> BTreeMap<String, ProfileSettings> {
             name = Some(words);
         } else if let (Some(name), Some((key, value))) = (&name, line.split_once('=')) {
             let settings = sections.entry(name.clone()).or_default();
+            // The AWS command line ignores the case of keys, too.
             settings.insert(key.trim().to_ascii_lowercase(), value.trim().to_owned());
         }
     }

@@ -353,6 +353,7 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
         // The send fails after the deadline, when its receiver is gone.
         drop(sender.send(read.map(|()| output)));
     });
+    // `wait` has no deadline.
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,

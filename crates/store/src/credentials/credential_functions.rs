@@ -34,6 +34,7 @@ pub fn register_credential_function(
     function: impl Fn() -> Result<CredentialValues, String> + Send + Sync + 'static,
 ) {
     let function: CredentialFunction = Arc::new(function);
+    // Readers take no lock, which a forked child might find held.
     CREDENTIAL_FUNCTIONS.rcu(|functions| {
         let mut functions = BTreeMap::clone(functions);
         functions.entry(name.to_owned()).or_insert_with(|| Arc::clone(&function));

@@ -125,6 +125,7 @@ fn merge_settings<K: std::str::FromStr + AsRef<str>>(
         (false, false) => format!("the environment variables for {text}"),
     };
     let is_fixed = from_options && names.clone().all(is_constant);
+    // Options come last, because the builder takes the last value of a name.
     found.extend(given);
     let is_secret = |(key, value): &&(K, String)| {
         // Names of files are no secrets, and short values would hide parts of words.

@@ -236,6 +236,7 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
         number: u64,
         says_expired: bool,
     ) -> Result<Option<NumberedCredential<C>>, CredentialError> {
+        // Waits, unlike `current`: the present credential is the refused one.
         let mut state = self.state.lock().await;
         let was_just_renewed = state.refused_at.is_some_and(|t| t.elapsed() < MIN_REFUSAL_PAUSE);
         if state.current.as_ref().is_none_or(|current| current.number == number)
@@ -262,6 +263,7 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
             chooser(&environment).map(|source| (source, environment))
         });
         let (source, environment) =
+            // The provider belongs to the earlier source.
             chosen.await.map_err(|error| CredentialError::new(state.source.origin(), error))??;
         (state.source, state.environment, state.provider) = (source, environment, None);
         Ok(())

@@ -45,6 +45,7 @@ use crate::prepared_files::{self, MANIFEST_FILE, PREPARATION_FILE};
 use crate::store::{DirectoryItem, FileReplacement, Store};
 
 /// Time for which the mark of a process is valid if the process cannot be observed.
+// Living processes renew their marks, so a week of silence means that the process was killed.
 const UNSEEN_HOLDER_LIFETIME: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Longest time until a process deletes its lease after it has seen an earlier one.
@@ -98,6 +99,7 @@ impl MarkHolder {
 
     /// Returns whether this is the current process.
     fn is_this_process(&self) -> bool {
+        // Only the process counts here, not the time.
         let me = Self::of_this_process(SystemTime::UNIX_EPOCH, None);
         (&self.boot, self.pid, &self.namespace, self.started)
             == (&me.boot, me.pid, &me.namespace, me.started)
@@ -113,6 +115,7 @@ impl MarkHolder {
     /// is equal on different hosts somewhere: the name in clusters of equal images, the boot id in
     /// clones of a running machine, the namespace on all hosts without containers.
     fn is_observable(&self) -> bool {
+        // Two values that are unknown are not the same.
         let is_same =
             |theirs: &Option<String>, ours: Option<String>| theirs.is_some() && *theirs == ours;
         is_same(&self.boot, boot_id())
@@ -123,6 +126,7 @@ impl MarkHolder {
     /// Returns whether the mark is valid, given the time of its last write and the present time by
     /// the same clock.
     fn is_alive(&self, written: f64, now: f64) -> bool {
+        // A mark from the future is valid: another clock is ahead.
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
         if !self.is_observable() {
             return recent();
@@ -175,7 +179,7 @@ fn observe_process(pid: u32) -> ObservedProcess {
     let Some(number) = number else { return ObservedProcess::Absent };
     match rustix::process::test_kill_process(number) {
         Err(rustix::io::Errno::SRCH) => ObservedProcess::Absent,
-        // Err(_)|EPERM proves that the process exists, too.
+        // EPERM proves that the process exists, too.
         Ok(()) | Err(_) => ObservedProcess::Hidden,
     }
 }
@@ -266,6 +270,7 @@ fn list_marks(
 ) -> Result<Vec<FoundMark>> {
     let items = match store.list_directory("") {
         Ok(items) => items,
+        // The first mark creates the directory.
         Err(Error::Missing { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
@@ -426,6 +431,7 @@ fn unique_mark_name(kind: &str, now: SystemTime) -> String {
     // Relaxed: only the uniqueness of the number counts.
     let count = MARK_COUNTER.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
+    // The time comes first, so the order of names is the order of creation.
     format!("{kind}{nanoseconds:x}-{}-{count}.json", std::process::id())
 }
 
@@ -479,6 +485,7 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
     prepared_files::mark_deletion(store)?;
     store.delete(MANIFEST_FILE)?;
     let (entries, links) = store.list_with_links("")?;
+    // Links are deleted like files, and not followed.
     let paths = entries.iter().map(|entry| entry.path.as_str()).chain(links.iter().map(|p| &**p));
     let files: Vec<&str> = paths.filter(|path| is_content(path)).collect();
     store.delete_files("", files.iter().copied())?;
