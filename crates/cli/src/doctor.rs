@@ -135,6 +135,7 @@ fn distribution_version_text(module: &str, providers: &[PythonDistribution]) -> 
 }
 
 fn check_java(page: &mut DoctorPage, needed: bool) {
+    // Spark looks for Java in the same order.
     let program = environment_variable("JAVA_HOME")
         .map_or_else(|| "java".to_owned(), |home| format!("{home}/bin/java"));
     // `java -version` writes to stderr.
@@ -219,6 +220,7 @@ fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
             }
             link.sender.window()?.first_mut().context("no room in the link")?.clone_from(&43);
             link.sender.commit(1)?;
+            // The answer must have left before the link is dropped.
             while !link.sender.flush()? {
                 thread::yield_now();
             }

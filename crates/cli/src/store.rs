@@ -164,6 +164,7 @@ fn read_options(
             options.insert(key.trim().to_owned(), value.trim().to_owned());
         }
     }
+    // In the order of the command line, because each `-` takes the next line of the input.
     for (key, value) in given {
         let value = resolve_value(&key, value, input)?;
         options.insert(key, value);
@@ -361,6 +362,7 @@ fn format_timestamp(time: SystemTime) -> String {
     let day = days + 719_468;
     let era = day / 146_097;
     let of_era = day % 146_097;
+    // The algorithm is `civil_from_days` of Howard Hinnant.
     let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
     let of_year = of_era - (365 * year + year / 4 - year / 100);
     let month = (5 * of_year + 2) / 153;

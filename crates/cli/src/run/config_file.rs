@@ -44,6 +44,7 @@ pub(crate) fn parse_config_file(name: &str, text: &str) -> Result<RunConfigFile>
     };
     for (section, content) in &sections {
         match content {
+            // A section whose keys are all comments is null.
             Value::Null => {}
             Value::Object(keys) => read_section_keys(name, section, keys, &mut file)?,
             other if section == "controller" => read_controller(name, other, &mut file)?,

@@ -618,7 +618,7 @@ fn flag_argument(flag: &RunFlag) -> Arg {
         }
         FlagValue::Text => {
             let arg = arg.value_name("VALUE").allow_negative_numbers(true);
-            // Values of ignored flags are those of other programs, such as `--mpi-args "-x A"`.
+            // Ignored flags have values for other programs, such as `--mpi-args "-x A"`.
             arg.allow_hyphen_values(matches!(flag.effect, FlagEffect::Ignored(_)))
         }
     };
@@ -661,6 +661,7 @@ fn flag_help(flag: &RunFlag) -> String {
 /// A description of the expected values.
 pub(crate) fn check_value(takes: FlagValue, text: &str) -> Result<String, &'static str> {
     let text = text.trim();
+    // NaN fails the comparison, too.
     let number = || text.parse::<f64>().ok().filter(|number| *number >= 0.0);
     let (holds, expected) = match takes {
         FlagValue::Nothing | FlagValue::Text => (true, ""),

@@ -119,6 +119,7 @@ impl RunOptions {
             }
         }
         let timeline = text_argument(matches, "timeline").map(PathBuf::from);
+        // The knob has one value: agents send the timelines, or ranks write files.
         if timeline.is_some()
             && given.insert("timeline".to_owned(), TIMELINE_GATHER_VALUE.to_owned()).is_some()
         {
@@ -128,6 +129,7 @@ impl RunOptions {
             );
         }
         let store = text_argument(matches, "ui-store");
+        // A store for the viewer asks for the viewer.
         let ui = (matches.get_flag("ui") || store.is_some()).then_some(store);
         if ui.is_some() {
             extra.insert(SELF_REPORTING_VARIABLE.to_owned(), Some("1".to_owned()));
