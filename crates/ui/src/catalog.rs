@@ -59,6 +59,7 @@ impl RunCatalog {
     /// # Errors
     /// Text that is no store.
     pub(crate) fn open(urls: &[String]) -> Result<Self> {
+        // A lock for each store, so that a slow one does not hold up requests to others.
         let sources = urls.iter().map(|url| Ok((RunSource::open(url)?, Mutex::default())));
         Ok(Self(sources.collect::<Result<_>>()?))
     }
@@ -116,7 +117,7 @@ impl KnownRuns {
             let stamps = SUMMARY_FILES.map(|name| files.get(name).copied());
             match self.runs.remove(&id) {
                 Some(mut run) if run.stamps == stamps => {
-                    // The summary is still right, but other files, such as those of curves, may
+                    // The summary is still right, but other files, such as the steps of curves, may
                     // have changed.
                     run.found.files = Arc::new(files);
                     fresh.insert(id, run);

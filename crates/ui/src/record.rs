@@ -16,6 +16,7 @@ use crate::series::{self, MAX_SERIES_BYTES, RunSeries, replace_non_finite_words}
 use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles};
 
 /// Largest `_record.json` or fingerprint that is read.
+// The limit of docs/specs/store.md for files of JSON.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 /// Characters of a text that the list shows.
 const MAX_TEXT_CHARS: usize = 300;
@@ -163,6 +164,7 @@ fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Ru
 
 /// Losses and metrics of the last epoch.
 fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
+    // They are facts of the run and no results of the model.
     let hidden = ["seconds", "rows", "rows_per_second"];
     let last = series.len().saturating_sub(1);
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
@@ -174,6 +176,7 @@ fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
 }
 
 fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
+    // The validation loss comes first, because the training loss hides overfitting.
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
     let (epochs, values) = series.columns.get(name)?.curve_over(&series.epoch);
     let rows = epochs.iter().zip(values.iter()).filter(|(_, value)| value.is_finite());
@@ -201,6 +204,7 @@ fn stamp_milliseconds(stamp: FileStamp) -> Option<f64> {
 
 fn text_value(value: Option<&Value>) -> String {
     match value {
+        // By characters, because bytes could end within one.
         Some(Value::String(text)) => text.chars().take(MAX_TEXT_CHARS).collect(),
         _ => String::new(),
     }

@@ -57,6 +57,7 @@ impl ViewerReply {
     }
 
     pub(crate) fn redirect(location: String) -> Self {
+        // Not permanent: a browser would keep the redirect when the token is gone.
         Self { status: StatusCode::FOUND, location: Some(location), ..Self::text("") }
     }
 

@@ -224,6 +224,7 @@ async fn respond_to_request(
         return refused;
     }
     place.mark_proven();
+    // No address changes anything.
     if request.method() != Method::GET && request.method() != Method::HEAD {
         let mut refused =
             ViewerReply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").into_response(None);

@@ -70,6 +70,8 @@ impl RankLateness {
                 lateness.from = lateness.from.min(*at);
                 let arrivals = lateness.ranks.entry(*rank).or_default();
                 arrivals.operations += 1;
+                // A damaged file may have any times, and their sum over many operations may
+                // overflow.
                 arrivals.waited = arrivals.waited.saturating_add(last - at);
             }
             let arrivals = lateness.ranks.entry(latest).or_default();

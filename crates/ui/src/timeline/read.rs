@@ -20,6 +20,7 @@ const PROCESS_SETS_TRACK: &str = "process_sets";
 /// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
 const OLD_FILE_SUFFIX: &str = ".old";
 /// Ranks of a job at most.
+// The summary lists missing ranks, so a damaged number would fill the memory.
 const MAX_RANKS: u32 = 1 << 20;
 /// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and
 /// differences of a few times and clock shifts cannot overflow.

@@ -32,6 +32,7 @@ impl TraceOutput {
             return;
         }
         let begin = if std::mem::take(&mut self.is_first) { "" } else { ",\n" };
+        // Kept for the end: the callers pass records on and return no error.
         if let Err(error) = write!(self.file, "{begin}{record}") {
             self.failed = Some(error);
         }
