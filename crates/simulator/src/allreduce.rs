@@ -40,6 +40,7 @@ pub struct AllreduceEstimate {
 impl AllreduceEstimate {
     /// Returns the bytes of the tensor per second.
     pub fn tensor_bytes_per_second(&self) -> f64 {
+        // An allreduce of one rank takes no time.
         crate::events::bytes_to_f64(self.bytes) / self.time.as_secs_f64().max(1e-12)
     }
 }
@@ -105,6 +106,7 @@ impl<'a> AllreduceSimulator<'a> {
     /// # Errors
     /// `Messages` when there are too many for hosts that are not alike.
     pub fn simulate(&mut self, bytes: u64) -> Result<AllreduceEstimate> {
+        // The steps of a model repeat the same sizes.
         if let Some(known) = self.known_estimates.get(&bytes) {
             return Ok(*known);
         }

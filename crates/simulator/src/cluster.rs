@@ -130,8 +130,7 @@ impl SimulatedCluster {
         if self.interfaces == 0 {
             return wrong("the number of interfaces", "at least 1", self.interfaces.to_string());
         }
-        // Every host accepts packets of 576 bytes (RFC 791); below, headers would be most of a
-        // packet.
+        // Every host accepts packets of 576 bytes (RFC 791), so no network has less.
         if self.mtu < 576 {
             return wrong("the MTU", "at least 576", self.mtu.to_string());
         }

@@ -57,6 +57,7 @@ impl ControlRound {
         Ok(Self {
             announce_time: Duration::from_secs_f64(tree.announce_seconds()),
             distribute_time: Duration::from_secs_f64(tree.distribute_seconds()),
+            // On each edge, an announcement goes up and a list goes down.
             busiest_rank_messages: 2 * busiest as u64,
             messages: 2 * edges,
         })

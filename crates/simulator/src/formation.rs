@@ -57,6 +57,7 @@ impl FormationEstimate {
         let (call, handshake) =
             (cluster.registrar_call_time.as_secs_f64(), cluster.handshake_time.as_secs_f64());
         // All agents come at once; the registrar takes one after the other.
+        // The first call is one more round trip.
         let first = (REGISTRAR_CONNECT_ROUND_TRIPS + 1.0) * round_trip;
         let arrival = |task: u32| {
             Duration::from_secs_f64(first + bytes_to_f64(u64::from(task) + 1) * (handshake + call))
@@ -76,6 +77,7 @@ impl FormationEstimate {
         Ok(Self {
             calls: formed.registrations * formation_model::CALLS_PER_RANK,
             connections: formed.registrations * formation_model::CONNECTIONS_PER_RANK,
+            // An agent and its worker get the same answer, and each rank gets the addresses of all.
             sent: u64::from(cluster.ranks)
                 * (2 * formed.reply_bytes + u64::from(cluster.ranks) * PEER_ADDRESSES_BYTES),
             links: links.busiest,

@@ -100,6 +100,7 @@ impl NetworkModel {
                 RETRANSMISSION_TIMEOUT_SECONDS
             }
         } else if chance < 1.0 - arrives.powf(packets) {
+            // Later packets show the loss, so the packet is sent again after one round trip.
             2.0 * self.cluster.latency.as_secs_f64()
         } else {
             0.0
