@@ -48,7 +48,7 @@ pub fn commit_partitions(
     mut summaries: Vec<PartitionSummary>,
 ) -> Result<PreparedDataset> {
     let (store, spec) = (Store::open(url)?, PrepareSpec::parse_json(spec)?);
-    // Tasks end in any order. Sorted, the same data has the same manifest and order of rows.
+    // Tasks end in any order. Sorted, the same data has the same order of rows.
     summaries.sort_by_key(|summary| summary.partition);
     // Both attempts have the same rows, so the data would contain them twice.
     if let Some(pair) = summaries.windows(2).find(|pair| pair[0].partition == pair[1].partition) {

@@ -118,6 +118,7 @@ impl SplitFileWriter {
     }
 
     fn write_row_group(&mut self, rows: u64) -> Result<()> {
+        // Not opened before there are rows: a side without rows leaves no file.
         if self.writer.is_none() {
             self.writer = Some(self.open_writer()?);
         }

@@ -234,6 +234,7 @@ fn convert_vectors(
     };
     for row in 0..array.len() {
         let given = value_values.get(range(values.value_offsets(), row)).unwrap_or_default();
+        // In Spark's `VectorUDT`, 0 is sparse and 1 is dense; a dense vector has no `size`.
         let sparse = kinds.value(row) == 0;
         let size = if sparse { i64::from(sizes.value(row)) } else { given.len() as i64 };
         let here = u64::try_from(size).unwrap_or_default();
