@@ -60,6 +60,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
     loop {
         let (marker, content, next) = next_segment(file, at).ok_or_else(cut)?;
         match marker {
+            // The scan begins here, so all metadata that counts has been read.
             0xDA => {
                 let (width, height, components) = frame.ok_or_else(cut)?;
                 let turned = match exif {
@@ -80,6 +81,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                     scan: next,
                 });
             }
+            // Baseline, extended and progressive JPEG.
             0xC0..=0xC2 if frame.is_none() => {
                 let [precision, high, low, wide, narrow, components, rest @ ..] = content else {
                     return Err(cut());

@@ -93,6 +93,7 @@ impl ImageTransform {
 
     /// Writes every value, converted by channel, in one pass.
     fn write_values<T>(&self, bytes: &[u8], out: &mut [T], convert: impl Fn(usize, u8) -> T) {
+        // Arrays of three need no bounds checks in the loops below.
         let (pixels, _) = bytes.as_chunks::<3>();
         match (self.mode, self.channels_last) {
             (ColorMode::Gray, _) => {
