@@ -23,6 +23,8 @@ const POWER_OF_TWO_CUT_ROWS: u64 = 1 << 16;
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 
 /// Most bytes of all open blocks if lanes have more than one block open.
+// A batch then has rows of 64 blocks of 0.5 MiB, or of 16 blocks of 4 MiB, the size of prepared row
+// groups: enough places of sorted data (`bench/JOURNAL.md`).
 const MULTI_BLOCK_BYTE_LIMIT: u64 = 64 << 20;
 
 /// Most open blocks of all lanes if lanes have more than one open: a batch takes rows from each of
@@ -36,6 +38,7 @@ const SINGLE_BLOCK_LANE_LIMIT: u64 = 8;
 /// Number of lanes that start an epoch, so that its first batch needs no more blocks. If there are
 /// more lanes, each has at least [`MIN_BLOCKS_PER_LANE`] blocks, because more ranks than this share
 /// the first blocks, and read them twice, too.
+// Of 10,000 files, 48 are opened before the first batch, which takes about 13 ms.
 const FIRST_PHASE_LANES: u64 = 48;
 
 /// Fewest blocks of a lane if there are more lanes than [`FIRST_PHASE_LANES`].
