@@ -102,6 +102,7 @@ impl Timeline {
             while !events.is_finished() {
                 let drained = events.drain_until(Instant::now() + IDLE_WAIT_LIMIT);
                 writer.write_events(&drained.records, drained.dropped)?;
+                // Without the pause, a busy engine would cause a write for every few events.
                 if !events.is_finished() {
                     thread::park_timeout(WRITE_INTERVAL);
                 }
