@@ -177,6 +177,8 @@ fn list_prepared_sets(
     store: &Store,
     now: SystemTime,
 ) -> Result<(Vec<PreparedDataSet>, Vec<SkippedDirectory>)> {
+    // One preparation writes both directories of a number, and a job reads both: both stay, or both
+    // go.
     let mut names: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut skipped = Vec::new();
     for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {

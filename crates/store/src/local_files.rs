@@ -335,6 +335,7 @@ pub(crate) fn remove_partial_uploads(directory: &Path) -> Result<()> {
         if !local_tree::is_staged_name(&name) {
             continue;
         }
+        // Another process may have renamed or deleted the file since the listing.
         let written = match std::fs::symlink_metadata(&path).and_then(|found| found.modified()) {
             Ok(written) => written,
             Err(error) if local_tree::is_absence(&error) => continue,

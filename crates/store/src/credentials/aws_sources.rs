@@ -84,6 +84,7 @@ pub(crate) fn choose_aws_source(
     let region = region.or_else(|| environment.get("AWS_DEFAULT_REGION"));
     let region = region.map(str::to_owned);
     let region = region.or_else(|| super::profile_region(option("profile"), environment));
+    // The default of the backend, which signs the other requests.
     let region = region.unwrap_or_else(|| "us-east-1".to_owned());
     let endpoint = option("endpoint_url_sts").or_else(|| environment.get("AWS_ENDPOINT_URL_STS"));
     let endpoint =

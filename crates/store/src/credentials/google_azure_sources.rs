@@ -124,6 +124,7 @@ fn merge_settings<K: std::str::FromStr + AsRef<str>>(
         (false, true) => format!("the options {text}"),
         (false, false) => format!("the environment variables for {text}"),
     };
+    // Only an option with the credential itself stays as it is: variables and files may change.
     let is_fixed = from_options && names.clone().all(is_constant);
     // Options come last, because the builder takes the last value of a name.
     found.extend(given);

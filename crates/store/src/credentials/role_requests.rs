@@ -157,6 +157,8 @@ impl TokenService {
 /// Returns the body of a request for a role.
 fn role_form(action: &str, role: &AssumedRole, more: &[(&str, &str)]) -> String {
     let name = role.session_name.as_deref().unwrap_or("farandole");
+    // STS has only this version, and requires the name of a session, also where the user gives
+    // none.
     let given = [("Action", action), ("Version", "2011-06-15"), ("RoleArn", role.arn.as_str())];
     let optional = [
         role.external_id.as_deref().map(|value| ("ExternalId", value)),

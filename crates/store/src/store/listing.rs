@@ -104,6 +104,7 @@ impl Store {
         let mut entries: Vec<FileEntry> = self.ask_backend("list", path, async |backend| {
             backend.list(Some(&at)).map_ok(entry).try_collect().await
         })?;
+        // `object_store` promises no order of a listing, and all processes must see the same one.
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok((entries, Vec::new()))
     }
