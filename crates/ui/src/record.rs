@@ -108,6 +108,7 @@ pub(crate) fn summarize_run(
     directory: &Store,
     files: &RunFiles,
 ) -> RunSummary {
+    // A damaged record must not hide the other runs of the list: its own line shows the problem.
     let (record, problem) = match read_record(directory, files) {
         Ok(record) => (record, None),
         Err(error) => (Map::new(), Some(error.to_string())),
@@ -134,6 +135,7 @@ pub(crate) fn summarize_run(
         best: recorded_best_epoch(record.get("best")),
         heartbeat: number("heartbeat").unwrap_or(0.0),
     };
+    // A source may itself be the directory of a run, which then has no path below it.
     if summary.name.is_empty() {
         summary.name = if id.is_empty() { directory_name(directory) } else { id.to_owned() };
     }

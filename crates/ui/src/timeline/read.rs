@@ -98,6 +98,8 @@ impl RankTrace {
                 title = record
                     .args
                     .and_then(|args| serde_json::from_str::<TraceTitle>(args.get()).ok());
+                // A title is a metadata record at the begin: a large file of another program is not
+                // read to its end.
                 return Ok(title.is_none() && record.ph == "M");
             }
             Ok(false)
@@ -250,6 +252,7 @@ fn for_each_record_of_file(
 /// Returns the record of a line, if it has one; or why it is none.
 fn parse_record(line: &[u8]) -> std::result::Result<Option<TraceRecord<'_>>, String> {
     let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
+    // The file is one JSON array with a record on each line.
     let text = text.trim().trim_end_matches(',');
     if matches!(text, "" | "[" | "]") {
         return Ok(None);
