@@ -162,6 +162,7 @@ impl<'a> AllreduceSimulator<'a> {
             cluster: self.cluster,
             programs: (0..members).map(|member| plan.folded_program(member)).collect(),
             rank_hosts: vec![0; members],
+            // Host 0 is the only one: it is slow if any host is.
             first_slow_host: u32::from(self.cluster.stragglers == 0),
             folded: true,
         };
@@ -171,6 +172,7 @@ impl<'a> AllreduceSimulator<'a> {
             time: Duration::from_secs_f64(outcome.seconds),
             algorithm: plan.chosen_algorithm(),
             sent_by_host: outcome.sent,
+            // All hosts of a plan that can be folded send equally many messages.
             messages: outcome.messages * u64::from(self.cluster.hosts),
             folded: true,
         })

@@ -250,6 +250,8 @@ impl<'a> SimulationRun<'a> {
         for place in first..last {
             self.resolve_dependency(self.successors[place] as usize, now);
         }
+        // The core is busy until here, so that steps that became ready above wait behind earlier
+        // ones.
         let core = &mut self.cores[self.ranks[step] as usize];
         match core.queue.pop_front() {
             Some(next) => self.begin_work(next as usize, now),

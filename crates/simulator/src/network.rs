@@ -114,6 +114,7 @@ pub(crate) fn loss_draw(message: u64) -> f64 {
     let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    // A float64 holds 32 bits exactly. It would round 64 bits, in places to 1.
     let top = u32::try_from((word ^ (word >> 31)) >> 32).unwrap_or(u32::MAX);
     f64::from(top) / (f64::from(u32::MAX) + 1.0)
 }
