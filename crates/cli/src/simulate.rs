@@ -123,6 +123,8 @@ pub(crate) fn run_simulate(matches: &ArgMatches) -> Result<i32> {
 
 fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
     let cluster = read_cluster(matches)?;
+    // A job reads the same variables: the simulation chooses the algorithms that the job would
+    // choose.
     let config = Config::read(environment_variable, &BTreeMap::new())?;
     let mut collective = AllreduceSimulator::new(&cluster, &config)?;
     let sizes: Vec<u64> = matches.get_many::<u64>("bytes").unwrap_or_default().copied().collect();

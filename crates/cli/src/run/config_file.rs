@@ -71,6 +71,7 @@ fn read_section_keys(
     file: &mut RunConfigFile,
 ) -> Result<()> {
     for (key, value) in keys {
+        // As text, so that a value is checked like one on the command line.
         let text = match value {
             Value::Null => continue,
             Value::String(text) => text.clone(),
@@ -80,6 +81,7 @@ fn read_section_keys(
             }
         };
         if section == FARANDOLE_SECTION {
+            // Horovod ignores unknown keys: a file that works there must work here, too.
             match KNOBS.iter().find(|knob| knob.key == key) {
                 Some(knob) => file.knobs.push((knob.key.to_owned(), text)),
                 None => file.warnings.push(unknown_key_warning(name, section, key)),

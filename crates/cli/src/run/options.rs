@@ -299,6 +299,7 @@ fn name_knob_by_source(
         .find(sets)
         .map(|flag| flag.name);
     let own = knob_flags().find(|(name, knob)| knob.key == error.name && is_given(matches, name));
+    // A flag has priority over the file, so it is the source of the value if both have one.
     if let Some(name) = flag.or(own.map(|(name, _)| name)) {
         error.name = format!("--{name}");
     } else if let Some(flag) = RUN_FLAGS.iter().filter(|flag| flag.key.is_some()).find(sets) {
@@ -328,6 +329,7 @@ fn apply_flag(
     given: &mut BTreeMap<String, String>,
     remarks: &mut Vec<String>,
 ) -> Result<()> {
+    // `flag_values` joins the values of a flag by spaces.
     for part in value.split_whitespace().filter(|_| flag.value != FlagValue::Text) {
         if flag.value != FlagValue::Nothing
             && let Err(expected) = check_value(flag.value, part)
@@ -401,6 +403,7 @@ fn parse_ssh_port(text: &str) -> Result<u16> {
 /// Returns the removals of the journal variables: a `farandole run` inside the job is a separate
 /// job.
 fn unset_journal_variables() -> impl Iterator<Item = (String, Option<String>)> {
+    // Horovod's prefix counts where ours is not set.
     [FARANDOLE_PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
 }
 
