@@ -119,6 +119,7 @@ impl PrepareSpec {
             {
                 return wrong("the validation column cannot be kept as well", column.clone());
             }
+            // The replacement for a misspelled column would silently have no effect.
             if let Some(column) = spec.fill.keys().find(|key| *key != "*" && !columns.contains(key))
             {
                 return wrong(
