@@ -290,6 +290,7 @@ fn explain_by_largest_step_part(
             )
         },
     );
+    // Data comes first: a rank that waits for data makes the others wait in the reduction.
     let (verdict, next) = match reduce {
         _ if data >= LIMITING_SHARE => (
             format!("input-bound: {} of a step waits for data", format_percent(data)),
@@ -345,6 +346,7 @@ fn explain_by_gradients(
     let (tensors, bytes) = ranks.first()?.reduced?;
     let hosts: BTreeSet<&str> = ranks.iter().map(|rank| rank.host.as_str()).collect();
     let share = format_percent(share);
+    // Many small reductions are slow on every link, so their bytes do not show the link's speed.
     if bytes / tensors < SMALL_TENSOR_BYTES {
         return Some(RunExplanation {
             verdict: format!(
