@@ -214,6 +214,7 @@ impl TraceWriter {
             0 | u32::MAX => quote_json(&track.tensor, &mut name),
             set => quote_json(&format!("{} (process set {set})", track.tensor), &mut name),
         }
+        // As in Horovod's timelines, each tensor is a process of the trace.
         self.push_record(&format!(
             r#"{{"name":"process_name","ph":"M","pid":{pid},"args":{{"name":{name}}}}}"#
         ));
