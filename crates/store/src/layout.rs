@@ -43,6 +43,8 @@ impl StoreLayout {
         let below =
             |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join_path(&prefix, name));
         Self {
+            // These are Horovod's names: programs that build the paths themselves find the same
+            // files.
             train: below(places.train, "intermediate_train_data"),
             val: below(places.val, "intermediate_val_data"),
             test: below(places.test, "intermediate_test_data"),

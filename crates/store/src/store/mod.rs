@@ -210,6 +210,7 @@ impl Store {
     fn local_error(&self, action: &'static str, path: &str, source: std::io::Error) -> Error {
         let store = "LocalFileSystem";
         let whole = self.display_path(path);
+        // A missing file gives the same error as in a service, and callers depend on that error.
         let source = match source.kind() {
             std::io::ErrorKind::NotFound => {
                 object_store::Error::NotFound { path: whole, source: Box::new(source) }
