@@ -210,6 +210,7 @@ pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter)
     match surroundings.call_main(DATA_MODULE, &words) {
         Ok(status) => Ok(status),
         Err(message) => {
+            // `eprintln!` would panic if the standard error is closed.
             drop(writeln!(std::io::stderr(), "farandole: {message}"));
             Ok(1)
         }
