@@ -47,6 +47,7 @@ pub(crate) fn parse_arguments(
         return Ok(subcommand.unwrap_or_default());
     }
     let mut words = argv.to_vec();
+    // `normalize_arguments` expects the name of the subcommand, which `horovodrun` leaves out.
     words.insert(words.len().min(1), "run".to_owned());
     let mut words = normalize_arguments(&words);
     words.remove(1);
@@ -60,6 +61,7 @@ pub(crate) fn parse_arguments(
 /// Replaces Horovod's names behind a single dash by ours, in the arguments before the program's
 /// name.
 pub(crate) fn normalize_arguments(argv: &[String]) -> Vec<String> {
+    // For clap, `-np` is the flag `-n` with the value `p`.
     let long = |word: &str| {
         let (name, value) = match word.strip_prefix('-')?.split_once('=') {
             Some((name, value)) => (name, format!("={value}")),
@@ -76,6 +78,7 @@ pub(crate) fn normalize_arguments(argv: &[String]) -> Vec<String> {
         return argv.to_vec();
     }
     let command = run::build_command();
+    // The program begins at the first word that is neither a flag nor the value of one.
     let takes = |word: &str| {
         let arg = command.get_arguments().find(|arg| {
             let long = word.strip_prefix("--").is_some_and(|name| {

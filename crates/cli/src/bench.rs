@@ -130,6 +130,7 @@ pub(crate) fn run_bench(matches: &ArgMatches, surroundings: &dyn HostInterpreter
     if let Some(reason) = report.failure_reason() {
         bail!("{reason}");
     }
+    // All ranks may end with status 0 before the first measurement.
     if table.rows.load(Ordering::Relaxed) == 0 {
         bail!("rank 0 measured nothing");
     }
@@ -147,6 +148,7 @@ pub(crate) fn parse_bytes(text: &str) -> Result<u64> {
     let number: u64 = digits.parse().with_context(|| format!("not a size: {text}"))?;
     number
         .checked_mul(1 << shift)
+        // An operation without bytes measures nothing.
         .filter(|bytes| *bytes > 0)
         .with_context(|| format!("not a size: {text}"))
 }
@@ -200,6 +202,7 @@ impl BenchTable {
     fn bus_factor(&self) -> f64 {
         let ranks = f64::from(self.ranks);
         match self.operation.as_str() {
+            // A ring has two passes, and each moves (n - 1) / n of the tensor.
             "allreduce" => 2.0 * (ranks - 1.0) / ranks,
             "broadcast" => 1.0,
             _ => (ranks - 1.0) / ranks,
@@ -208,6 +211,7 @@ impl BenchTable {
 
     fn print_row(&self, row: &BenchMeasurement) {
         #[expect(clippy::cast_precision_loss, reason = "a bandwidth of three digits")]
+        // A median of 0 must not give an infinite rate.
         let speed = row.bytes as f64 / row.p50.max(1e-12) / 1e9;
         let (p50, p90, bus) = (row.p50 * 1e6, row.p90 * 1e6, speed * self.bus_factor());
         let BenchMeasurement { bytes, iterations, .. } = row;
@@ -228,12 +232,15 @@ impl RecordSink for BenchTable {
     fn accept_record(&self, record: WorkerRecord) {
         let WorkerRecord::Log(line) = record else { return };
         match BenchMeasurement::parse_line(&line.text)
+            // Rank 0 prints its rows to stdout only.
             .filter(|_| line.stream == OutputStream::Stdout)
         {
             Some(row) => {
+                // Relaxed: the count is read after the job has ended.
                 self.rows.fetch_add(1, Ordering::Relaxed);
                 self.print_row(&row);
             }
+            // Stdout is for results, which programs may parse.
             None => drop(writeln!(std::io::stderr(), "{}", line.text)),
         }
     }

@@ -31,6 +31,7 @@ pub(crate) fn check_build(
     append_section(
         &mut page,
         "Controllers",
+        // Scripts look for these lines, so features that never exist are listed, too.
         &[("Farandole", true), ("MPI", false), ("Gloo", false)],
     );
     append_section(
@@ -52,6 +53,7 @@ pub(crate) fn check_build(
 fn has_nccl(python: &PythonInstallation) -> bool {
     let named = Config::from_env().map(|config| config.cuda_libraries).unwrap_or_default();
     let mut places = LibrarySearchPath::from_knob(&named);
+    // NCCL may come from a wheel and not from the system.
     places.packages.extend(python.folders.iter().cloned());
     detect_driver_and_nccl_version(&places).1 > 0
 }

@@ -41,6 +41,7 @@ impl ConsoleSink {
 impl RecordSink for ConsoleSink {
     fn accept_record(&self, record: WorkerRecord) {
         let WorkerRecord::Log(line) = record else { return };
+        // A worker has no rank before its world is formed.
         let rank = line.rank.map_or_else(|| "?".to_owned(), |rank| rank.to_string());
         let time = if self.timestamps { format_asctime() } else { String::new() };
         let text = format!("{time}[{rank}]<{}>:{}\n", line.stream, line.text);
@@ -50,6 +51,7 @@ impl RecordSink for ConsoleSink {
         // A closed stdout (`| head`) does not end the job.
         drop(match line.stream {
             OutputStream::Stdout => {
+                // One write under the lock, so that lines of different ranks do not mix.
                 let mut out = io::stdout().lock();
                 out.write_all(text.as_bytes()).and_then(|()| out.flush())
             }
@@ -74,6 +76,7 @@ impl RankFiles {
     fn new(folder: &Path, ranks: u32, continued: bool) -> Result<Self> {
         let width = ranks.saturating_sub(1).to_string().len();
         let files = Self { folder: folder.to_owned(), width, open_files: Mutex::default() };
+        // Before the job starts: a folder without write access must not be found after hours.
         for rank in 0..ranks {
             for stream in [OutputStream::Stdout, OutputStream::Stderr] {
                 let path = files.file_path(rank, stream);
@@ -117,6 +120,7 @@ impl RankFiles {
 
 /// Warns once that files are incomplete.
 fn warn_incomplete_once(error: &io::Error) {
+    // A full disk would cause a warning for every line.
     static INCOMPLETE_WARNING: std::sync::Once = std::sync::Once::new();
     INCOMPLETE_WARNING.call_once(|| {
         crate::message::print_message(

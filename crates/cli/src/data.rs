@@ -196,6 +196,7 @@ pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter)
         if matches.value_source(id).is_none() {
             continue;
         }
+        // Arguments have different types, and clap gives an error for every other type.
         if let Ok(Some(values)) = matches.try_get_many::<String>(id) {
             words.extend(values.map(|value| format!("{id}={value}")));
         } else if let Ok(Some(number)) = matches.try_get_one::<u64>(id) {
@@ -209,6 +210,7 @@ pub(crate) fn run_data(matches: &ArgMatches, surroundings: &dyn HostInterpreter)
     match surroundings.call_main(DATA_MODULE, &words) {
         Ok(status) => Ok(status),
         Err(message) => {
+            // `eprintln!` would panic if the standard error is closed.
             drop(writeln!(std::io::stderr(), "farandole: {message}"));
             Ok(1)
         }

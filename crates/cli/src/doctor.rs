@@ -135,6 +135,7 @@ fn distribution_version_text(module: &str, providers: &[PythonDistribution]) -> 
 }
 
 fn check_java(page: &mut DoctorPage, needed: bool) {
+    // Spark looks for Java in the same order.
     let program = environment_variable("JAVA_HOME")
         .map_or_else(|| "java".to_owned(), |home| format!("{home}/bin/java"));
     // `java -version` writes to stderr.
@@ -181,8 +182,11 @@ fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
     let options = |rank| MeshOptions {
         use_shared_memory,
         setup_timeout: TRIAL_TIMEOUT,
+        // Loopback only: a firewall of another interface must not fail this trial.
         bind: vec![std::net::IpAddr::from(std::net::Ipv4Addr::LOCALHOST).into()],
+        // Any port: the range of the user may be taken by a job.
         ports: PortRange { first: 0, last: 0 },
+        // Both ranks are in this process, so the key protects nothing.
         ..MeshOptions::new(Rank(rank), 2, host::host_facts().host_hash(), [7; 32])
     };
     thread::scope(|scope| {
@@ -216,6 +220,7 @@ fn try_link(use_shared_memory: bool, expected: LinkKind) -> Result<String> {
             }
             link.sender.window()?.first_mut().context("no room in the link")?.clone_from(&43);
             link.sender.commit(1)?;
+            // The answer must have left before the link is dropped.
             while !link.sender.flush()? {
                 thread::yield_now();
             }
@@ -302,6 +307,7 @@ fn try_launching(page: &mut DoctorPage) {
         "worker processes",
         "The message names what the system refused.",
         || {
+            // The test shows that workers get their variables, too.
             let command = ["/bin/sh", "-c", "test \"$WORLD_SIZE\" = 2"].map(str::to_owned).to_vec();
             let job = StaticJob::on_this_host(
                 2,

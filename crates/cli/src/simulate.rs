@@ -123,6 +123,8 @@ pub(crate) fn run_simulate(matches: &ArgMatches) -> Result<i32> {
 
 fn simulate_cluster(matches: &ArgMatches) -> Result<SimulationReport> {
     let cluster = read_cluster(matches)?;
+    // A job reads the same variables: the simulation chooses the algorithms that the job would
+    // choose.
     let config = Config::read(environment_variable, &BTreeMap::new())?;
     let mut collective = AllreduceSimulator::new(&cluster, &config)?;
     let sizes: Vec<u64> = matches.get_many::<u64>("bytes").unwrap_or_default().copied().collect();
@@ -180,6 +182,7 @@ fn read_cluster(matches: &ArgMatches) -> Result<SimulatedCluster> {
         mtu: count("mtu"),
         loss: number("loss"),
         stragglers,
+        // The flag has a default, which is for stragglers only.
         slowdown: if stragglers > 0 { number("slowdown") } else { 1.0 },
         copy_rate: number("copy-rate") * 1e9,
         socket_rate: number("socket-rate") * 1e9,
@@ -204,6 +207,7 @@ fn read_timing(matches: &ArgMatches, model: &ModelProfile) -> Result<PassTiming>
 /// Converts a time of at most one day.
 fn seconds_to_duration(seconds: f64) -> Result<Duration> {
     let day = 86_400.0;
+    // NaN is in no range, and is refused, too.
     if !(0.0..=day).contains(&seconds) {
         anyhow::bail!("must be a time of at least 0: {seconds} s");
     }

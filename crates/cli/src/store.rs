@@ -164,6 +164,7 @@ fn read_options(
             options.insert(key.trim().to_owned(), value.trim().to_owned());
         }
     }
+    // In the order of the command line, because each `-` takes the next line of the input.
     for (key, value) in given {
         let value = resolve_value(&key, value, input)?;
         options.insert(key, value);
@@ -187,6 +188,7 @@ fn resolve_value(key: &str, value: String, input: &mut impl BufRead) -> Result<S
     } else {
         return Ok(value);
     };
+    // Editors end a file with a line break, which is no part of a secret.
     let line = text.lines().next().unwrap_or_default();
     if line.is_empty() {
         bail!("the value for option {key} is empty");
@@ -211,6 +213,7 @@ fn parse_size(text: &str) -> Result<u64> {
         .map(|(unit, shift)| (unit, 1_u64 << shift));
     let decimal = [("KB", 1), ("MB", 2), ("GB", 3), ("TB", 4)]
         .map(|(unit, power)| (unit, 1000_u64.pow(power)));
+    // `B` is last, because all units end in it.
     let units = binary.into_iter().chain(decimal).chain([("B", 1)]);
     let unit = units.into_iter().find_map(|(unit, bytes)| Some((text.strip_suffix(unit)?, bytes)));
     let (digits, unit) =
@@ -291,6 +294,7 @@ struct StoreRow {
 
 fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
     let items = store.list_directory("")?;
+    // A missing directory has an empty listing, too.
     if items.is_empty() && !store.exists("")? {
         bail!("there is nothing here: {}", store.url());
     }
@@ -305,6 +309,7 @@ fn list_directory(store: &Store) -> Result<Vec<StoreRow>> {
 
 fn directory_usage(store: &Store) -> Result<Vec<StoreRow>> {
     let mut sums: BTreeMap<String, (usize, u64)> = BTreeMap::new();
+    // `list` would fail for a symbolic link to a directory.
     for entry in store.list_with_links("")?.0 {
         let mut parts = entry.path.split('/');
         let first = parts.next().unwrap_or_default();
@@ -357,6 +362,7 @@ fn format_timestamp(time: SystemTime) -> String {
     let day = days + 719_468;
     let era = day / 146_097;
     let of_era = day % 146_097;
+    // The algorithm is `civil_from_days` of Howard Hinnant.
     let year = (of_era - of_era / 1460 + of_era / 36_524 - of_era / 146_096) / 365;
     let of_year = of_era - (365 * year + year / 4 - year / 100);
     let month = (5 * of_year + 2) / 153;

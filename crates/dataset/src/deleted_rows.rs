@@ -25,6 +25,8 @@ impl DeletedRows {
         for position in positions {
             match runs.last_mut() {
                 Some(deleted) if position == end => *deleted += 1,
+                // If row 0 is deleted, the first run of living rows has length 0: living and
+                // deleted runs must alternate.
                 _ => runs.extend([position.saturating_sub(end), 1]),
             }
             end = position + 1;
@@ -34,6 +36,7 @@ impl DeletedRows {
 
     /// Returns the number of deleted rows; `None` if it is too large for a number.
     pub fn count(&self) -> Option<u64> {
+        // A manifest may contain any lengths, so their sum may overflow.
         self.runs.iter().skip(1).step_by(2).try_fold(0_u64, |sum, run| sum.checked_add(*run))
     }
 
@@ -48,6 +51,8 @@ impl DeletedRows {
             if first < end {
                 let range = stored + (first - counted)..stored + (end - counted);
                 match ranges.last_mut() {
+                    // Runs of length 0 in a manifest leave adjacent ranges; one range needs one
+                    // read only.
                     Some(last) if last.end == range.start => last.end = range.end,
                     _ => ranges.push(range),
                 }
@@ -59,6 +64,8 @@ impl DeletedRows {
                 break;
             }
             add(alive, counted, stored);
+            // The manifest checks only the sum of deleted runs; living runs may add up to more than
+            // 2^64.
             counted = counted.saturating_add(alive);
             stored = stored.saturating_add(alive).saturating_add(gone);
         }

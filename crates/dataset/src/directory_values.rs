@@ -25,6 +25,7 @@ pub type FileValues = BTreeMap<String, Option<String>>;
 
 /// Returns names and values from the directories of a path.
 pub fn partition_values(path: &str) -> FileValues {
+    // The name of the file may contain `=`, too, but only directories are columns.
     let directories = path.rsplit_once('/').map_or("", |(directories, _)| directories);
     let pairs = directories.split('/').filter_map(|part| part.split_once('='));
     let value = |text: &str| (text != NULL_PARTITION_NAME).then(|| unescape_percent(text));
@@ -58,6 +59,7 @@ fn unescape_percent(text: &str) -> String {
             }
         }
     }
+    // Other writers do not escape names, so `%` may be a plain character before any bytes.
     String::from_utf8(bytes).unwrap_or_else(|_| text.to_owned())
 }
 
@@ -69,9 +71,11 @@ fn unescape_percent(text: &str) -> String {
 /// - otherwise text.
 pub fn partition_element<'a>(mut values: impl Iterator<Item = &'a str> + Clone) -> ElementType {
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    // `parse` alone accepts `+5`, which is more often a code than a number.
     let is_integer = |value: &str| {
         digits(value.strip_prefix('-').unwrap_or(value)) && value.parse::<i64>().is_ok()
     };
+    // `parse` alone accepts `nan`, `inf` and `1e3`, which may be names.
     let is_number = |value: &str| {
         let value = value.strip_prefix('-').unwrap_or(value);
         let (whole, fraction) = value.split_once('.').unwrap_or((value, "0"));
@@ -129,6 +133,7 @@ pub fn partition_columns(
                 expected: element,
             });
         }
+        // All rows of a file have the same value, so a file without one has only nulls.
         let without =
             files.iter().filter(|file| !file.values.contains_key(name)).map(|file| file.rows);
         Ok(ManifestColumn {

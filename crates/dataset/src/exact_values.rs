@@ -11,6 +11,7 @@ const MICROSECONDS_PER_DAY: i64 = 86_400_000_000;
 const MILLISECONDS_PER_DAY: i64 = 86_400_000;
 
 /// The powers of ten that a float64 represents exactly.
+// Ends at 10^22, because 5^23 has more than 53 bits.
 const EXACT_POWERS_OF_TEN: [f64; 23] = [
     1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15, 1e16,
     1e17, 1e18, 1e19, 1e20, 1e21, 1e22,
@@ -39,6 +40,7 @@ impl TimeUnit {
             Self::Second => value.checked_mul(1_000_000),
             Self::Millisecond => value.checked_mul(1000),
             Self::Microsecond => Some(value),
+            // `/` rounds towards 0: the microseconds before and after 1970 would be one.
             Self::Nanosecond => Some(value.div_euclid(1000)),
         }
     }
@@ -57,6 +59,7 @@ impl TimeUnit {
 /// Returns the microseconds since 1970 of Parquet's INT96: nanoseconds of a Julian day, rounded
 /// down. Returns `None` if that needs more than 64 bits.
 pub fn int96_microseconds(nanoseconds: u64, julian_day: u32) -> Option<i64> {
+    // A damaged file may have any day: 2^32 days are more microseconds than an i64 can hold.
     let days = i64::from(julian_day) - JULIAN_DAY_OF_1970;
     let within = i64::try_from(nanoseconds / 1000).ok()?;
     days.checked_mul(MICROSECONDS_PER_DAY)?.checked_add(within)
@@ -64,6 +67,7 @@ pub fn int96_microseconds(nanoseconds: u64, julian_day: u32) -> Option<i64> {
 
 /// Returns the day that contains a time in milliseconds since 1970.
 pub const fn day_of_milliseconds(milliseconds: i64) -> i64 {
+    // `/` rounds towards 0 and would move a time before 1970 to the next day.
     milliseconds.div_euclid(MILLISECONDS_PER_DAY)
 }
 
@@ -83,6 +87,7 @@ pub fn nearest_float64(unscaled: i128, scale: i32) -> f64 {
 
 /// Like [`nearest_float64`], for digits of any length.
 pub fn parse_decimal_float64(unscaled: &str, scale: i32) -> f64 {
+    // The parser of the standard library rounds correctly at any number of digits.
     format!("{unscaled}e{}", -i64::from(scale)).parse().unwrap_or(f64::NAN)
 }
 

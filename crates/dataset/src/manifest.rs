@@ -74,6 +74,7 @@ pub struct ManifestColumn {
 /// Returns the unit that the values of a column have in batches, by the Arrow type of its source;
 /// `None` for other values than dates and times.
 pub fn batch_unit(source: &str) -> Option<String> {
+    // The text of a list type contains the type of its elements.
     let has = |names: &[&str]| names.iter().any(|name| source.contains(name));
     if has(&["Date32", "Date64"]) {
         Some("days".to_owned())
@@ -88,6 +89,7 @@ pub fn batch_unit(source: &str) -> Option<String> {
 fn has_other_unit(source: &str) -> bool {
     let units = ["(s", "(ms", "(ns"];
     batch_unit(source).as_deref() == Some("microseconds")
+        // The unit ends the parenthesis, or a time zone follows it: `Timestamp(ms, "UTC")`.
         && units.iter().any(|unit| {
             source.contains(&format!("{unit})")) || source.contains(&format!("{unit},"))
         })
@@ -96,6 +98,7 @@ fn has_other_unit(source: &str) -> bool {
 impl ManifestColumn {
     /// Returns the number of elements of one row.
     pub fn elements_per_row(&self) -> u64 {
+        // Shapes from the footers of other writers have not been checked.
         self.shape.iter().fold(1, |product, side| product.saturating_mul(*side))
     }
 
@@ -223,6 +226,7 @@ impl Manifest {
     /// `Syntax` if serialization fails, which these types do not cause.
     pub fn from_footers(columns: Vec<ManifestColumn>, files: Vec<DataFile>) -> Result<Self> {
         let mut manifest = Self::new(String::new(), columns, files);
+        // The fingerprint is still empty here, so the hash depends on the footers alone.
         manifest.fingerprint = format!("{:016x}", xxh3_64(manifest.to_json()?.as_bytes()));
         Ok(manifest)
     }
@@ -258,16 +262,19 @@ impl Manifest {
     }
 
     fn check_consistency(&self) -> Result<()> {
+        // Comes first, because a newer format may have other rules than those below.
         if self.format > MANIFEST_FORMAT_VERSION {
             return Err(Error::Format { found: self.format, known: MANIFEST_FORMAT_VERSION });
         }
         let wrong = |what: String| Err(Error::Inconsistent { what });
         for file in &self.files {
+            // The paths of a manifest are opened and deleted, so they must not leave the directory.
             if file.path.starts_with('/')
                 || file.path.split('/').any(|part| matches!(part, "" | "." | ".."))
             {
                 return wrong(format!("a file outside of its directory: {}", file.path));
             }
+            // A sum that wraps around could match by chance, and buffers would be sized by it.
             if checked_sum(file.groups.iter().map(|group| group.rows)) != Some(file.rows) {
                 return wrong(format!(
                     "row groups do not add up to {} rows: {}",
@@ -289,6 +296,7 @@ impl Manifest {
             if file.deleted.iter().any(|deleted| deleted.count().is_none()) {
                 return wrong(format!("more than 2^64 deleted rows: {}", file.path));
             }
+            // Permutations of the rows of a block have 32-bit numbers.
             if file.groups.iter().any(|group| group.rows > u64::from(u32::MAX)) {
                 return wrong(format!("a row group of more than 2^32 rows: {}", file.path));
             }
@@ -297,6 +305,8 @@ impl Manifest {
             return wrong(format!("files do not add up to {} rows", self.rows));
         }
         for column in &self.columns {
+            // Batches have microseconds, so the numbers of earlier versions would silently mean
+            // other times.
             if column.unit.is_none() && has_other_unit(&column.source) {
                 return wrong(format!(
                     "column {} is {}, and an earlier version prepared it in that unit: prepare \
@@ -304,6 +314,7 @@ impl Manifest {
                     column.name, column.source
                 ));
             }
+            // `elements_per_row` saturates: buffers would have a wrong size.
             if column
                 .shape
                 .iter()

@@ -8,6 +8,7 @@
 #[derive(Clone, Debug)]
 pub struct SplitMix64(u64);
 
+// The constants of SplitMix64 (Steele, Lea, Flood 2014). Others would change all orders of rows.
 const GOLDEN_RATIO_64: u64 = 0x9E37_79B9_7F4A_7C15;
 
 fn mix_bits(mut z: u64) -> u64 {
@@ -19,6 +20,7 @@ fn mix_bits(mut z: u64) -> u64 {
 /// Folds `value` into the hash `state`.
 #[inline]
 pub fn fold_hash(state: u64, value: u64) -> u64 {
+    // Both are mixed: seeds and numbers of epochs are small and differ in few bits.
     mix_bits(state.wrapping_add(GOLDEN_RATIO_64) ^ mix_bits(value.wrapping_add(GOLDEN_RATIO_64)))
 }
 
@@ -55,6 +57,7 @@ impl SplitMix64 {
 pub fn random_permutation(seed: u64, len: u32) -> Vec<u32> {
     let mut rng = SplitMix64::new(seed);
     let mut order: Vec<u32> = (0..len).collect();
+    // The direction of this loop is part of the format: the other one gives other permutations.
     for last in (1..len).rev() {
         order.swap(last as usize, rng.next_below(last + 1) as usize);
     }

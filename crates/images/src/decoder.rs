@@ -45,7 +45,9 @@ impl ImageDecoder {
     /// A file of another format or a rare kind, which another decoder may read; a file that is
     /// damaged or too large. The content of `out` is then undefined.
     pub fn decode_file(&mut self, file: &[u8], out: ImageOutput<'_>) -> Result<()> {
+        // A panic for a damaged file must become the error of one row (`IM-3`).
         let done = catch_unwind(AssertUnwindSafe(|| self.decode_unguarded(file, out)));
+        // After a panic, the buffers may have sizes that contradict each other.
         if self.image.bytes.capacity() > MAX_KEPT_BYTES || done.is_err() {
             *self = Self::new(self.steps.clone());
         }
@@ -66,6 +68,7 @@ impl ImageDecoder {
         };
         apply_orientation(image, orientation, spare);
         image.convert_mode(steps.mode, spare);
+        // A resize to the same size costs time and changes nothing.
         if (image.width, image.height) == (steps.width, steps.height) {
             return steps.write_image(image, out);
         }
@@ -97,6 +100,7 @@ impl ResizePlan {
             clippy::cast_sign_loss,
             reason = "no larger than a side of the result"
         )]
+        // Python's `round`, which Pillow uses, takes halves to the even number.
         let rounded = |length: f64| length.round_ties_even() as u32;
         match fit {
             ResizeMode::Crop if ratio > wanted => {
@@ -146,6 +150,7 @@ fn resize_image(
     let channels = image.channels;
     let ResizePlan { part: (left, top, width, height), size } =
         ResizePlan::new(steps.fit, (image.width, image.height), (steps.width, steps.height));
+    // Pillow decides about a side of 0 pixels, so that the error is Pillow's.
     if size.0 == 0 || size.1 == 0 {
         return Err(Error::RareKind { kind: "so narrow that nothing of it would be left" });
     }
@@ -157,8 +162,10 @@ fn resize_image(
     let (width, height) =
         (width.min(f64::from(image.width) - left), height.min(f64::from(image.height) - top));
     let options = ResizeOptions::new()
+        // A convolution whose filter grows with the scale, like Pillow's. It avoids aliasing.
         .resize_alg(ResizeAlg::Convolution(FilterType::Bilinear))
         .crop(left, top, width, height)
+        // `convert_mode` has removed the alpha channel already.
         .use_alpha(false);
     match channels {
         1 => resize_pixels::<U8>(resizer, image, (size, target), &options)?,
@@ -173,6 +180,7 @@ fn resize_image(
         )]
         let at = |room: u32| middle(room) as usize;
         let (x, y) = (at(steps.width - size.0), at(steps.height - size.1));
+        // The buffer still has pixels of the previous image.
         fitted.bytes.fill(0);
         let (row, length) = (fitted.row_bytes(), size.0 as usize * channels);
         let lines = fitted.bytes.chunks_exact_mut(row).skip(y).zip(spare.chunks_exact(length));

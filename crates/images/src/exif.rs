@@ -38,6 +38,7 @@ pub(crate) fn read_orientation(tiff: &[u8]) -> Result<Option<u16>, ()> {
     for entry in entries.chunks_exact(ENTRY_BYTES) {
         let field = |from: usize| entry.get(from..from + 2).and_then(short);
         if field(0) == Some(ORIENTATION_TAG) {
+            // The standard allows one 16-bit number only, and decoders disagree about other values.
             let single = field(2) == Some(SHORT_TYPE) && entry.get(4..8).and_then(long) == Some(1);
             return if single { field(8).map(Some).ok_or(()) } else { Err(()) };
         }

@@ -41,10 +41,12 @@ const fn rare_kind_error(kind: &'static str) -> Error {
 /// after it.
 fn next_segment(file: &[u8], at: usize) -> Option<(u8, &[u8], usize)> {
     let rest = file.get(at..)?;
+    // Any number of 0xFF bytes may precede a marker (ITU-T T.81, B.1.1.2).
     let filled = rest.iter().take_while(|byte| **byte == 0xFF).count();
     let marker = *rest.get(filled).filter(|_| filled > 0)?;
     let start = at + filled + 1;
     let length = usize::from(u16::from_be_bytes(file.get(start..start + 2)?.try_into().ok()?));
+    // The length counts its own two bytes. With a damaged one, `read_header` would not advance.
     Some((marker, file.get(start + 2..start + length.max(2))?, start + length.max(2)))
 }
 
@@ -58,6 +60,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
     loop {
         let (marker, content, next) = next_segment(file, at).ok_or_else(cut)?;
         match marker {
+            // The scan begins here, so all metadata that counts has been read.
             0xDA => {
                 let (width, height, components) = frame.ok_or_else(cut)?;
                 let turned = match exif {
@@ -65,6 +68,8 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                         .map_err(|()| rare_kind_error("a JPEG with odd EXIF metadata"))?,
                     None => None,
                 };
+                // Pillow takes the orientation from XMP if EXIF has none; this crate does not parse
+                // XMP.
                 if turned.is_none() && xmp {
                     return Err(rare_kind_error("a JPEG that XMP metadata says to turn"));
                 }
@@ -76,6 +81,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                     scan: next,
                 });
             }
+            // Baseline, extended and progressive JPEG.
             0xC0..=0xC2 if frame.is_none() => {
                 let [precision, high, low, wide, narrow, components, rest @ ..] = content else {
                     return Err(cut());
@@ -83,6 +89,8 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                 let ids: Vec<u8> =
                     rest.chunks(3).filter_map(|component| component.first().copied()).collect();
                 match (precision, components, ids.as_slice()) {
+                    // libjpeg, and so Pillow, takes these ids as a sign that colors are not
+                    // transformed.
                     (8, 3, b"RGB") => {
                         return Err(rare_kind_error("a JPEG that stores red, green and blue"));
                     }
@@ -92,6 +100,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
                 }
                 let size =
                     (u16::from_be_bytes([*wide, *narrow]), u16::from_be_bytes([*high, *low]));
+                // A height of 0 stands in a DNL segment after the first scan.
                 if size.0 == 0 || size.1 == 0 {
                     return Err(rare_kind_error("a JPEG that does not say its size"));
                 }
@@ -104,6 +113,7 @@ fn read_header(file: &[u8]) -> Result<JpegHeader> {
             }
             0xE1 if content.starts_with(EXIF_PREFIX) => {
                 let before = exif.replace(content.get(EXIF_PREFIX.len()..).unwrap_or_default());
+                // Pillow joins the parts of EXIF metadata that exceeds a segment.
                 if before.is_some() {
                     return Err(rare_kind_error("a JPEG with EXIF metadata in parts"));
                 }
@@ -147,14 +157,18 @@ pub(crate) fn decode_image(
     }
     // Without an end marker, the last rows may be missing.
     if !file.get(header.scan..).is_some_and(|rest| {
+        // Cameras append data after the end marker, such as a second image.
         rest.ends_with(END_MARKER) || rest.windows(2).any(|two| two == END_MARKER)
     }) {
         return Err(Error::damaged_error("it is truncated"));
     }
+    // A gray result needs only the luma of the file: no color conversion.
     let gray = header.components == 1 || mode == ColorMode::Gray;
     let (colors, channels) = if gray { (ColorSpace::Luma, 1) } else { (ColorSpace::RGB, 3) };
+    // Without strict mode, the library makes up missing parts of an image (`IM-2`).
     let options = DecoderOptions::default().set_strict_mode(true).jpeg_set_out_colorspace(colors);
     let options =
+        // `check_pixel_count` is the limit; the limit of the library refuses wide panoramas.
         options.set_max_width(usize::from(u16::MAX)).set_max_height(usize::from(u16::MAX));
     let mut decoder = JpegDecoder::new_with_options(ZCursor::new(file), options);
     decoder.decode_headers().map_err(Error::damaged_error)?;

@@ -10,6 +10,7 @@ use crate::pixels::PixelBuffer;
 pub(crate) fn apply_orientation(image: &mut PixelBuffer, orientation: u16, spare: &mut Vec<u8>) {
     let (width, height, channels, row) =
         (image.width as usize, image.height as usize, image.channels, image.row_bytes());
+    // Pillow ignores other numbers, too.
     if !(2..=8).contains(&orientation) || image.bytes.is_empty() {
         return;
     }

@@ -6,6 +6,7 @@
 use crate::error::{Error, Result};
 
 /// Most pixels of a file. The libraries take up to 16 bytes for each pixel in the header.
+// So a hostile header costs at most 512 MiB.
 pub const MAX_PIXELS: u64 = 32 << 20;
 
 /// Channels of the result.
@@ -82,6 +83,7 @@ impl PixelBuffer {
 
 /// Returns the luma of ITU-R 601-2, like Pillow.
 fn rgb_to_luma(red: u8, green: u8, blue: u8) -> u8 {
+    // Pillow's fixed-point factors: both decoders give the same bytes.
     let sum = u32::from(red) * 19595 + u32::from(green) * 38470 + u32::from(blue) * 7471 + 0x8000;
     sum.to_le_bytes()[2]
 }

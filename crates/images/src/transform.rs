@@ -70,6 +70,7 @@ impl ImageTransform {
             return Err(Error::OutputSize { expected, found });
         }
         match out {
+            // Gray has one plane, so both orders of channels are the same.
             ImageOutput::Bytes(out) if self.channels_last || self.mode == ColorMode::Gray => {
                 out.copy_from_slice(&image.bytes);
             }
@@ -92,6 +93,7 @@ impl ImageTransform {
 
     /// Writes every value, converted by channel, in one pass.
     fn write_values<T>(&self, bytes: &[u8], out: &mut [T], convert: impl Fn(usize, u8) -> T) {
+        // Arrays of three need no bounds checks in the loops below.
         let (pixels, _) = bytes.as_chunks::<3>();
         match (self.mode, self.channels_last) {
             (ColorMode::Gray, _) => {

@@ -48,7 +48,9 @@ pub fn commit_partitions(
     mut summaries: Vec<PartitionSummary>,
 ) -> Result<PreparedDataset> {
     let (store, spec) = (Store::open(url)?, PrepareSpec::parse_json(spec)?);
+    // Tasks end in any order. Sorted, the same data has the same order of rows.
     summaries.sort_by_key(|summary| summary.partition);
+    // Both attempts have the same rows, so the data would contain them twice.
     if let Some(pair) = summaries.windows(2).find(|pair| pair[0].partition == pair[1].partition) {
         return Err(Error::DuplicatePartition { partition: pair[0].partition });
     }
@@ -70,11 +72,13 @@ pub fn commit_partitions(
     }
     let train_store = store.resolve_path(&spec.train)?;
     let val_store = spec.val.as_deref().map(|path| store.resolve_path(path)).transpose()?;
+    // Before the manifest names them: another process may have emptied the directory.
     train.files.iter().try_for_each(|file| check_size(&train_store, file))?;
     if let (Some(store), Some(val)) = (&val_store, &val) {
         val.files.iter().try_for_each(|file| check_size(store, file))?;
         publish_manifest(store, val)?;
     }
+    // Training data is last: its manifest is the sign that both directories are complete.
     publish_manifest(&train_store, &train)?;
     Ok(PreparedDataset { train, val, dropped })
 }
@@ -125,6 +129,7 @@ fn check_columns_agree(
     };
     for number in 0..first.1.len().max(second.1.len()) {
         let (one, two) = (first.1.get(number), second.1.get(number));
+        // The Arrow types of the sources may differ, as long as the converted values have one type.
         let key = |column: Option<&ManifestColumn>| {
             column.map(|c| (c.name.clone(), c.element, c.shape.clone()))
         };
@@ -142,9 +147,11 @@ fn check_columns_agree(
 }
 
 fn publish_manifest(store: &Store, manifest: &Manifest) -> Result<()> {
+    // The old files are deleted afterwards: until then, an earlier manifest may name them.
     store.write(MANIFEST_FILE_NAME, Bytes::from(manifest.to_json()?))?;
     let named: HashSet<&str> = manifest.files.iter().map(|file| file.path.as_str()).collect();
     for entry in store.list("")? {
+        // The directory may have other files than the preparation's; they stay.
         if is_part_name(&entry.path) && !named.contains(entry.path.as_str()) {
             store.delete(&entry.path)?;
         }

@@ -24,10 +24,12 @@ use crate::spec::PageCompression;
 use crate::summary::SplitFileSummary;
 
 /// Decoded bytes of a row group.
+// Small, because a shuffled epoch mixes the rows of several groups, which it holds in memory.
 const ROW_GROUP_BYTES: u64 = 4 << 20;
 
 /// Fewest row groups of a partition with enough rows. Batches are held back until the partition has
 /// so many.
+// The lanes of ranks consist of row groups: with fewer, ranks decode the same rows.
 const MIN_ROW_GROUPS: u64 = 8;
 
 /// Fewest rows of a row group in a small partition.
@@ -79,12 +81,14 @@ impl SplitFileWriter {
             return Ok(());
         }
         let rows = batch.num_rows() as u64;
+        // Only the first batch decides, so all row groups of a file have the same number of rows.
         if self.groups.is_empty() && self.waiting.is_empty() {
             self.row_bytes = self.measure_row_bytes(&batch);
         }
         let target = *self.target.get_or_insert((ROW_GROUP_BYTES / self.row_bytes).max(1));
         self.waiting_rows += rows;
         self.waiting.push_back(batch);
+        // A partition that ends before is small, and `finish_file` gives it smaller groups.
         let hold = if self.groups.is_empty() && self.file_spec.row_group_rows.is_none() {
             MIN_ROW_GROUPS
         } else {
@@ -114,6 +118,7 @@ impl SplitFileWriter {
     }
 
     fn write_row_group(&mut self, rows: u64) -> Result<()> {
+        // Not opened before there are rows: a side without rows leaves no file.
         if self.writer.is_none() {
             self.writer = Some(self.open_writer()?);
         }
@@ -132,6 +137,7 @@ impl SplitFileWriter {
             missing -= take;
         }
         writer.flush().map_err(fail)?;
+        // The library buffers bytes, and the checksums need all of the group in the sink.
         writer.sync().map_err(|source| fail(source.into()))?;
         let ranges: Vec<(u64, u64)> = writer
             .flushed_row_groups()
@@ -155,7 +161,9 @@ impl SplitFileWriter {
                 PageCompression::Zstd => Codec::ZSTD(ZstdLevel::default()),
             })
             .set_statistics_enabled(EnabledStatistics::Chunk)
+            // Plain pages of fixed-size values are decoded by copying.
             .set_dictionary_enabled(false)
+            // `write_row_group` ends the groups; the library would split them at its own limit.
             .set_max_row_group_row_count(None)
             .set_created_by(concat!("farandole ", env!("CARGO_PKG_VERSION")).to_owned())
             .set_key_value_metadata(Some(vec![KeyValue::new(
@@ -168,6 +176,7 @@ impl SplitFileWriter {
             properties = properties
                 .set_column_dictionary_enabled(ColumnPath::new(vec![column.name.clone()]), true);
         }
+        // With another setting, all columns are compressed already, by the codec of the user.
         if shape.compression == PageCompression::None {
             for name in &shape.compressed_columns {
                 properties = properties
@@ -251,6 +260,7 @@ impl io::Write for HashingSink {
     fn write(&mut self, piece: &[u8]) -> io::Result<usize> {
         self.hash.update(piece);
         self.group.extend_from_slice(piece);
+        // The upload keeps the bytes until its part is full, and `piece` is only borrowed.
         self.upload.write_piece(Bytes::copy_from_slice(piece)).map_err(io::Error::other)?;
         Ok(piece.len())
     }

@@ -40,6 +40,7 @@ pub enum ValidationRule {
 
 /// The specification of a preparation.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
+// A misspelled option must be an error: ignored, it would prepare other data than requested.
 #[serde(deny_unknown_fields)]
 pub struct PrepareSpec {
     /// Directory of training data: relative to the store, or a URL.
@@ -92,6 +93,7 @@ impl PrepareSpec {
     pub fn parse_json(text: &str) -> Result<Self> {
         let spec: Self = serde_json::from_str(text).map_err(|source| Error::Spec { source })?;
         let wrong = |what, value: String| Err(Error::InvalidValue { what, value });
+        // A fraction of 1 would leave no rows for training.
         if let Some(ValidationRule::Fraction(fraction)) = spec.validation
             && !(0.0..1.0).contains(&fraction)
         {
@@ -117,6 +119,7 @@ impl PrepareSpec {
             {
                 return wrong("the validation column cannot be kept as well", column.clone());
             }
+            // The replacement for a misspelled column would silently have no effect.
             if let Some(column) = spec.fill.keys().find(|key| *key != "*" && !columns.contains(key))
             {
                 return wrong(

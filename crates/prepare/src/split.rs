@@ -56,6 +56,7 @@ fn hash_column(hashes: &mut [u64], column: &ArrayRef) {
         }
         DataType::Utf8 => {
             for (hash, value) in hashes.iter_mut().zip(column.as_string::<i32>()) {
+                // The hash so far is the seed, so equal values in other columns give another hash.
                 *hash = xxh3_64_with_seed(value.unwrap_or_default().as_bytes(), *hash);
             }
         }
@@ -107,6 +108,7 @@ pub(crate) fn split_by_column(name: &str, column: &ArrayRef) -> Result<SplitMask
     let floats = floats.as_primitive::<Float64Type>();
     let side =
         |test: fn(f64) -> bool| floats.iter().map(|value| Some(value.is_some_and(test))).collect();
+    // NaN is in neither: both comparisons are false.
     Ok(SplitMasks { train: side(|value| value == 0.0), val: side(|value| value > 0.0) })
 }
 

@@ -12,6 +12,7 @@ use crate::spec::PrepareSpec;
 use crate::summary::PartitionSummary;
 
 /// Bytes that are read at once.
+// Files may be larger than the memory of the driver.
 const READ_CHUNK_BYTES: u64 = 8 << 20;
 
 /// Result of a verification.
@@ -30,6 +31,7 @@ pub struct VerificationReport {
 /// # Errors
 /// The store's. A missing file is not an error, but a problem in the report.
 pub fn verify_files(store: &Store, manifest: &Manifest) -> Result<VerificationReport> {
+    // Files of other writers stay in their directory, and the manifest is in another one.
     let store = manifest.base.as_deref().map_or_else(|| Ok(store.clone()), Store::open)?;
     let mut verified = VerificationReport::default();
     for file in &manifest.files {
@@ -37,6 +39,7 @@ pub fn verify_files(store: &Store, manifest: &Manifest) -> Result<VerificationRe
         verified.bytes += file.bytes;
         match check_file(&store, file) {
             Ok(()) => {}
+            // Continues, so that the report names all damaged files.
             Err(problem @ (Error::Altered { .. } | Error::Damaged { .. })) => {
                 verified.problems.push(problem.to_string());
             }
@@ -57,6 +60,7 @@ pub fn is_partition_complete(url: &str, spec: &str, part: &PartitionSummary) -> 
         let (Some(path), Some(side)) = (path, side) else { continue };
         match check_file(&store.resolve_path(path)?, &side.file) {
             Ok(()) => {}
+            // Not an error: the caller writes the partition again.
             Err(Error::Altered { .. } | Error::Damaged { .. }) => return Ok(false),
             Err(error) => return Err(error),
         }
@@ -65,6 +69,7 @@ pub fn is_partition_complete(url: &str, spec: &str, part: &PartitionSummary) -> 
 }
 
 fn check_file(store: &Store, file: &DataFile) -> Result<()> {
+    // The size comes first, because it does not need the content.
     check_size(store, file)?;
     let Some(expected) = &file.checksum else { return Ok(()) };
     let mut hash = Xxh3::new();

@@ -50,6 +50,7 @@ impl PartitionWriter {
     /// # Errors
     /// An invalid specification or attempt. An attempt consists of letters, digits, `-` and `_`.
     pub fn new(url: &str, spec: &str, partition: u64, attempt: &str) -> Result<Self> {
+        // The attempt is part of a file name: `/` or `..` would place the file elsewhere.
         let named = !attempt.is_empty()
             && attempt.chars().all(|c| c.is_ascii_alphanumeric() || "-_".contains(c));
         if !named {
@@ -82,6 +83,7 @@ impl PartitionWriter {
     /// # Errors
     /// A missing column, nulls, ragged rows, an unsupported type, and the store's errors.
     pub fn write_batch(&mut self, batch: &RecordBatch) -> Result<()> {
+        // The first batch decides the shapes, and lists without rows have none.
         if batch.num_rows() == 0 {
             return Ok(());
         }
@@ -138,6 +140,7 @@ impl PartitionWriter {
             let (least, largest) = self.hashes.unwrap_or((*hash, *hash));
             self.hashes = Some((least.min(*hash), largest.max(*hash)));
             if sides.is_none_or(|sides| sides.train.value(row)) {
+                // A sum, because it does not depend on the order of rows or on their partitions.
                 self.content_hashes.0 = self.content_hashes.0.wrapping_add(*hash);
             } else if sides.is_some_and(|sides| sides.val.value(row)) {
                 self.content_hashes.1 = self.content_hashes.1.wrapping_add(*hash);
@@ -158,6 +161,7 @@ impl PartitionWriter {
         {
             append_rows(side, filter_record_batch(&whole, &val).map_err(arrow)?)?;
         }
+        // A filter copies all columns; most batches without validation rows need none.
         let train = if train.true_count() == whole.num_rows() {
             whole
         } else {
@@ -189,12 +193,14 @@ impl PartitionWriter {
         let mut fields = Vec::new();
         for (name, made) in names.iter().zip(converted) {
             let role = self.spec.column_role(name);
+            // A loss multiplies each row by one number.
             if role == ColumnRole::Weight
                 && (made.element.byte_width().is_none() || !made.shape.is_empty())
             {
                 let found = find_column(batch, name)?.data_type().to_string();
                 return Err(Error::Weight { column: name.clone(), found });
             }
+            // No nulls (`PR-4`), so pages have no definition levels that a reader must decode.
             let mut field = Field::new(name, made.array.data_type().clone(), false);
             if !made.shape.is_empty() {
                 let shape = made.shape.iter().map(u64::to_string).collect::<Vec<_>>().join(",");
@@ -231,6 +237,7 @@ impl PartitionWriter {
         let side = |path: &str| -> Result<SplitFileWriter> {
             Ok(SplitFileWriter::new(SplitFileSpec {
                 store: self.store.resolve_path(path)?,
+                // With the attempt, speculative tasks of Spark do not replace each other's files.
                 file: format!("part-{:05}-{}.parquet", self.partition, self.attempt),
                 schema: Arc::clone(&schema),
                 columns: columns.clone(),

@@ -12,6 +12,7 @@ use crate::pool::{BufferPool, PooledBuffer, as_values_mut};
 use crate::variable_length::VariableLengthColumn;
 
 /// Alignment of the start of each column, in bytes.
+// The alignment that Arrow recommends, and the size of a cache line.
 pub(crate) const COLUMN_ALIGNMENT: usize = 64;
 
 /// Bytes of one weight.

@@ -142,6 +142,7 @@ impl BlockDecoder<'_> {
                 );
             }
         }
+        // Last: other processes read the columns as soon as they see the mark.
         if let (Some(cache), Some(_)) = (self.cache, &plan) {
             cache.mark_complete(part);
         }

@@ -369,6 +369,7 @@ impl ParquetDataset {
             return Ok(Arc::clone(known));
         }
         let _alone = self.lookup_locks.get(file % LOOKUP_LOCK_STRIPES).map(Mutex::lock);
+        // Another thread may have found it while this one waited.
         if let Some(known) = self.pages.lock().get(&(file, group, leaf)) {
             return Ok(Arc::clone(known));
         }
@@ -461,6 +462,7 @@ impl ParquetDataset {
             return Ok(Arc::clone(footer));
         }
         let _alone = self.lookup_locks.get(file % LOOKUP_LOCK_STRIPES).map(Mutex::lock);
+        // Another thread may have loaded it while this one waited.
         if let Some(footer) = cell.get() {
             return Ok(Arc::clone(footer));
         }

@@ -211,6 +211,7 @@ impl DecodePlan {
             ColumnDecoding::Pages { leaf, stored, levels, page_index, time } => {
                 let bytes = get(own)?;
                 let Some(meta) = group.columns().get(*leaf) else { return Err(Error::Ended) };
+                // Checksums are of whole chunks; with an index, only some pages are fetched.
                 if page_index.is_none() {
                     verify_chunk(dataset, data, &self.file, part, (*leaf, own, &bytes))?;
                 }

@@ -121,6 +121,7 @@ impl EpochReader {
                 .spawn_thread(format!("fd-reader-{number}"), |shared| shared.run_decode_thread())?;
         }
         for number in 0..fetchers {
+            // Counted before the thread starts, because `close` waits for this number.
             epoch.shared.state.lock().fetchers += 1;
             epoch.spawn_thread(format!("{FETCH_THREAD_PREFIX}{number}"), |shared| {
                 shared.run_fetch_thread()
@@ -470,6 +471,7 @@ impl SharedEpoch {
     fn fail_epoch(&self, error: Error) {
         let mut state = self.state.lock();
         state.ended = true;
+        // The first error is the cause; later ones follow from the end of the epoch.
         state.error.get_or_insert(error);
         drop(state);
         self.work.notify_all();

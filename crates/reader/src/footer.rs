@@ -144,6 +144,7 @@ fn read_footer(store: &Store, path: &str, bytes: u64) -> Result<FileFooter> {
         match parser.try_parse_sized(&tail, bytes) {
             Ok(()) => break,
             Err(ParquetError::NeedMoreData(needed))
+                // A damaged length must neither read past the file nor ask for ever.
                 if needed as u64 > length && needed as u64 <= bytes =>
             {
                 length = needed as u64;

@@ -187,6 +187,7 @@ fn decimal_scale(kind: &DataType) -> Option<i32> {
 
 /// Converts a decimal that is stored as a big-endian number of any length.
 fn decimal_bytes(bytes: &[u8], scale: i32) -> std::result::Result<f64, String> {
+    // Two's complement: the sign fills the bytes before the stored ones.
     let negative = bytes.first().is_some_and(|first| *first >= 0x80);
     let mut whole = [if negative { 0xFF } else { 0 }; MAX_DECIMAL_BYTES];
     let start = MAX_DECIMAL_BYTES.checked_sub(bytes.len());

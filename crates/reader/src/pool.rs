@@ -132,9 +132,11 @@ impl BufferPool {
 
     /// Sets the limit, and frees memory above it.
     pub(crate) fn set_byte_limit(&self, limit: usize) {
+        // Relaxed: a buffer that is taken at this moment may still go by the earlier limit.
         self.limit.store(limit, Ordering::Relaxed);
         let mut held = self.state.lock();
         let shed = held.evict_free(0, limit);
+        // Large memory is unmapped without the lock, because that takes long.
         drop(held);
         drop(shed);
     }
@@ -212,6 +214,7 @@ impl BufferPool {
 
 impl Drop for BufferPool {
     fn drop(&mut self) {
+        // In a forked child, another thread of its parent may hold the lock for ever.
         let Some(mut reserve) = RESERVE_MEMORY.try_lock() else { return };
         let mut kept: usize = reserve.iter().map(|memory| memory.as_slice().len()).sum();
         for memory in std::mem::take(&mut self.state.get_mut().free) {

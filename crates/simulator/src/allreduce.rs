@@ -40,6 +40,7 @@ pub struct AllreduceEstimate {
 impl AllreduceEstimate {
     /// Returns the bytes of the tensor per second.
     pub fn tensor_bytes_per_second(&self) -> f64 {
+        // An allreduce of one rank takes no time.
         crate::events::bytes_to_f64(self.bytes) / self.time.as_secs_f64().max(1e-12)
     }
 }
@@ -105,6 +106,7 @@ impl<'a> AllreduceSimulator<'a> {
     /// # Errors
     /// `Messages` when there are too many for hosts that are not alike.
     pub fn simulate(&mut self, bytes: u64) -> Result<AllreduceEstimate> {
+        // The steps of a model repeat the same sizes.
         if let Some(known) = self.known_estimates.get(&bytes) {
             return Ok(*known);
         }
@@ -160,6 +162,7 @@ impl<'a> AllreduceSimulator<'a> {
             cluster: self.cluster,
             programs: (0..members).map(|member| plan.folded_program(member)).collect(),
             rank_hosts: vec![0; members],
+            // Host 0 is the only one: it is slow if any host is.
             first_slow_host: u32::from(self.cluster.stragglers == 0),
             folded: true,
         };
@@ -169,6 +172,7 @@ impl<'a> AllreduceSimulator<'a> {
             time: Duration::from_secs_f64(outcome.seconds),
             algorithm: plan.chosen_algorithm(),
             sent_by_host: outcome.sent,
+            // All hosts of a plan that can be folded send equally many messages.
             messages: outcome.messages * u64::from(self.cluster.hosts),
             folded: true,
         })

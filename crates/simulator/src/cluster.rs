@@ -130,6 +130,7 @@ impl SimulatedCluster {
         if self.interfaces == 0 {
             return wrong("the number of interfaces", "at least 1", self.interfaces.to_string());
         }
+        // Every host accepts packets of 576 bytes (RFC 791), so no network has less.
         if self.mtu < 576 {
             return wrong("the MTU", "at least 576", self.mtu.to_string());
         }
@@ -139,6 +140,7 @@ impl SimulatedCluster {
             ("the memory rate", self.memory_rate),
             ("the socket rate", self.socket_rate),
         ] {
+            // Comparisons with NaN are false, so it would pass.
             if rate.is_nan() || rate < MIN_BYTES_PER_SECOND {
                 return wrong(what, "at least 1000 bytes per second", rate.to_string());
             }

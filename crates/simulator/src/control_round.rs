@@ -57,6 +57,7 @@ impl ControlRound {
         Ok(Self {
             announce_time: Duration::from_secs_f64(tree.announce_seconds()),
             distribute_time: Duration::from_secs_f64(tree.distribute_seconds()),
+            // On each edge, an announcement goes up and a list goes down.
             busiest_rank_messages: 2 * busiest as u64,
             messages: 2 * edges,
         })
@@ -85,6 +86,7 @@ impl TimedControlTree<'_> {
                 (ready[*child] + work + latency, work)
             };
             let mut arrivals: Vec<(f64, f64)> = self.children[member].iter().map(arrival).collect();
+            // The parent takes announcements in the order of their arrival.
             arrivals.sort_by(|one, other| one.0.total_cmp(&other.0));
             ready[member] =
                 arrivals.iter().fold(0.0, |free: f64, (time, work)| free.max(*time) + work);

@@ -69,6 +69,7 @@ impl PartialOrd for SimulatedEvent {
 impl Ord for SimulatedEvent {
     /// Orders the earliest event as the greatest, because a heap returns the greatest first.
     fn cmp(&self, other: &Self) -> Ordering {
+        // Events of the same time keep the order in which they were scheduled (`SM-3`).
         other.time.total_cmp(&self.time).then(other.number.cmp(&self.number))
     }
 }
@@ -137,10 +138,12 @@ impl<'a> SimulationRun<'a> {
             for (step, action) in program.actions().enumerate() {
                 let after = program.dependencies_of(step);
                 for before in after {
+                    // One place later, so that the sums are the starts of the lists.
                     counts[base + *before as usize + 1] += 1;
                 }
                 let mut waits = after.len();
                 if let ProgramAction::Receive(transfer) = action {
+                    // A receive also waits for its message.
                     waits += 1;
                     receives.entry((transfer.member, rank)).or_default().push(base + step);
                 }
@@ -247,6 +250,8 @@ impl<'a> SimulationRun<'a> {
         for place in first..last {
             self.resolve_dependency(self.successors[place] as usize, now);
         }
+        // The core is busy until here, so that steps that became ready above wait behind earlier
+        // ones.
         let core = &mut self.cores[self.ranks[step] as usize];
         match core.queue.pop_front() {
             Some(next) => self.begin_work(next as usize, now),
@@ -258,6 +263,7 @@ impl<'a> SimulationRun<'a> {
         let ProgramAction::Send(transfer) = self.actions[step] else { return };
         let (bytes, host) = (bytes_to_f64(transfer.bytes), self.host_of(transfer.member));
         self.outcome.arrived += transfer.bytes;
+        // Drawn by the number of the step, so that every run loses the same packets (`SM-3`).
         let late = self.network.retransmission_delay(
             bytes,
             transfer.messages.into(),
@@ -272,6 +278,7 @@ impl<'a> SimulationRun<'a> {
 
     /// Records that one dependency of a step is done.
     fn resolve_dependency(&mut self, step: usize, now: f64) {
+        // A send without a receive has no such step: its partner is `u32::MAX`.
         let Some(waiting) = self.pending_dependencies.get_mut(step) else { return };
         *waiting = waiting.saturating_sub(1);
         if *waiting == 0 {

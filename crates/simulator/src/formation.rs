@@ -57,6 +57,7 @@ impl FormationEstimate {
         let (call, handshake) =
             (cluster.registrar_call_time.as_secs_f64(), cluster.handshake_time.as_secs_f64());
         // All agents come at once; the registrar takes one after the other.
+        // The first call is one more round trip.
         let first = (REGISTRAR_CONNECT_ROUND_TRIPS + 1.0) * round_trip;
         let arrival = |task: u32| {
             Duration::from_secs_f64(first + bytes_to_f64(u64::from(task) + 1) * (handshake + call))
@@ -67,6 +68,7 @@ impl FormationEstimate {
         let sending = |bytes: f64| bytes / cluster.payload_rate() * ranks;
         let answers = sending(bytes_to_f64(formed.reply_bytes));
         // Agents receive their ranks and start workers, which connect and request their ranks.
+        // The registrar computes while its interface sends, so the longer of the two counts.
         let agents = formed.at.as_secs_f64() + answers.max(ranks * call) + round_trip / 2.0;
         let workers = agents + first + (ranks * (handshake + call)).max(answers);
         let addresses_sent = sending(ranks * bytes_to_f64(PEER_ADDRESSES_BYTES));
@@ -75,6 +77,7 @@ impl FormationEstimate {
         Ok(Self {
             calls: formed.registrations * formation_model::CALLS_PER_RANK,
             connections: formed.registrations * formation_model::CONNECTIONS_PER_RANK,
+            // An agent and its worker get the same answer, and each rank gets the addresses of all.
             sent: u64::from(cluster.ranks)
                 * (2 * formed.reply_bytes + u64::from(cluster.ranks) * PEER_ADDRESSES_BYTES),
             links: links.busiest,
@@ -111,6 +114,7 @@ fn startup_links(
         formed.world.seats.iter().map(|seat| seat.host.machine_name()).collect();
     let (data, _) = partition_eager_peers(&formed.world, &members, config.links_at_start);
     let data = data.len() as u64;
+    // Both lists contain the ranks of this host.
     let far = data - near + heartbeat_peers(&machines, Rank(0)).len() as u64 - near;
     let handshake = cluster.handshake_time.as_secs_f64();
     let connections = bytes_to_f64(far + near);
@@ -118,6 +122,7 @@ fn startup_links(
     let waits = bytes_to_f64(far) * wait(cluster.latency)
         + bytes_to_f64(near) * wait(cluster.local_latency);
     let at_once = max_concurrent_dials(usize::try_from(data).unwrap_or(usize::MAX));
+    // Waits for peers overlap, and the work of the core does not.
     let dialled = (waits / bytes_to_f64(at_once as u64)).max(connections * handshake);
     // Rank 0 answers all others, and the control links below it.
     let answered = (connections + bytes_to_f64(control)) * handshake;

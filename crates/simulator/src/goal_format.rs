@@ -80,6 +80,7 @@ fn write_rank_steps(
                 )?;
             }
             ProgramAction::Reduce { bytes } => {
+                // Like `NetworkModel::reduce_cost`, so that both simulators use the same time.
                 writeln!(out, "l{step}: calc {:.0}", bytes_to_f64(bytes) / 2.0 / copy_rate * 1e9)?;
             }
         }

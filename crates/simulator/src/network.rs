@@ -60,6 +60,7 @@ impl NetworkModel {
         let slowdown = if slow { self.cluster.slowdown } else { 1.0 };
         let memory = self.memory[host].max(now) + cost.memory / self.cluster.memory_rate;
         self.memory[host] = memory;
+        // Core and memory work at the same time, so the slower of them decides.
         memory.max(now + cost.core * slowdown)
     }
 
@@ -79,6 +80,7 @@ impl NetworkModel {
     }
 
     fn transmission_seconds(&self, bytes: f64) -> f64 {
+        // Packets that were lost take the interface once more.
         bytes / self.cluster.payload_rate() / (1.0 - self.cluster.loss)
     }
 
@@ -98,6 +100,7 @@ impl NetworkModel {
                 RETRANSMISSION_TIMEOUT_SECONDS
             }
         } else if chance < 1.0 - arrives.powf(packets) {
+            // Later packets show the loss, so the packet is sent again after one round trip.
             2.0 * self.cluster.latency.as_secs_f64()
         } else {
             0.0
@@ -111,6 +114,7 @@ pub(crate) fn loss_draw(message: u64) -> f64 {
     let mut word = message.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    // A float64 holds 32 bits exactly. It would round 64 bits, in places to 1.
     let top = u32::try_from((word ^ (word >> 31)) >> 32).unwrap_or(u32::MAX);
     f64::from(top) / (f64::from(u32::MAX) + 1.0)
 }

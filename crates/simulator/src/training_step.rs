@@ -74,12 +74,15 @@ impl StepEstimate {
             while under_way.front().is_some_and(|end| *end <= now) {
                 under_way.pop_front();
             }
+            // The engine has a limit of lists: the next one begins when the oldest ends.
             if under_way.len() as u64 >= most {
                 now = now.max(under_way.pop_front().unwrap_or(now));
             }
             let first = at;
+            // Gradients that are ready by now come in the same list.
             at += ready[first..].iter().take_while(|(time, _)| time + up <= now).count();
             let bytes: Vec<u64> = ready[first..at].iter().map(|(_, bytes)| *bytes).collect();
+            // A list begins when the ranks have it and the list before has ended.
             busy = busy.max(now + down);
             for tensors in control_plane_model::fused_operations(&bytes, threshold) {
                 let fused = tensors.iter().map(|place| bytes[*place]).sum();
@@ -91,6 +94,7 @@ impl StepEstimate {
             under_way.push_back(busy);
             lists += 1;
         }
+        // A step lasts until the backward pass ends, even if gradients are ready before.
         let time = Duration::from_secs_f64(forward + busy.max(backward));
         Ok(Self {
             time,

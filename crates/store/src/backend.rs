@@ -58,6 +58,8 @@ impl StoreBackend {
         Ok(match location {
             StoreLocation::Local(_) => Self::InProcess(Arc::new(LocalFileSystem::new())),
             StoreLocation::Memory { name, .. } => {
+                // A panic of another thread leaves the map whole, so a poisoned lock is not an
+                // error.
                 let mut stores = MEMORY_STORES.lock().unwrap_or_else(PoisonError::into_inner);
                 Self::InProcess(stores.entry(name.clone()).or_default().clone())
             }
@@ -98,6 +100,8 @@ impl StoreBackend {
                 Ok(OpenedBackend { backend: Arc::clone(backend), credentials: None })
             }
             Self::Remote { service, root, options, timeout } => {
+                // A client has its options and its timeout built in, so other ones need another
+                // client.
                 let key = (root.clone(), options.clone(), *timeout);
                 if let Some(backend) = REMOTE_BACKENDS.with(|backends| backends.get(&key).cloned())
                 {

@@ -51,6 +51,8 @@ pub(crate) fn runtime_handle() -> Result<Handle> {
         if let Some(runtime) = runtime {
             return Ok(runtime.handle().clone());
         }
+        // Separate threads, because parts of uploads advance while their caller makes the next
+        // piece.
         let fresh = Builder::new_multi_thread()
             .worker_threads(RUNTIME_THREADS)
             .thread_name("farandole-store")
@@ -79,6 +81,7 @@ fn block_on_thread<T>(future: impl Future<Output = T>) -> T {
     loop {
         match future.as_mut().poll(&mut context) {
             Poll::Ready(value) => return value,
+            // `park` may return early; the loop then polls once more.
             Poll::Pending => std::thread::park(),
         }
     }

@@ -106,6 +106,7 @@ impl PreparedDataSet {
 /// A backend that does not answer.
 pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> Result<StaleData> {
     let old = |newest: SystemTime| {
+        // A file that is newer than our clock has no age, and is never too old.
         let age = now.duration_since(newest).ok();
         age.zip(limits.older_than).is_some_and(|(age, least)| age >= least)
     };
@@ -131,6 +132,7 @@ pub fn find_stale_data(store: &Store, limits: SweepLimits, now: SystemTime) -> R
             continue;
         }
         let (plan, newest) = measure_directory(store, path, now)?;
+        // A directory without files is older than any limit.
         if old(newest.unwrap_or(SystemTime::UNIX_EPOCH)) {
             stale.push(plan);
         }
@@ -175,6 +177,8 @@ fn list_prepared_sets(
     store: &Store,
     now: SystemTime,
 ) -> Result<(Vec<PreparedDataSet>, Vec<SkippedDirectory>)> {
+    // One preparation writes both directories of a number, and a job reads both: both stay, or both
+    // go.
     let mut names: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut skipped = Vec::new();
     for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {
@@ -215,6 +219,7 @@ fn measure_directory(
 ) -> Result<(SweptDirectory, Option<SystemTime>)> {
     let (mut files, mut bytes, mut newest) = (0, 0, None);
     for entry in store.list_with_links(&path)?.0 {
+        // Without a time, a file counts as new and is kept.
         newest = newest.max(Some(entry.modified.unwrap_or(now)));
         files += 1;
         bytes += entry.bytes;
@@ -238,6 +243,7 @@ fn delete_unused(
     found: Vec<SweptDirectory>,
     now: SystemTime,
 ) -> Result<Vec<SweptDirectory>> {
+    // The plans of data that stays in place have no number: they are one group, without a lease.
     let mut sets: BTreeMap<Option<String>, Vec<SweptDirectory>> = BTreeMap::new();
     for one in found {
         sets.entry(prepared_data_number(&one.path).map(str::to_owned)).or_default().push(one);
@@ -254,6 +260,7 @@ fn delete_unused(
         let lease = match &train {
             Some(train) => match lease::acquire_for_deletion(train, now)? {
                 Some(lease) => Some((train, lease)),
+                // Another process uses the set now.
                 None => continue,
             },
             None => None,

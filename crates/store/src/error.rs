@@ -213,6 +213,7 @@ impl Error {
 /// Returns the kind of the I/O error at the end of the chain of sources.
 fn io_kind(error: &object_store::Error) -> Option<std::io::ErrorKind> {
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    // The backend wraps the error of the system several times.
     while let Some(error) = next {
         if let Some(io) = error.downcast_ref::<std::io::Error>() {
             return Some(io.kind());

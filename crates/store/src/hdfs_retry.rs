@@ -52,6 +52,7 @@ static READER_PROCESS_ID: AtomicU32 = AtomicU32::new(0);
 /// parent, and both would wait for ever.
 fn check_reader_process() -> Result<()> {
     let me = std::process::id();
+    // Relaxed: only the number itself is compared, and a fork copies it with the memory.
     match READER_PROCESS_ID.compare_exchange(0, me, Ordering::Relaxed, Ordering::Relaxed) {
         Err(reader) if reader != me => Err(generic_error(
             "this process was forked from one that had read from HDFS, whose connections cannot be \
@@ -90,6 +91,7 @@ impl<S: ObjectStore> RetryingHdfs<S> {
     /// Wraps `inner`, whose requests are repeated for `timeout`: name nodes fail over within a
     /// minute, and restart within several.
     pub(crate) fn new(inner: S, timeout: Duration) -> Self {
+        // Several attempts must fit into the timeout.
         let answer_timeout = MAX_ANSWER_TIMEOUT.min(timeout / 6);
         Self { inner: Arc::new(inner), retry_timeout: timeout, answer_timeout }
     }
@@ -119,6 +121,7 @@ impl<S: ObjectStore> RetryingHdfs<S> {
             if started.elapsed() > self.retry_timeout {
                 return Err(error);
             }
+            // Random, so that the ranks of a job do not all return at the same moment.
             sleep(pause.mul_f64(rand::random_range(0.5..=1.0))).await;
             pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
@@ -140,6 +143,7 @@ async fn collect_within<T>(
 
 /// Returns the longest time for a request that transfers `bytes`.
 fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
+    // A large request may take as long as a slow connection needs for its bytes.
     answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
 }
 
@@ -181,6 +185,7 @@ fn is_transient(error: &Error) -> bool {
                 | ErrorKind::HostUnreachable
                 | ErrorKind::NetworkUnreachable
         ),
+        // Other data nodes have copies of the block.
         Some(HdfsError::DataTransferError(_) | HdfsError::ChecksumError) => true,
         _ => false,
     }
@@ -196,6 +201,7 @@ pub(crate) fn translate_error(error: Error) -> Error {
     match hdfs_error(&error) {
         Some(HdfsError::RPCError(class, text) | HdfsError::FatalRPCError(class, text)) => {
             let class = class.rsplit('.').next().unwrap_or(class);
+            // The lines after the first one are the stack trace of Java.
             let text = format!("{class}: {}", text.lines().next().unwrap_or_default());
             if PERMISSION_EXCEPTIONS.contains(&class) {
                 Error::PermissionDenied { path, source: text.into() }
@@ -268,6 +274,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
+        // The name node answers `head`: only reads have connections to data nodes.
         if !options.head {
             check_reader_process()?;
         }
@@ -335,6 +342,7 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
+        // Not repeated: after a lost answer, a second attempt would find no source.
         self.inner.rename_opts(from, to, options).await.map_err(translate_error)
     }
 }

@@ -23,6 +23,7 @@ use reqwest::{ClientBuilder, NoProxy, Proxy};
 use tokio::time::Instant;
 
 /// Bytes that the connection takes at once.
+// Small, so that even a slow connection takes a piece within the longest silence.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
 
 /// Begin of an upload, and the time at which the connection took its last piece.
@@ -86,6 +87,8 @@ impl Body for PiecewiseBody {
         }
         let piece = this.rest.split_to(PIECE_BYTES.min(this.rest.len()));
         this.sent += piece.len() as u64;
+        // The connection asks for a frame when it has room, so this is the progress of the
+        // transfer.
         this.progress.note_piece(this.sent >= this.total);
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
@@ -95,6 +98,7 @@ impl Body for PiecewiseBody {
     }
 
     fn size_hint(&self) -> SizeHint {
+        // With an exact size, the client sends `Content-Length`, which S3 demands of an upload.
         SizeHint::with_exact(self.total - self.sent)
     }
 }

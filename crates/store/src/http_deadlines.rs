@@ -25,6 +25,7 @@ use crate::http_client::{PIECE_BYTES, PiecewiseClient, UploadProgress};
 use crate::store_operation::{note_failed_attempt, note_refused_credential};
 
 /// Longest wait for the next bytes.
+// Six attempts fit into the default timeout of 3 minutes.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
 /// Slowest accepted download over one connection, in bytes a second.
 pub(crate) const MIN_BYTES_PER_SECOND: u64 = 64 << 10;
@@ -65,6 +66,7 @@ impl DeadlineConnector {
 impl HttpConnector for DeadlineConnector {
     fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
         let options = options.clone();
+        // A deadline for whole requests would end large transfers that make progress.
         let options = if self.has_own_timeout { options } else { options.with_timeout_disabled() };
         let client = PiecewiseClient::new(&options)?;
         let (timeout, signer) = (self.timeout, self.signer.clone());
@@ -103,6 +105,7 @@ impl DeadlineClient {
                 answer = &mut answer => return answer,
                 () = sleep_until(deadline) => {}
             }
+            // The connection may have taken another piece during the sleep.
             if progress.deadline(limit) <= Instant::now() {
                 return Err(SilentService { what: "no progress", limit }.into_http_error());
             }
@@ -113,8 +116,10 @@ impl DeadlineClient {
 /// Returns whether the service does long work before it answers: it copies an object, or joins the
 /// parts of one.
 fn is_long_work(request: &HttpRequest) -> bool {
+    // `x-amz-copy-source`, `x-goog-copy-source` or `x-ms-copy-source`.
     let copies = request.headers().keys().any(|name| name.as_str().ends_with("-copy-source"));
     let query = request.uri().query().unwrap_or_default();
+    // S3 joins the parts of an upload by POST, Azure by PUT of a list of blocks.
     let joins = request.method() == "POST" && query.contains("uploadId=")
         || query.contains("comp=blocklist");
     copies || joins
@@ -123,6 +128,7 @@ fn is_long_work(request: &HttpRequest) -> bool {
 /// Returns whether a request reads the content of a file, in contrast to a listing.
 fn is_file_read(request: &HttpRequest) -> bool {
     let query = request.uri().query().unwrap_or_default();
+    // The first parameter is the one of S3, the second one of Azure.
     let lists = query.contains("list-type=") || query.contains("comp=list");
     request.method() == "GET" && !lists
 }
@@ -148,6 +154,7 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     let mut next = error.source();
     while let Some(error) = next {
         let inner = error.to_string();
+        // Many errors repeat the text of their source.
         if !text.contains(&inner) {
             text = format!("{text}: {inner}");
         }
@@ -174,6 +181,7 @@ async fn find_refusal(
     let (parts, body) = answer.into_parts();
     let body = body.bytes().await?;
     let text = String::from_utf8_lossy(body.get(..MAX_REFUSAL_BYTES).unwrap_or(body.as_ref()));
+    // Azure has the code in a header, because a HEAD has no body.
     let code = parts.headers.get("x-ms-error-code").and_then(|code| code.to_str().ok());
     let has_code = EXPIRY_CODES.iter().any(|code| text.contains(code))
         || code.is_some_and(|code| code == "AuthenticationFailed");
@@ -192,6 +200,8 @@ impl DeadlineClient {
         signer: &dyn CredentialSigner,
         mut request: HttpRequest,
     ) -> Result<HttpResponse, HttpError> {
+        // The backend does not repeat errors of this kind, and the renewal has made its own
+        // attempts.
         let failed = |error| HttpError::new(HttpErrorKind::Unknown, error);
         let Some(mut signature) = signer.sign(&mut request).await.map_err(failed)? else {
             return self.call_once(request).await;
@@ -204,12 +214,14 @@ impl DeadlineClient {
             let (answer, refusal) = find_refusal(answer, is_head).await?;
             let Some(refusal) = refusal else {
                 if answer.status().is_success() {
+                    // Relaxed: only whether it is 0 counts.
                     self.accepted.store(signature.number + 1, Ordering::Relaxed);
                 }
                 return Ok(answer);
             };
             let may_wait = refusal.says_expired
                 && !signature.is_fixed
+                // A credential that was never accepted is wrong: time does not help.
                 && self.accepted.load(Ordering::Relaxed) > 0
                 && started.elapsed() < self.timeout;
             let mut reason = String::new();
@@ -305,6 +317,7 @@ impl DeadlineBody {
     /// Returns the remaining time for the next bytes.
     fn remaining_time(&mut self) -> Duration {
         let started = *self.started.get_or_insert_with(Instant::now);
+        // The limit is an average: bytes that came early allow a pause later.
         let earned = Duration::from_secs(self.received / MIN_BYTES_PER_SECOND);
         self.silence.min((self.silence + earned).saturating_sub(started.elapsed()))
     }

@@ -36,12 +36,15 @@ impl StoreLayout {
     /// Returns the layout below `prefix`; `places` replaces defaults.
     pub fn new(prefix: &str, places: LayoutOverrides) -> Self {
         let prefix = match prefix.trim_end_matches('/') {
+            // The root directory `/` must not become an empty path.
             "" => prefix.to_owned(),
             trimmed => trimmed.to_owned(),
         };
         let below =
             |chosen: Option<String>, name: &str| chosen.unwrap_or_else(|| join_path(&prefix, name));
         Self {
+            // These are Horovod's names: programs that build the paths themselves find the same
+            // files.
             train: below(places.train, "intermediate_train_data"),
             val: below(places.val, "intermediate_val_data"),
             test: below(places.test, "intermediate_test_data"),

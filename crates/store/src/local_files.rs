@@ -54,6 +54,7 @@ impl Drop for PooledFileBuffer {
 /// Returns an empty buffer with capacity for `bytes`: the smallest pooled one of up to four times
 /// that size, or else a new one.
 fn take_buffer(bytes: usize) -> Vec<u8> {
+    // A small read must not hold a large buffer while a large read allocates one.
     let fits = |buffer: &Vec<u8>| (bytes..=bytes.saturating_mul(4)).contains(&buffer.capacity());
     let found = FREE_BUFFERS.with(|free| {
         let best = (0..free.len())
@@ -121,6 +122,7 @@ pub(crate) fn read_ranges(path: &Path, ranges: &[Range<u64>]) -> Result<Vec<Byte
         for index in &rest[..count] {
             let from =
                 usize::try_from(ranges[*index].start - start).map_err(|_| too_large_error())?;
+            // A damaged footer may give a range that ends before it begins.
             let to = usize::try_from(ranges[*index].end.max(ranges[*index].start) - start)
                 .map_err(|_| too_large_error())?;
             found[*index] = whole.slice(from..to);
@@ -166,6 +168,7 @@ fn read_range(file: &mut File, range: Range<u64>) -> Result<Bytes> {
 /// The operating system's error.
 pub(crate) fn create_file(path: &Path, data: &[u8]) -> Result<bool> {
     let directory = path.parent().unwrap_or_else(|| Path::new("/"));
+    // The kernel creates the file for one process only, even on NFS.
     let create = || File::options().write(true).create_new(true).open(path);
     let mut file = match create_in_directory(
         directory,
@@ -241,6 +244,7 @@ fn write_file_by(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Re
         staged = name;
         Ok(file)
     })?;
+    // Before the rename: after a power failure, the name must not lead to an empty file.
     let written = write(&mut file).and_then(|()| file.sync_all());
     drop(file);
     written
@@ -260,6 +264,7 @@ fn create_staged_file(path: &Path) -> Result<(PathBuf, File)> {
         ));
         match File::options().write(true).create_new(true).open(&name) {
             Ok(file) => return Ok((name.into(), file)),
+            // A killed process with the same number may have left the name.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             Err(error) => return Err(error),
         }
@@ -275,6 +280,7 @@ fn create_directories(directory: &Path) -> Result<()> {
         Err(error) if local_tree::is_absence(&error) => {}
         Err(error) => return Err(error),
     }
+    // From the top down: a name on disk is of no use in a directory that is not.
     if let Some(above) = directory.parent() {
         create_directories(above)?;
         std::fs::create_dir_all(directory)?;
@@ -329,6 +335,7 @@ pub(crate) fn remove_partial_uploads(directory: &Path) -> Result<()> {
         if !local_tree::is_staged_name(&name) {
             continue;
         }
+        // Another process may have renamed or deleted the file since the listing.
         let written = match std::fs::symlink_metadata(&path).and_then(|found| found.modified()) {
             Ok(written) => written,
             Err(error) if local_tree::is_absence(&error) => continue,

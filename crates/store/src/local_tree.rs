@@ -67,6 +67,7 @@ pub(crate) fn is_link(path: &Path) -> Result<bool> {
 /// A directory that cannot be read, or a name that is not UTF-8.
 pub(crate) fn list_tree(directory: &Path) -> Result<LocalTree> {
     let mut tree = LocalTree::default();
+    // A program that another thread starts must not inherit open directories.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     match openat(CWD, directory, flags, Mode::empty()) {
         Ok(opened) => list_directory(&File::from(opened), "", MAX_DEPTH, &mut tree)?,

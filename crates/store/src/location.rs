@@ -29,6 +29,7 @@ impl StorageService {
     /// Returns the service of `scheme`.
     pub(crate) fn from_scheme(scheme: &str) -> Option<Self> {
         Some(match scheme {
+            // `s3a` and `s3n` are the names of Hadoop, and so of Spark.
             "s3" | "s3a" | "s3n" => Self::S3,
             "gs" | "gcs" => Self::Gcs,
             "az" | "abfs" | "abfss" | "adl" | "azure" => Self::Azure,
@@ -68,12 +69,14 @@ impl StoreLocation {
         let Some((scheme, rest)) = split_scheme(url) else {
             return Ok(Self::Local(remap_dbfs_path(absolute_path(url)?)));
         };
+        // Before all other checks, because their errors would show the URL.
         if let Some(url) = redact_secret(scheme, rest) {
             return Err(Error::Url { url, reason: "it carries a secret: pass storage options" });
         }
         match scheme {
             "file" => {
                 let path = rest.strip_prefix("//").unwrap_or(rest);
+                // RFC 8089 allows `localhost` as the host of a local file.
                 let path =
                     path.strip_prefix("localhost").filter(|p| p.starts_with('/')).unwrap_or(path);
                 if path.starts_with('/') {
@@ -174,6 +177,7 @@ fn split_scheme(url: &str) -> Option<(&str, &str)> {
 fn redact_secret(scheme: &str, rest: &str) -> Option<String> {
     let rest = rest.strip_prefix("//").filter(|_| scheme != "file")?;
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    // A password may contain `@`.
     let (user, host) = authority.rsplit_once('@').unwrap_or(("", authority));
     let (place, query) = path.split_once('?').unwrap_or((path, ""));
     let signed = query

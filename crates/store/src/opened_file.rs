@@ -57,6 +57,7 @@ impl OpenedFile {
 
     fn read_error(&self, source: object_store::Error) -> Error {
         match source {
+            // `If-Match` has failed: the file is another one now.
             object_store::Error::Precondition { .. } => Error::Replaced { path: self.path.clone() },
             source => Error::from_backend("read", self.path.clone(), source),
         }

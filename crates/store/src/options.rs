@@ -47,6 +47,7 @@ pub fn configured_options(url: &str) -> BackendOptions {
 pub(crate) fn options_for_url(url: &str) -> BackendOptions {
     let configured = CONFIGURED_OPTIONS.load();
     let holds = |prefix: &str| {
+        // `s3://data-old` does not lie below `s3://data`.
         url.strip_prefix(prefix).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     };
     let longest = configured

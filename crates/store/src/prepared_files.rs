@@ -46,6 +46,7 @@ struct NamedFile {
 /// Returns the names in the manifest of a directory; `None` if it has no manifest of ours.
 fn manifest_names(directory: &Store) -> Result<Option<HashSet<String>>> {
     match directory.read(MANIFEST_FILE) {
+        // A manifest of another program has other fields, and its files are not ours.
         Ok(text) => Ok(serde_json::from_slice::<ManifestNames>(&text)
             .ok()
             .map(|manifest| manifest.files.into_iter().map(|file| file.path).collect())),

@@ -38,6 +38,7 @@ impl<T: Default> ProcessValue<T> {
                 return Arc::clone(owned);
             }
             let value = Mutex::default();
+            // Of several threads, one stores its value, and all find it in the next round.
             self.0.compare_and_swap(&current, Some(Arc::new(OwnedValue { process_id, value })));
             // The parent's value is never dropped here: a runtime would wait for its threads.
             mem::forget(current);

@@ -14,14 +14,17 @@ use object_store::{
 };
 
 /// Bytes of a part: a part is transferred by one request, and repeated as a whole.
+// At the slowest accepted speed, a part takes 128 s, less than the default timeout of 3 minutes.
 pub(crate) const PART_BYTES: usize = 8 << 20;
 /// Largest transfer by a single request.
 pub(crate) const MAX_SINGLE_REQUEST_BYTES: usize = 2 * PART_BYTES;
 /// Most parts of one file in flight.
+// Parts in flight take memory besides the content: 32 MiB.
 pub(crate) const MAX_PARTS_IN_FLIGHT: usize = 4;
 
 /// Returns the version of a file, to find out that it was replaced while it was being read.
 fn file_version(meta: &ObjectMeta) -> (u64, i64, Option<&str>) {
+    // HDFS has no `e_tag`, so size and time must show a new version.
     (meta.size, meta.last_modified.timestamp_millis(), meta.e_tag.as_deref())
 }
 
@@ -41,6 +44,7 @@ async fn copy_stream(answer: GetResult, buffer: &mut [u8]) -> Result<()> {
             let source = format!("the answer ends after {found} of {expected} bytes").into();
             return Err(Error::Generic { store: "store", source });
         };
+        // The first answer may be the whole file; requests of their own read the other parts.
         let take = bytes.len().min(buffer.len() - filled);
         buffer[filled..filled + take].copy_from_slice(&bytes[..take]);
         filled += take;
@@ -73,6 +77,7 @@ pub(crate) async fn fill_buffer(
                 ..GetOptions::default()
             };
             let answer = backend.get_opts(&meta.location, options).await?;
+            // Some services ignore `If-Match` and answer with the new file.
             if file_version(&answer.meta) != file_version(meta) {
                 return Err(replaced_file(&meta.location));
             }
@@ -80,6 +85,7 @@ pub(crate) async fn fill_buffer(
         }
     });
     let parts: Vec<_> = parts.collect();
+    // Each part has its place in the buffer, so their order does not count.
     stream::iter(parts).buffer_unordered(MAX_PARTS_IN_FLIGHT).try_collect::<()>().await
 }
 
@@ -103,6 +109,7 @@ async fn fetch_range(
 ) -> Result<Bytes> {
     let wanted = range.end.saturating_sub(range.start);
     let single = MAX_SINGLE_REQUEST_BYTES as u64;
+    // The first answer shows the size of the file, before memory for the whole range is taken.
     let end = range.end.min(range.start + single);
     let options =
         GetOptions { range: Some(GetRange::Bounded(range.start..end)), ..GetOptions::default() };

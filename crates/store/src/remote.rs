@@ -54,6 +54,7 @@ pub(crate) const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// Returns the longest pause between two attempts.
 pub(crate) fn longest_retry_pause(timeout: Duration) -> Duration {
+    // With the default timeout of 3 minutes, both limits are 15 s.
     Duration::from_secs(15).min(timeout / 12).max(FIRST_RETRY_PAUSE)
 }
 
@@ -84,6 +85,8 @@ pub(crate) fn open_backend(
     match service {
         StorageService::S3 => {
             let builder = s3_builder(root, options)?.with_retry(retry_config(timeout));
+            // A search for credentials would ask the metadata service of the machine, and may wait
+            // long.
             if is_anonymous(builder.get_config_value(&AmazonS3ConfigKey::SkipSignature)) {
                 return without_credentials(builder.with_http_connector(connector).build(), refuse);
             }
@@ -178,10 +181,12 @@ where
 /// file name was expected.
 fn redact_options(options: &BackendOptions, error: object_store::Error) -> object_store::Error {
     let text = error.to_string();
+    // Addresses and names of files are no secrets, and the message needs them.
     let known = |value: &&String| value.starts_with("http") || std::path::Path::new(value).exists();
     let given = options
         .0
         .values()
+        // Short values such as `yes` would hide parts of words.
         .filter(|value| value.len() > 3 && text.contains(*value) && !known(value));
     let hidden = given.fold(text.clone(), |text, value| text.replace(value, "***"));
     if hidden == text {
@@ -204,6 +209,7 @@ fn backend_options(service: StorageService, options: &BackendOptions) -> BTreeMa
         && let Some(text) = options.0.remove("connection_string")
     {
         for (key, value) in parse_connection_string(&text) {
+            // An option that is given by its name comes before the connection string.
             options.0.entry(key.to_owned()).or_insert_with(|| value.to_owned());
         }
     }
@@ -254,11 +260,13 @@ pub(crate) fn is_plain_http(endpoint: Option<&String>) -> bool {
 }
 
 fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
+    // The backend does not know the scheme `s3n`.
     let url = root.replacen("s3n://", "s3://", 1);
     let mut builder = AmazonS3Builder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::S3, root, options)? {
         builder = builder.with_config(key, value);
     }
+    // The builder does not read the files of profiles.
     if builder.get_config_value(&AmazonS3ConfigKey::Region).is_none() {
         let environment = SourceEnvironment::read(AWS_VARIABLES);
         let profile = options.0.get("profile").map(String::as_str);
@@ -271,6 +279,7 @@ fn s3_builder(root: &str, options: &BackendOptions) -> Result<AmazonS3Builder> {
 }
 
 fn gcs_builder(root: &str, options: &BackendOptions) -> Result<GoogleCloudStorageBuilder> {
+    // The backend does not know the scheme `gcs`.
     let url = root.replacen("gcs://", "gs://", 1);
     let mut builder = GoogleCloudStorageBuilder::from_env().with_url(url);
     for (key, value) in typed_options(StorageService::Gcs, root, options)? {
@@ -293,6 +302,7 @@ fn azure_builder(root: &str, options: &BackendOptions) -> Result<MicrosoftAzureB
 /// Returns account, keys and endpoint of an Azure connection string.
 fn parse_connection_string(text: &str) -> impl Iterator<Item = (&'static str, &str)> {
     text.split(';').filter_map(|part| {
+        // A key in base64 may end in `=`, so the first one separates.
         let (key, value) = part.split_once('=')?;
         let name = match key {
             "AccountName" => "account_name",

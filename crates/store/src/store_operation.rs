@@ -80,6 +80,7 @@ impl StoreOperation {
     }
 
     fn note_failure(&self, reason: &str) {
+        // Relaxed: the caller reads the count after its operation has ended.
         self.failed_attempts.fetch_add(1, Ordering::Relaxed);
         if self.started.elapsed() < UNLOGGED_WAIT || self.waits.swap(true, Ordering::Relaxed) {
             return;
@@ -90,6 +91,7 @@ impl StoreOperation {
             *count += 1;
             *count
         });
+        // One line for all operations that wait for the same service.
         if count == 1 {
             tracing::warn!(
                 "{} does not serve requests: {reason}. Waiting to {} {}, for at most {:?} \

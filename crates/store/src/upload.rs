@@ -108,9 +108,11 @@ impl StoreUpload {
             self.inner.as_mut().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         let part = inner.put_part(payload);
         let Some(operation) = self.operation.clone() else {
+            // A local write is done at once and needs no task.
             let sent = self.store.backend_waiter().wait(part)?;
             return sent.map_err(|source| self.upload_error("write", source));
         };
+        // The part is sent while the caller makes the next piece.
         self.sent.push_back(runtime_handle()?.spawn(async move { operation.run(part).await }));
         self.wait_for_parts(MAX_PARTS_IN_FLIGHT)
     }
@@ -141,6 +143,7 @@ impl StoreUpload {
         let mut inner =
             self.inner.take().ok_or_else(|| Error::UploadEnded { path: self.path.clone() })?;
         let waiter = self.store.backend_waiter();
+        // If the answer is lost, an older file must not be taken for the result.
         let before = match &self.operation {
             Some(_) => self.store.file_version(&self.name)?,
             None => None,
@@ -163,6 +166,7 @@ impl StoreUpload {
             }
             Err(_) if self.was_completed(before.as_ref()) => Ok(self.bytes),
             Err(source) => {
+                // `drop` deletes the parts.
                 self.inner = Some(inner);
                 Err(self.upload_error("complete", source))
             }
@@ -194,6 +198,7 @@ impl Drop for StoreUpload {
     fn drop(&mut self) {
         if let Some(mut inner) = self.inner.take() {
             // If the cleanup fails, the remaining file has a name that no reader opens.
+            // Comes first: S3 keeps a part that arrives after the abort, and charges for it.
             self.sent.drain(..).for_each(|part| part.abort());
             match self.store.backend_waiter() {
                 BackendWaiter::CallingThread => {

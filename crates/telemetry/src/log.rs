@@ -56,6 +56,7 @@ pub fn take_events(limit: Duration) -> Option<DrainedEvents> {
 /// Lets the last [`take_events`] return; later events go to stderr. Does nothing in a forked child.
 pub fn stop_keeping_events() {
     if subscriber::keeps_events() {
+        // Comes first, so that no event enters the queue after its last reader has left.
         subscriber::redirect_events_to_stderr();
         queue::EVENT_QUEUE.close();
     }

@@ -95,6 +95,7 @@ impl NvtxDomain {
 
     /// Begins a range, which may overlap with others.
     pub fn start_range(&self, message: &str) -> NvtxRange {
+        // A text with a zero byte is no C string; an empty name is better than a lost range.
         let message = CString::new(message).unwrap_or_default();
         let attributes = NvtxEventAttributes {
             version: ATTRIBUTES_VERSION,

@@ -59,6 +59,8 @@ impl<T: RingWeight> BoundedRing<T> {
         }
         let weight = record.weight_bytes();
         while inner.weight + weight > self.budget {
+            // If nothing may be dropped, the ring exceeds its budget rather than lose the new
+            // record.
             let Some(at) = inner.records.iter().position(RingWeight::is_droppable) else { break };
             if let Some(old) = inner.records.remove(at) {
                 inner.weight -= old.weight_bytes();

@@ -82,6 +82,7 @@ impl ViewerSite {
             let status = match &error {
                 Error::Missing { .. } => StatusCode::NOT_FOUND,
                 Error::Parameter { .. } => StatusCode::BAD_REQUEST,
+                // The viewer works; the store behind it does not.
                 _ => StatusCode::BAD_GATEWAY,
             };
             ViewerReply::failure(status, &error.to_string())
@@ -99,6 +100,8 @@ impl ViewerSite {
                 Some((part, behind)) => (part, Some(behind)),
                 None => (rest, None),
             };
+            // In constant time, so that the time of an answer does not show how much of a token is
+            // right.
             if bool::from(part.as_bytes().ct_eq(self.token.as_bytes())) {
                 return Some(behind);
             }
@@ -147,8 +150,10 @@ impl ViewerSite {
     fn answer_output(&self, query: &str) -> Result<ViewerReply> {
         let found = self.find_run(query)?;
         let file = query_parameter(query, "file").unwrap_or_default();
+        // Only files that a listing has found (`UI-2`): a parameter with `..` finds nothing.
         let known = found.files.get(&file).filter(|_| is_text_file(&file));
         let Some(&(bytes, _)) = known else { return Err(Error::Missing { what: file }) };
+        // Services refuse a range without bytes.
         if bytes == 0 {
             return Ok(ViewerReply::text(""));
         }

@@ -59,6 +59,7 @@ impl RunCatalog {
     /// # Errors
     /// Text that is no store.
     pub(crate) fn open(urls: &[String]) -> Result<Self> {
+        // A lock for each store, so that a slow one does not hold up requests to others.
         let sources = urls.iter().map(|url| Ok((RunSource::open(url)?, Mutex::default())));
         Ok(Self(sources.collect::<Result<_>>()?))
     }
@@ -69,7 +70,9 @@ impl RunCatalog {
         let mut listing = RunListing { stores, runs: Vec::new(), problems: Vec::new() };
         let now = SystemTime::now();
         for (index, (source, known)) in self.0.iter().enumerate() {
+            // Held during the listing, so that two pages do not list the same store twice.
             let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+            // Known runs stay in the list while their store does not answer.
             if let Err(error) = known.refresh_runs(index, source) {
                 listing.problems.push(error.to_string());
             }
@@ -96,6 +99,7 @@ impl RunCatalog {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
         known.refresh_runs(index, source)?;
         let mut found = known.runs.get(id).ok_or_else(missing)?.found.clone();
+        // A heartbeat gets older although no file changes, so the state is not cached.
         found.summary.state = record::run_state_at(&found.summary, SystemTime::now()).to_owned();
         Ok(found)
     }
@@ -113,6 +117,8 @@ impl KnownRuns {
             let stamps = SUMMARY_FILES.map(|name| files.get(name).copied());
             match self.runs.remove(&id) {
                 Some(mut run) if run.stamps == stamps => {
+                    // The summary is still right, but other files, such as the steps of curves, may
+                    // have changed.
                     run.found.files = Arc::new(files);
                     fresh.insert(id, run);
                 }
@@ -130,6 +136,7 @@ impl KnownRuns {
             map_in_threads(&changed, source.reader_thread_count(), read).into_iter().flatten(),
         );
         self.runs = fresh;
+        // Not after an error: the next request then asks the store again.
         self.refreshed_at = Some(Instant::now());
         Ok(())
     }
@@ -144,12 +151,14 @@ fn map_in_threads<T: Sync, R: Send>(
     let next = AtomicUsize::new(0);
     let one = || {
         let mut made = Vec::new();
+        // Relaxed: each index is given out once, and the end of the scope orders the results.
         while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
             made.push(work(item));
         }
         made
     };
     std::thread::scope(|scope| {
+        // The calling thread does a share of the work.
         let count = threads.min(items.len()).saturating_sub(1);
         let others: Vec<_> = (0..count).map(|_| scope.spawn(one)).collect();
         let mut made = one();

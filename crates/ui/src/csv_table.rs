@@ -18,6 +18,7 @@ const MAX_FIELDS: usize = 64 << 20;
 /// # Errors
 /// [`Error::TooLarge`], because a row has a field for every name of every run.
 pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
+    // Sorted, so that the columns do not depend on the order of the runs.
     let names: BTreeSet<&str> =
         runs.iter().flat_map(|(_, series)| series.columns.keys().map(String::as_str)).collect();
     let rows: usize = runs.iter().map(|(_, series)| series.len()).sum();
@@ -32,6 +33,7 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
         table.push(',');
         table.push_str(&quote_field(name));
     }
+    // The line end of CSV (RFC 4180), which Excel expects.
     table.push_str("\r\n");
     for (run, series) in runs {
         let run = quote_field(run);
@@ -53,6 +55,7 @@ pub(crate) fn format_csv(runs: &[(String, Arc<RunSeries>)]) -> Result<String> {
 
 fn append_number(table: &mut String, value: f64) {
     table.push(',');
+    // A spreadsheet takes `NaN` for text, and an empty field for a missing number.
     if value.is_finite() {
         table.push_str(&value.to_string());
     }
@@ -61,6 +64,7 @@ fn append_number(table: &mut String, value: f64) {
 /// Returns a text as a field. One that a spreadsheet would take for a formula begins with an
 /// apostrophe.
 fn quote_field(text: &str) -> String {
+    // The characters of OWASP's page on CSV injection.
     let formula = text.starts_with(['=', '+', '-', '@', '\t', '\r']);
     let text = format!("{}{text}", if formula { "'" } else { "" });
     if text.contains([',', '"', '\n', '\r']) {

@@ -53,6 +53,7 @@ impl ChartWindow {
             from: number("from", f64::MIN)?,
             to: number("to", f64::MAX)?,
             pixels: wide.clamp(1, MAX_CHART_PIXELS),
+            // At 1, old values would never fade.
             weight: number("smooth", 0.0)?.clamp(0.0, 0.9999),
         })
     }
@@ -95,6 +96,7 @@ impl SeriesCache {
         found: &FoundRun,
         file: &'static str,
     ) -> Result<Arc<RunSeries>> {
+        // A run may lack a file, such as the one of its steps.
         let Some(&stamp) = found.files.get(file) else { return Ok(Arc::default()) };
         let key = (found.directory.url(), file);
         if let Some((known, series)) =
@@ -104,6 +106,7 @@ impl SeriesCache {
             return Ok(Arc::clone(series));
         }
         let damaged = |reason| Error::Damaged { file: format!("{}/{file}", key.0), reason };
+        // By the size in the listing, before the file is in memory.
         if stamp.0 > MAX_SERIES_BYTES {
             return Err(damaged(format!("it has more than {} MiB", MAX_SERIES_BYTES >> 20)));
         }

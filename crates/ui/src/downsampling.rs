@@ -31,6 +31,7 @@ pub(crate) fn downsample_curve(
     to: f64,
     pixels: usize,
 ) -> CurvePoints {
+    // With a point on each side, the line reaches the edges of the chart.
     let begin = x.partition_point(|&at| at < from).saturating_sub(1);
     let end = (x.partition_point(|&at| at <= to) + 1).min(x.len()).min(y.len());
     let mut curve = CurvePoints::default();
@@ -76,6 +77,7 @@ fn append_pixel_points(curve: &mut CurvePoints, x: &[f64], y: &[f64]) {
         last = index;
     }
     let mut chosen = [first, low, high, last];
+    // In the order of `x`, because the line must not run backwards.
     chosen.sort_unstable();
     let mut before = None;
     for index in chosen {
@@ -97,6 +99,7 @@ pub(crate) fn smooth_values(y: &[f64], weight: f64) -> Vec<f64> {
             }
             sum = sum * weight + value;
             total = total * weight + 1.0;
+            // Divided by the sum of the weights, so that the first values are not drawn to 0.
             sum / total
         })
         .collect()

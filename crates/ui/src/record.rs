@@ -16,6 +16,7 @@ use crate::series::{self, MAX_SERIES_BYTES, RunSeries, replace_non_finite_words}
 use crate::source::{FINGERPRINT_FILE, FileStamp, HISTORY_FILE, RECORD_FILE, RunFiles};
 
 /// Largest `_record.json` or fingerprint that is read.
+// The limit of docs/specs/store.md for files of JSON.
 const MAX_RECORD_BYTES: u64 = 16 << 20;
 /// Characters of a text that the list shows.
 const MAX_TEXT_CHARS: usize = 300;
@@ -90,6 +91,7 @@ fn read_json_object(directory: &Store, files: &RunFiles, name: &str) -> Result<M
     }
     let text = match directory.read(name) {
         Ok(text) => text,
+        // It was deleted after the listing.
         Err(farandole_store::Error::Missing { .. }) => return Ok(Map::new()),
         Err(error) => return Err(error.into()),
     };
@@ -106,6 +108,7 @@ pub(crate) fn summarize_run(
     directory: &Store,
     files: &RunFiles,
 ) -> RunSummary {
+    // A damaged record must not hide the other runs of the list: its own line shows the problem.
     let (record, problem) = match read_record(directory, files) {
         Ok(record) => (record, None),
         Err(error) => (Map::new(), Some(error.to_string())),
@@ -132,6 +135,7 @@ pub(crate) fn summarize_run(
         best: recorded_best_epoch(record.get("best")),
         heartbeat: number("heartbeat").unwrap_or(0.0),
     };
+    // A source may itself be the directory of a run, which then has no path below it.
     if summary.name.is_empty() {
         summary.name = if id.is_empty() { directory_name(directory) } else { id.to_owned() };
     }
@@ -162,6 +166,7 @@ fn complete_from_history(summary: &mut RunSummary, directory: &Store, files: &Ru
 
 /// Losses and metrics of the last epoch.
 fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
+    // They are facts of the run and no results of the model.
     let hidden = ["seconds", "rows", "rows_per_second"];
     let last = series.len().saturating_sub(1);
     let columns = series.columns.iter().filter(|(name, _)| !hidden.contains(&name.as_str()));
@@ -173,6 +178,7 @@ fn last_epoch_values(series: &RunSeries) -> BTreeMap<String, f64> {
 }
 
 fn best_epoch(series: &RunSeries) -> Option<BestEpoch> {
+    // The validation loss comes first, because the training loss hides overfitting.
     let name = ["val_loss", "loss"].into_iter().find(|name| series.columns.contains_key(*name))?;
     let (epochs, values) = series.columns.get(name)?.curve_over(&series.epoch);
     let rows = epochs.iter().zip(values.iter()).filter(|(_, value)| value.is_finite());
@@ -185,6 +191,7 @@ pub(crate) fn run_state_at(summary: &RunSummary, now: SystemTime) -> &str {
     let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64() * 1e3;
     let timeout = summary.heartbeat * MAX_MISSED_HEARTBEATS * 1e3;
     let late = summary.updated.is_some_and(|updated| now - updated > timeout);
+    // Without a heartbeat in the record, silence shows nothing.
     if summary.state == "running" && timeout > 0.0 && late { "silent" } else { &summary.state }
 }
 
@@ -199,6 +206,7 @@ fn stamp_milliseconds(stamp: FileStamp) -> Option<f64> {
 
 fn text_value(value: Option<&Value>) -> String {
     match value {
+        // By characters, because bytes could end within one.
         Some(Value::String(text)) => text.chars().take(MAX_TEXT_CHARS).collect(),
         _ => String::new(),
     }

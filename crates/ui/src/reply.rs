@@ -57,6 +57,7 @@ impl ViewerReply {
     }
 
     pub(crate) fn redirect(location: String) -> Self {
+        // Not permanent: a browser would keep the redirect when the token is gone.
         Self { status: StatusCode::FOUND, location: Some(location), ..Self::text("") }
     }
 
@@ -72,7 +73,9 @@ impl ViewerReply {
             CONTENT_SECURITY_POLICY,
             HeaderValue::from_static(CONTENT_SECURITY_POLICY_VALUE),
         );
+        // Otherwise a browser may take the output of a rank for HTML and run its scripts.
         headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+        // The address has the token, which no other site may get.
         headers.insert(REFERRER_POLICY, HeaderValue::from_static("no-referrer"));
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         if let Ok(tag) = HeaderValue::try_from(tag) {

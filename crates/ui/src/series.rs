@@ -54,6 +54,7 @@ impl MetricColumn {
     }
 
     fn set_value(&mut self, row: usize, value: f64) {
+        // A line may have a name twice; like in JSON, the last number counts.
         if self.rows.last() == Some(&row) {
             self.values.pop();
         } else {
@@ -82,6 +83,7 @@ impl RunSeries {
 
     /// Returns the numbers that it holds.
     pub(crate) fn number_count(&self) -> usize {
+        // A number has its row and its value.
         let held = self.columns.values().map(|column| column.values.len() * 2);
         self.len() * 2 + held.sum::<usize>()
     }
@@ -133,8 +135,11 @@ pub(crate) fn parse_history(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
     let mut clock = 0.0;
     for line in text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
         let plain = replace_non_finite_words(line);
+        // A killed writer leaves half a line.
         let Ok(entry) = serde_json::from_slice::<HistoryLine<'_>>(&plain) else { continue };
+        // The history has the seconds of each epoch, and charts show the time since the start.
         clock += entry.seconds.unwrap_or(0.0);
+        // Files count epochs from 0, and charts from 1.
         series.epoch.push(entry.epoch + 1.0);
         series.seconds.push(clock);
         for (prefix, scores) in [("", entry.train), ("val_", entry.validation)] {
@@ -196,6 +201,7 @@ pub(crate) fn parse_steps(text: &[u8]) -> Result<RunSeries, TooManyColumns> {
 pub(crate) fn replace_non_finite_words(text: &[u8]) -> Cow<'_, [u8]> {
     const NON_FINITE_WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let has = |word: &[u8]| text.windows(word.len()).any(|part| part == word);
+    // Few files have such a word, and the copy of a large file costs time and memory.
     if !text.iter().any(|byte| matches!(byte, b'N' | b'I'))
         || !(has(NON_FINITE_WORDS[1]) || has(NON_FINITE_WORDS[2]))
     {

@@ -84,14 +84,17 @@ impl RunViewer {
         });
         let refuse = |source| Error::Listen { port: settings.port, source };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, settings.port)).map_err(refuse)?;
+        // Tokio demands it of a listener that it takes over.
         listener.set_nonblocking(true).map_err(refuse)?;
         let address = listener.local_addr().map_err(refuse)?;
+        // One thread is enough: answers are computed on other threads.
         let runtime = Builder::new_current_thread().enable_all().build().map_err(refuse)?;
         let (ends, ended) = oneshot::channel();
         let serve = move || {
             runtime.block_on(async move {
                 tokio::select! {
                     () = accept_connections(listener, site) => {}
+                    // The end of this block drops the runtime, and so closes all connections.
                     _ = ended => {}
                 }
             });
@@ -171,6 +174,7 @@ async fn accept_connections(listener: TcpListener, site: Arc<ViewerSite>) {
                     tracing::error!(%error, "the run viewer cannot accept connections; it tries \
                                              again");
                 }
+                // Without descriptors, `accept` fails at once, and the loop would use up a core.
                 tokio::time::sleep(ACCEPT_RETRY_PAUSE).await;
             }
         }
@@ -220,6 +224,7 @@ async fn respond_to_request(
         return refused;
     }
     place.mark_proven();
+    // No address changes anything.
     if request.method() != Method::GET && request.method() != Method::HEAD {
         let mut refused =
             ViewerReply::failure(StatusCode::METHOD_NOT_ALLOWED, "only GET").into_response(None);
@@ -229,11 +234,13 @@ async fn respond_to_request(
     let query = request.uri().query().unwrap_or_default().to_owned();
     let seen =
         request.headers().get(IF_NONE_MATCH).and_then(|tag| tag.to_str().ok()).map(str::to_owned);
+    // Before the thread starts, so that waiting requests have none.
     let permit = workers.acquire_owned().await;
     let (logged_at, answer) = oneshot::channel();
     // Stores block, and they must not be called on a thread of a runtime.
     let work = move || {
         let reply = site.answer_request(&path, &query);
+        // Comes before the transfer: a slow browser must not keep others waiting.
         drop(permit);
         // The receiver is gone if the browser has closed the connection.
         drop(logged_at.send(reply));

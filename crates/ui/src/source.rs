@@ -49,6 +49,7 @@ impl RunSource {
 
     /// Returns the greatest age of a listing.
     pub(crate) fn max_listing_age(&self) -> Duration {
+        // A listing of an object store takes many requests, which cost time and money.
         if self.store.is_remote() { Duration::from_secs(5) } else { Duration::from_millis(500) }
     }
 
@@ -74,6 +75,7 @@ impl RunSource {
     /// # Errors
     /// A store that cannot be asked.
     pub(crate) fn list_runs(root: &Store) -> Result<BTreeMap<String, RunFiles>> {
+        // `list` would fail for a symbolic link to a directory, and hide all runs.
         let (entries, _) = root.list_with_links("")?;
         let runs: BTreeSet<&str> =
             entries.iter().filter_map(|entry| run_directory_of(&entry.path)).collect();

@@ -19,8 +19,10 @@ const LAUNCHER_RANK_VARIABLES: [(&[&str], &str); 8] = [
     (&["PMI_RANK"], "mpirun of MPICH or Intel MPI, or srun with PMI"),
     (&["MV2_COMM_WORLD_RANK"], "mpirun_rsh of MVAPICH"),
     (&["PMIX_RANK"], "a launcher with PMIx"),
+    // A batch script has `SLURM_PROCID`, too, although no srun has started it.
     (&["SLURM_PROCID", "SLURM_STEP_ID"], "srun"),
     (&["JSM_NAMESPACE_RANK"], "jsrun"),
+    // `RANK` alone is too common a name.
     (&["RANK", "WORLD_SIZE"], "torchrun or alike"),
     (&["HOROVOD_RANK", "HOROVOD_SIZE"], "horovodrun or alike"),
 ];
@@ -68,6 +70,7 @@ fn add_batch_allocation(
     );
     page.add_line("hosts", &list_hosts(&found.hosts));
     page.add_line("reached by", &remote_launch_program(here, found));
+    // A job of one host needs no ssh.
     if found.shell.is_none() && hosts > 1 && !ssh {
         page.problems.push(format!(
             "the hosts of {} are reached by ssh, which is not installed: install OpenSSH's client",
@@ -78,6 +81,7 @@ fn add_batch_allocation(
 
 /// Returns the batch system's own program, or ssh.
 fn remote_launch_program(here: &dyn LaunchEnvironment, found: &BatchAllocation) -> String {
+    // MPI jobs on Kubernetes name their program in these variables.
     const RSH_AGENT_VARIABLES: [&str; 2] = ["OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent"];
     let program = match (found.shell.is_some(), found.system) {
         (false, _) => "ssh",

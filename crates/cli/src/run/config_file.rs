@@ -31,6 +31,7 @@ pub(crate) struct RunConfigFile {
 /// The text is not YAML, is no table of sections, or has a value of the wrong kind.
 pub(crate) fn parse_config_file(name: &str, text: &str) -> Result<RunConfigFile> {
     let mut file = RunConfigFile::default();
+    // The parser refuses a text without a document.
     if text.trim().is_empty() {
         return Ok(file);
     }
@@ -43,6 +44,7 @@ pub(crate) fn parse_config_file(name: &str, text: &str) -> Result<RunConfigFile>
     };
     for (section, content) in &sections {
         match content {
+            // A section whose keys are all comments is null.
             Value::Null => {}
             Value::Object(keys) => read_section_keys(name, section, keys, &mut file)?,
             other if section == "controller" => read_controller(name, other, &mut file)?,
@@ -69,6 +71,7 @@ fn read_section_keys(
     file: &mut RunConfigFile,
 ) -> Result<()> {
     for (key, value) in keys {
+        // As text, so that a value is checked like one on the command line.
         let text = match value {
             Value::Null => continue,
             Value::String(text) => text.clone(),
@@ -78,6 +81,7 @@ fn read_section_keys(
             }
         };
         if section == FARANDOLE_SECTION {
+            // Horovod ignores unknown keys: a file that works there must work here, too.
             match KNOBS.iter().find(|knob| knob.key == key) {
                 Some(knob) => file.knobs.push((knob.key.to_owned(), text)),
                 None => file.warnings.push(unknown_key_warning(name, section, key)),

@@ -618,15 +618,18 @@ fn flag_argument(flag: &RunFlag) -> Arg {
         }
         FlagValue::Text => {
             let arg = arg.value_name("VALUE").allow_negative_numbers(true);
+            // Ignored flags have values for other programs, such as `--mpi-args "-x A"`.
             arg.allow_hyphen_values(matches!(flag.effect, FlagEffect::Ignored(_)))
         }
     };
     if flag.name.starts_with("network-interface") {
         arg = arg.action(ArgAction::Append);
     } else if flag.value != FlagValue::Nothing {
+        // As in Horovod, the last value of a repeated flag counts.
         arg = arg.overrides_with(flag.name);
     }
     for (one, other) in OPPOSITE_FLAGS {
+        // Both names of the network interfaces add to one list.
         if one == flag.name && !one.starts_with("network") {
             arg = arg.overrides_with(other);
         }
@@ -658,6 +661,7 @@ fn flag_help(flag: &RunFlag) -> String {
 /// A description of the expected values.
 pub(crate) fn check_value(takes: FlagValue, text: &str) -> Result<String, &'static str> {
     let text = text.trim();
+    // NaN fails the comparison, too.
     let number = || text.parse::<f64>().ok().filter(|number| *number >= 0.0);
     let (holds, expected) = match takes {
         FlagValue::Nothing | FlagValue::Text => (true, ""),

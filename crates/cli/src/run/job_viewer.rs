@@ -78,6 +78,7 @@ struct MetricsSink {
 impl RecordSink for MetricsSink {
     fn accept_record(&self, record: WorkerRecord) {
         match record {
+            // The console shows lines only.
             WorkerRecord::Metric(metric) => self.viewer.show_metric(&metric),
             record @ WorkerRecord::Log(_) => self.next.accept_record(record),
         }

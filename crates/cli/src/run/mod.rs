@@ -42,6 +42,7 @@ pub(crate) fn build_command() -> Command {
             "Horovod's other flags are accepted and mean nothing here; each says why when \
                      it is used.",
         )
+        // Horovod has `-v` for the version, and clap would take `-V`.
         .disable_version_flag(true)
         .args(flags::run_arguments())
         .arg(
@@ -57,6 +58,7 @@ pub(crate) fn build_command() -> Command {
                 .value_name("COMMAND")
                 .required_unless_present("check-build")
                 .num_args(1..)
+                // Flags after the name of the program belong to the program.
                 .trailing_var_arg(true)
                 .help("The program and its arguments"),
         )
@@ -76,9 +78,11 @@ pub(crate) fn run_job(
         return Ok(0);
     }
     let options = RunOptions::from_matches(matches)?;
+    // Installed once more, because flags and the file may change the level.
     logging::install_logging(options.config.log_level, options.config.log_hide_time);
     let say = |message: &str| crate::message::print_message(called, message);
     options.remarks.iter().for_each(|remark| say(remark));
+    // Before the viewer: wrong hosts must not leave a run in its store.
     let place = options.job_placement()?;
     let watching = OptionalJobViewer::open_viewer(&options, place.num_proc, surroundings)?;
     let verbose = options.verbose;
@@ -123,6 +127,7 @@ fn open_sinks(
         options.continues_earlier_job(),
     )?;
     let sink = watching.wrap_sink(Arc::new(console) as Arc<dyn RecordSink>);
+    // Outermost, so that the viewer does not get the timelines as metrics.
     let timeline =
         options.timeline.as_deref().map(|path| TimelineSink::new(path, &sink)).transpose()?;
     let sink =
@@ -172,6 +177,7 @@ fn run_elastic_job(
     say: &dyn Fn(&str),
 ) -> Result<JobReport> {
     let rules = ElasticJob::rules_from_config(place.num_proc, &options.config)?;
+    // Spares need slots, too.
     let discovery = options.host_discovery(&place, rules.max_workers.saturating_add(rules.spares));
     let verbose = options.verbose;
     let before = RefCell::new(HashSet::new());
@@ -187,6 +193,7 @@ fn run_elastic_job(
         }
         ElasticJobUpdate::World { world, hosts } => {
             watching.show_world(world, |task| hosts.get(&task).cloned().unwrap_or_default());
+            // Later worlds are news, even without `--verbose`.
             if verbose || world.generation.0 > 1 {
                 say(&describe_world(world, &before.borrow()));
             }
@@ -200,6 +207,7 @@ fn run_elastic_job(
     let journal = options.journal_path();
     let outage = options.config.registrar_timeout;
     let mut work = worker_program(options, &place, surroundings);
+    // Without a journal, no other command can continue the job, and waiting is useless.
     if journal.is_some() {
         work.outage = outage;
     }

@@ -90,6 +90,7 @@ impl RunOptions {
                 )?;
             }
         }
+        // After the file, so that flags replace its values.
         for flag in RUN_FLAGS.iter().filter(|flag| is_given(matches, flag.name)) {
             let values = flag_values(matches, flag);
             apply_flag(flag, &values, &format!("--{}", flag.name), &mut given, &mut remarks)?;
@@ -104,7 +105,9 @@ impl RunOptions {
         }
         let mut extra = BTreeMap::new();
         if let Some(interfaces) = network_interfaces(matches, &mut remarks) {
+            // NCCL chooses its interfaces itself, unless this variable names them.
             extra.insert("NCCL_SOCKET_IFNAME".to_owned(), Some(interfaces.join(",")));
+            // Addresses are more exact than interfaces.
             if !given.contains_key("bind_address") {
                 let networks = interface_networks(&interfaces)?;
                 remarks.extend(
@@ -116,6 +119,7 @@ impl RunOptions {
             }
         }
         let timeline = text_argument(matches, "timeline").map(PathBuf::from);
+        // The knob has one value: agents send the timelines, or ranks write files.
         if timeline.is_some()
             && given.insert("timeline".to_owned(), TIMELINE_GATHER_VALUE.to_owned()).is_some()
         {
@@ -125,6 +129,7 @@ impl RunOptions {
             );
         }
         let store = text_argument(matches, "ui-store");
+        // A store for the viewer asks for the viewer.
         let ui = (matches.get_flag("ui") || store.is_some()).then_some(store);
         if ui.is_some() {
             extra.insert(SELF_REPORTING_VARIABLE.to_owned(), Some("1".to_owned()));
@@ -199,6 +204,7 @@ impl RunOptions {
         let asked = self.ssh_command.is_some()
             || self.ssh_port.is_some()
             || self.ssh_identity_file.is_some();
+        // An option of ssh asks for ssh, even if the batch system has its own program.
         let own = given.as_ref().and_then(|given| given.shell.clone()).filter(|_| !asked);
         let shell = match own {
             Some(shell) => shell,
@@ -293,6 +299,7 @@ fn name_knob_by_source(
         .find(sets)
         .map(|flag| flag.name);
     let own = knob_flags().find(|(name, knob)| knob.key == error.name && is_given(matches, name));
+    // A flag has priority over the file, so it is the source of the value if both have one.
     if let Some(name) = flag.or(own.map(|(name, _)| name)) {
         error.name = format!("--{name}");
     } else if let Some(flag) = RUN_FLAGS.iter().filter(|flag| flag.key.is_some()).find(sets) {
@@ -306,6 +313,7 @@ fn name_knob_by_source(
 /// Returns remarks about Horovod variables that are set but have no effect, with the reason.
 fn ignored_variable_remarks() -> impl Iterator<Item = String> {
     IGNORED_VARIABLES.iter().filter_map(|(name, flag)| {
+        // A variable that turns a feature off has its effect here, too.
         environment_variable(name).filter(|value| !["0", "false"].contains(&value.as_str()))?;
         let flag = RUN_FLAGS.iter().find(|known| known.name == *flag)?;
         let FlagEffect::Ignored(reason) = flag.effect else { return None };
@@ -321,6 +329,7 @@ fn apply_flag(
     given: &mut BTreeMap<String, String>,
     remarks: &mut Vec<String>,
 ) -> Result<()> {
+    // `flag_values` joins the values of a flag by spaces.
     for part in value.split_whitespace().filter(|_| flag.value != FlagValue::Text) {
         if flag.value != FlagValue::Nothing
             && let Err(expected) = check_value(flag.value, part)
@@ -394,6 +403,7 @@ fn parse_ssh_port(text: &str) -> Result<u16> {
 /// Returns the removals of the journal variables: a `farandole run` inside the job is a separate
 /// job.
 fn unset_journal_variables() -> impl Iterator<Item = (String, Option<String>)> {
+    // Horovod's prefix counts where ours is not set.
     [FARANDOLE_PREFIX, HOROVOD_PREFIX].into_iter().map(|prefix| (format!("{prefix}JOURNAL"), None))
 }
 

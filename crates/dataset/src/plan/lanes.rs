@@ -23,6 +23,8 @@ const POWER_OF_TWO_CUT_ROWS: u64 = 1 << 16;
 const MAX_OPEN_BYTES: u64 = 256 << 20;
 
 /// Most bytes of all open blocks if lanes have more than one block open.
+// A batch then has rows of 64 blocks of 0.5 MiB, or of 16 blocks of 4 MiB, the size of prepared row
+// groups: enough places of sorted data (`bench/JOURNAL.md`).
 const MULTI_BLOCK_BYTE_LIMIT: u64 = 64 << 20;
 
 /// Most open blocks of all lanes if lanes have more than one open: a batch takes rows from each of
@@ -36,6 +38,7 @@ const SINGLE_BLOCK_LANE_LIMIT: u64 = 8;
 /// Number of lanes that start an epoch, so that its first batch needs no more blocks. If there are
 /// more lanes, each has at least [`MIN_BLOCKS_PER_LANE`] blocks, because more ranks than this share
 /// the first blocks, and read them twice, too.
+// Of 10,000 files, 48 are opened before the first batch, which takes about 13 ms.
 const FIRST_PHASE_LANES: u64 = 48;
 
 /// Fewest blocks of a lane if there are more lanes than [`FIRST_PHASE_LANES`].
@@ -83,6 +86,8 @@ impl ShuffleLane {
             {
                 open.push((run, 0));
             }
+            // Rows alternate evenly only while all blocks are open, so a segment ends with the
+            // shortest block.
             let Some(shortest) = open.iter().map(left).min() else { break };
             let end = start + shortest * open.len() as u64;
             stretches.push(LaneSegment { rows: start..end, open: open.clone() });
@@ -135,9 +140,11 @@ pub struct LaneLayout {
 impl LaneLayout {
     /// Cuts the row groups of `manifest` into blocks and chooses the number of lanes.
     pub fn new(manifest: &Manifest) -> Self {
+        // `largest` is at least 1, because limits are divided by it.
         let (mut blocks, mut rows, mut largest) = (Vec::new(), 0, 1);
         for (file, data) in manifest.files.iter().enumerate() {
             for (group, row_group) in data.groups.iter().enumerate() {
+                // Above the limit, a row group still has one block: no row may be left out.
                 let room = MAX_BLOCKS.saturating_sub(blocks.len() as u64).max(1);
                 let edges = block_edges(row_group.rows, row_group.bytes, room);
                 largest =
@@ -152,6 +159,7 @@ impl LaneLayout {
                             rows: *from..*to,
                             shuffle: None,
                         })
+                        // An empty block would open a segment without rows.
                         .filter(|run| !run.rows.is_empty()),
                 );
                 rows += row_group.rows;
@@ -166,8 +174,10 @@ impl LaneLayout {
             } else {
                 1
             };
+            // Every lane has a block open at the same time, so memory limits their number, too.
             count * each <= many && largest.saturating_mul(*count) <= MAX_OPEN_BYTES
         };
+        // A block above the limit of memory still needs a lane to be read.
         let count = LANE_COUNTS.into_iter().find(fits).unwrap_or(1);
         // Rounded so that a lane's last group of open blocks is not smaller than the others.
         let deep = many.div_ceil(count).max(1);
@@ -221,6 +231,7 @@ impl LaneLayout {
         if start > 0 {
             phases.insert(0, LanePhase { start: 0, end: start, lanes: FIRST_PHASE_LANES });
         }
+        // A hash, because a sum would give seed 1 in epoch 2 the order of seed 2 in epoch 1.
         let state = fold_hash(fold_hash(0, seed), epoch);
         let many = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
         let mut line = random_permutation(state, many)
@@ -236,6 +247,8 @@ impl LaneLayout {
                 let Some(block) = rest.take().or_else(|| line.next().cloned()) else { break };
                 let cut = block.rows.end.min(block.rows.start + missing);
                 missing -= cut - block.rows.start;
+                // Lanes have equal lengths up to one row, so a block at the border of two lanes is
+                // cut.
                 if cut < block.rows.end {
                     rest = Some(ShuffleBlock { rows: cut..block.rows.end, ..block.clone() });
                 }
@@ -264,6 +277,7 @@ fn block_edges(rows: u64, bytes: u64, most: u64) -> Vec<u64> {
 
 /// Sets the seed of the block's permutation.
 fn with_shuffle_seed(run: ShuffleBlock, state: u64) -> ShuffleBlock {
+    // The first row is included, so that the two parts of a cut block have different permutations.
     let seed =
         [run.file as u64, run.group as u64, run.rows.start].into_iter().fold(state, fold_hash);
     ShuffleBlock { shuffle: Some(seed), ..run }

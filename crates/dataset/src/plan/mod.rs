@@ -127,6 +127,7 @@ impl EpochRequest {
     /// Returns the number of steps of an epoch over `rows` rows; it is the same on every rank,
     /// except with [`TailPolicy::Join`].
     pub fn step_count(&self, rows: u64) -> u64 {
+        // This method is public: a request that `EpochPlan::new` has not checked may have size 0.
         let global = (u64::from(self.size) * self.batch_size).max(1);
         let left = rows.saturating_sub(self.start_row);
         match self.tail {
@@ -148,6 +149,7 @@ impl EpochPlan {
         let order = lanes.epoch_order(request.seed, request.epoch, request.shuffle);
         let total = lanes.total_rows();
         let steps = request.step_count(total);
+        // Only `Drop` reaches the limit: it leaves out the rows of an incomplete last step.
         let rows = request.rank_row_count(total).min(steps * request.batch_size);
         let mut plan = Self {
             parts: Vec::new(),
@@ -237,6 +239,8 @@ impl EpochPlan {
                 let last = low + turned + (count - 1) * (many / common);
                 let steps = |row: u64| (rows.start + slot + row * turn) / self.batch_size;
                 let (first_step, last_step) = (steps(low + turned), steps(last));
+                // Several segments take rows of one block. They share a part, so that it is decoded
+                // once.
                 let known = numbers.get(*run).copied().flatten();
                 let number = known.unwrap_or(self.parts.len());
                 match (self.parts.get_mut(number), lane.runs.get(*run)) {
@@ -318,6 +322,7 @@ impl EpochPlan {
                 events.extend([(part.first_step, begins, bytes), (part.last_step, ends, bytes)]);
             }
         }
+        // Within a step, parts that end come first: their memory is free before others are loaded.
         events.sort_unstable();
         let (mut held, mut most) = (0_u64, 0);
         for (_, what, bytes) in events {

@@ -43,6 +43,8 @@ impl EpochPlan {
         if step >= self.step_count() {
             return BatchPlan::default();
         }
+        // Except with `Join`, ranks have equally many steps: the last batches of a rank with fewer
+        // rows may be empty.
         let low = (step * self.batch_size).min(self.rows);
         let high = ((step + 1) * self.batch_size).min(self.rows);
         let mut pieces = Vec::new();
@@ -56,6 +58,7 @@ impl EpochPlan {
                 &mut pieces,
             );
         }
+        // No two pieces begin at the same row of the batch: the order is the same in every process.
         pieces.sort_unstable_by_key(|piece| piece.batch_start);
         let valid = to_index(high - low);
         let padded = self.tail == TailPolicy::Pad;
@@ -71,12 +74,17 @@ impl RankPhase {
         let turn = self.lanes.len() as u64;
         let start = self.rows.start;
         for (slot, lane) in (start..).zip(&self.lanes) {
+            // Lanes take turns, so a lane has every row number `slot + k * turn`. `from` and `to`
+            // are such `k`.
             let (from, to) =
                 (low.saturating_sub(slot).div_ceil(turn), high.saturating_sub(slot).div_ceil(turn));
+            // An epoch may have many segments: a search from the first one would make late batches
+            // slower.
             let begin = lane.segments.partition_point(|weave| weave.rows.end <= from);
             for weave in lane.segments.iter().skip(begin).take_while(|weave| weave.rows.start < to)
             {
                 let many = weave.open.len() as u64;
+                // The parts of a segment take turns in the same way.
                 for (number, (part, row)) in (0..many).zip(&weave.open) {
                     let begin = weave.rows.start + number;
                     let end = to.min(weave.rows.end);

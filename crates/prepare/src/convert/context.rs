@@ -58,6 +58,7 @@ impl ConversionContext<'_> {
         at: impl Iterator<Item = usize>,
     ) -> (usize, u64) {
         let mut rows: Vec<usize> = at.map(|value| value / per_row.max(1)).collect();
+        // The positions ascend, so the values of a row are adjacent.
         rows.dedup();
         (rows.len(), self.row + rows.first().copied().unwrap_or_default() as u64)
     }
@@ -83,6 +84,7 @@ impl ConversionContext<'_> {
         what: &'static str,
         per_row: usize,
     ) -> Result<()> {
+        // `nulls()` does not see the nulls among the values of a dictionary.
         match array.logical_nulls().filter(|nulls| nulls.null_count() > 0) {
             None => Ok(()),
             Some(nulls) => {

@@ -79,6 +79,7 @@ pub(super) fn decimals_as_floats(array: &ArrayRef) -> Option<ArrayRef> {
             convert::<Decimal128Type>(array, |value| nearest_float64(value, scale.into()))
         }
         DataType::Decimal256(_, scale) => convert::<Decimal256Type>(array, |value| {
+            // Few values need more than 128 bits, and the conversion through text is slow.
             value.to_i128().map_or_else(
                 || parse_decimal_float64(&value.to_string(), scale.into()),
                 |value| nearest_float64(value, scale.into()),
@@ -93,6 +94,7 @@ pub(super) fn decimals_as_floats(array: &ArrayRef) -> Option<ArrayRef> {
 pub(super) fn time_fill(text: &ArrayRef, kind: &DataType) -> Option<ArrayRef> {
     let known = |value: ArrayRef| (value.null_count() == 0).then_some(value);
     let plain = ConversionContext { column: "", partition: 0, row: 0, fill: None, allow_nan: true };
+    // A number comes first: it has the unit of batches, not the unit of the source.
     cast(text, &DataType::Int64).ok().and_then(known).or_else(|| {
         let value = cast(text, kind).ok().and_then(known)?;
         times_as_integers(plain, &value, 1).ok().flatten()

@@ -44,6 +44,8 @@ impl ConversionContext<'_> {
         let value = if source.is_temporal() {
             exact::time_fill(&texts, source)
         } else {
+            // Every text fits a text column, so a number for all columns would be written there as
+            // digits.
             cast(&texts, kind).ok().filter(|value| value.null_count() == 0 && (named || !is_text))
         };
         match value {
@@ -78,6 +80,7 @@ impl ConversionContext<'_> {
             let values = array.values().iter().enumerate();
             values.filter(move |(_, value)| wanted((**value).into())).map(|(at, _)| at)
         };
+        // Comes before the fill, which replaces NaN only.
         if !self.allow_nan && places(f64::is_infinite).next().is_some() {
             let (column, partition) = (self.column.to_owned(), self.partition);
             let (infinite, row) = self.affected_rows(per_row, places(f64::is_infinite));

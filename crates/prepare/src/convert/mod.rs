@@ -39,6 +39,7 @@ pub(crate) fn convert_column(
             convert_lists(origin, array)?
         }
         kind if is_vector(kind) => {
+            // The fields of a null struct contain arbitrary values.
             origin.check_no_nulls(array, "nulls", 1)?;
             convert_vectors(origin, array.as_struct(), shape)?
         }
@@ -60,6 +61,7 @@ pub(crate) fn convert_column(
 
 /// Returns whether the type is a Spark ML vector in Arrow.
 pub(crate) fn is_vector(kind: &DataType) -> bool {
+    // Arrow has no user-defined types, so Spark's vectors are recognized by their fields.
     matches!(kind, DataType::Struct(fields) if fields.iter().map(|field| field.name().as_str()).eq(VECTOR_FIELDS))
 }
 
@@ -168,6 +170,7 @@ fn convert_lists(origin: ConversionContext<'_>, array: &ArrayRef) -> Result<Conv
     let Some(width) = element.byte_width() else {
         return Err(origin.unsupported_type_error(array.data_type()));
     };
+    // Arrow packs eight booleans into a byte; a batch has a byte for each.
     let bytes = if element == ElementType::Bool {
         Buffer::from_iter(values.as_boolean().values().iter().map(u8::from))
     } else {
@@ -202,6 +205,7 @@ fn uniform_list_values(
         return Err(origin.ragged_error(length, other));
     }
     let at = |offset: i64| usize::try_from(offset).unwrap_or_default();
+    // A slice of a list array shares all values: its offsets need not begin at 0.
     Ok((values.slice(at(first), at(last) - at(first)), length))
 }
 
@@ -230,6 +234,7 @@ fn convert_vectors(
     };
     for row in 0..array.len() {
         let given = value_values.get(range(values.value_offsets(), row)).unwrap_or_default();
+        // In Spark's `VectorUDT`, 0 is sparse and 1 is dense; a dense vector has no `size`.
         let sparse = kinds.value(row) == 0;
         let size = if sparse { i64::from(sizes.value(row)) } else { given.len() as i64 };
         let here = u64::try_from(size).unwrap_or_default();
@@ -305,5 +310,6 @@ pub(crate) fn fixed_bytes(array: &ArrayRef) -> Option<(Buffer, usize)> {
         other => other.primitive_width()?,
     };
     let buffer = data.buffers().first()?;
+    // A slice of an array shares the buffer and begins at `offset`.
     Some((buffer.slice_with_length(data.offset() * width, data.len() * width), width))
 }

@@ -27,6 +27,7 @@ impl<'a> HybridDecoder<'a> {
 
     fn read_varint(&mut self) -> Option<u64> {
         let mut value = 0_u64;
+        // Nine bytes at most: a damaged number must not be shifted out of 64 bits.
         for shift in (0..63).step_by(7) {
             let (byte, rest) = self.bytes.split_first()?;
             self.bytes = rest;
@@ -44,6 +45,7 @@ impl<'a> HybridDecoder<'a> {
         loop {
             let header = self.read_varint()?;
             let many = usize::try_from(header >> 1).ok()?;
+            // Callers count on at least one number in a segment.
             if many == 0 {
                 continue;
             }

@@ -80,6 +80,7 @@ pub(crate) fn find_pages(
             page.offset >= start
                 && page.offset.checked_add(page.length).is_some_and(|last| last <= end)
         };
+        // `pages_containing` searches by halves, which needs ascending pages.
         let rising = pages
             .windows(2)
             .all(|pair| pair[0].first < pair[1].first && pair[0].offset < pair[1].offset);
@@ -93,6 +94,7 @@ pub(crate) fn find_pages(
                 "its offset index does not start at the first row".to_owned(),
             ));
         }
+        // The index does not list the dictionary, which lies before the first data page.
         let dictionary = (first.offset > start).then_some(start..first.offset);
         return Ok(PageIndex { dictionary, pages });
     }

@@ -162,6 +162,7 @@ impl PageDictionary {
         };
         let Some(indices) = HybridDecoder::new(bytes, u32::from(*width)) else { return false };
         let (known, some) = (self.count, (skip, count));
+        // Values of the widths of numbers are copied faster than slices.
         match self.width {
             1 => walk_indices(indices, some, known, &mut TypedTarget { from, to: out }),
             2 => walk_indices(

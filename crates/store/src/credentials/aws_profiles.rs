@@ -12,6 +12,7 @@ use serde::Deserialize;
 use super::{CredentialError, SourceEnvironment, parse_expiry, read_credential_file};
 
 /// Longest chain of profiles that name each other as `source_profile`.
+// Ends chains that lead back to themselves.
 const MAX_PROFILE_CHAIN: usize = 8;
 
 type ProfileSettings = BTreeMap<String, String>;
@@ -73,11 +74,13 @@ impl ProfileFiles {
             if let Some(name) = section.strip_prefix("sso-session ") {
                 sessions.insert(name.trim().to_owned(), settings);
             } else {
+                // In the config file, only the default profile has no prefix.
                 let name = section.strip_prefix("profile ").unwrap_or(&section).trim();
                 profiles.insert(name.to_owned(), settings);
             }
         }
         for (name, settings) in parse_sections(&read_if_present(&keys)?) {
+            // Like in the AWS command line, settings of the credentials file come first.
             profiles.entry(name).or_default().extend(settings);
         }
         let places = format!("{config} and {keys}");
@@ -227,6 +230,7 @@ fn parse_sections(text: &str) -> BTreeMap<String, ProfileSettings> {
             name = Some(words);
         } else if let (Some(name), Some((key, value))) = (&name, line.split_once('=')) {
             let settings = sections.entry(name.clone()).or_default();
+            // The AWS command line ignores the case of keys, too.
             settings.insert(key.trim().to_ascii_lowercase(), value.trim().to_owned());
         }
     }
@@ -255,6 +259,7 @@ pub(super) fn read_sso_token(path: &str) -> Result<String, String> {
     let text = read_credential_file(path).map_err(|error| format!("{path}: {error}: {advice}"))?;
     let token: CachedToken =
         serde_json::from_str(&text).map_err(|_| format!("{path} is damaged: {advice}"))?;
+    // Earlier versions of the command line wrote `2030-01-31T12:00:00UTC`.
     let expires = parse_expiry(&token.expires_at.replace("UTC", "Z"))
         .map_err(|error| format!("{path}: {error}"))?;
     if expires <= SystemTime::now() {

@@ -28,6 +28,7 @@ const PROCESS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval at which the end of such a process is noticed.
 const PROCESS_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Largest output of such a process.
+// A process that prints without end must not fill the memory.
 const MAX_OUTPUT_BYTES: u64 = 64 << 10;
 
 /// A source of keys.
@@ -83,6 +84,7 @@ pub(crate) fn choose_aws_source(
     let region = region.or_else(|| environment.get("AWS_DEFAULT_REGION"));
     let region = region.map(str::to_owned);
     let region = region.or_else(|| super::profile_region(option("profile"), environment));
+    // The default of the backend, which signs the other requests.
     let region = region.unwrap_or_else(|| "us-east-1".to_owned());
     let endpoint = option("endpoint_url_sts").or_else(|| environment.get("AWS_ENDPOINT_URL_STS"));
     let endpoint =
@@ -96,12 +98,14 @@ pub(crate) fn choose_aws_source(
     if let Some(keys) = read_keys(given, token, "the options key and secret")? {
         return Ok(place(AwsSource::Keys(keys), "the options key and secret".into(), true));
     }
+    // As in boto3, a profile that the caller names comes before keys in the environment.
     if let Some(profile) = option("profile") {
         let (source, origin) = profile_source(profile, options, environment, &service)?
             .ok_or_else(|| missing_profile(profile, environment))?;
         return Ok(place(source, origin, false));
     }
     if let Some(keys) = environment_keys(environment)? {
+        // Not fixed: a notebook may set other keys while this process runs.
         return Ok(place(AwsSource::Keys(keys), ENVIRONMENT_ORIGIN.into(), false));
     }
     let web = |name: &str, variable: &str| option(name).or_else(|| environment.get(variable));
@@ -119,6 +123,7 @@ pub(crate) fn choose_aws_source(
     let found = profile_source(named.unwrap_or("default"), options, environment, &service)?;
     match (found, named) {
         (Some((source, origin)), _) => Ok(place(source, origin, false)),
+        // The identity of the machine would silently be another one than the named profile.
         (None, Some(profile)) => Err(missing_profile(profile, environment)),
         (None, None) => {
             let provider = machine_provider(options, environment, timeout)?;
@@ -235,6 +240,7 @@ fn machine_provider(
         .map(|(name, value)| (name.to_ascii_lowercase(), value))
         .filter(|(name, _)| !KEY_VARIABLES.contains(&name.as_str()));
     let given = options.iter().map(|(name, value)| (name.clone(), value));
+    // The builder needs a bucket, and only its provider of credentials is used.
     let mut builder = AmazonS3Builder::new().with_bucket_name("any");
     for (name, value) in variables.chain(given) {
         if let Ok(key) = name.parse() {
@@ -289,6 +295,7 @@ fn fetch_keys<'a>(
             AwsSource::Keys(keys) => Ok((copy_credential(keys), None)),
             AwsSource::Process(command) => {
                 let command = command.clone();
+                // The process may run for a minute, and the runtime has two threads.
                 let done = tokio::task::spawn_blocking(move || run_credential_process(&command));
                 done.await.map_err(|error| error.to_string())?
             }
@@ -323,12 +330,14 @@ struct ProcessOutput {
 
 /// Runs the command of a profile, which prints keys. Its output is never shown.
 fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
+    // Without a shell, like the AWS command line: no part of it is expanded.
     let words = shlex::split(command).filter(|words| !words.is_empty());
     let words = words.ok_or("its credential_process is not a command line")?;
     let program = words.first().cloned().unwrap_or_default();
     let failed = |reason: String| format!("its credential_process {program}: {reason}");
     let mut child = Command::new(&program)
         .args(words.iter().skip(1))
+        // A process that asks for a password would wait for ever.
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
@@ -345,6 +354,7 @@ fn run_credential_process(command: &str) -> Result<ExpiringKeys, String> {
         // The send fails after the deadline, when its receiver is gone.
         drop(sender.send(read.map(|()| output)));
     });
+    // `wait` has no deadline.
     let status = loop {
         match child.try_wait() {
             Ok(Some(status)) => break status,

@@ -34,6 +34,7 @@ pub fn register_credential_function(
     function: impl Fn() -> Result<CredentialValues, String> + Send + Sync + 'static,
 ) {
     let function: CredentialFunction = Arc::new(function);
+    // Readers take no lock, which a forked child might find held.
     CREDENTIAL_FUNCTIONS.rcu(|functions| {
         let mut functions = BTreeMap::clone(functions);
         functions.entry(name.to_owned()).or_insert_with(|| Arc::clone(&function));
@@ -75,6 +76,7 @@ impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C> for Func
     async fn fetch(&self) -> Result<FetchedCredential<C>, CredentialError> {
         let refuse = |reason: String| CredentialError::new(FUNCTION_ORIGIN, reason);
         let function = Arc::clone(&self.function);
+        // The function is Python code: it may wait for the interpreter or for a network.
         let values = tokio::task::spawn_blocking(move || function());
         let values = values.await.map_err(|error| refuse(error.to_string()))?.map_err(refuse)?;
         let (credential, expires) = read_values(values).map_err(refuse)?;
@@ -85,9 +87,11 @@ impl<C: FunctionCredential + Send + Sync + 'static> CredentialSource<C> for Func
 fn read_values<C: FunctionCredential>(
     mut values: CredentialValues,
 ) -> Result<(C, Option<SystemTime>), String> {
+    // The second name is the one in answers of AWS, which functions pass on.
     let expires = values.remove("expires").or_else(|| values.remove("Expiration"));
     let expires = expires.map(|text| parse_expiry(&text)).transpose()?;
     let credential = C::from_values(&mut values)?;
+    // A misspelled `expires` would otherwise be a credential that never expires.
     match values.keys().next() {
         Some(name) => Err(format!("it returned a value with an unknown name: {name}")),
         None => Ok((credential, expires)),

@@ -124,9 +124,12 @@ fn merge_settings<K: std::str::FromStr + AsRef<str>>(
         (false, true) => format!("the options {text}"),
         (false, false) => format!("the environment variables for {text}"),
     };
+    // Only an option with the credential itself stays as it is: variables and files may change.
     let is_fixed = from_options && names.clone().all(is_constant);
+    // Options come last, because the builder takes the last value of a name.
     found.extend(given);
     let is_secret = |(key, value): &&(K, String)| {
+        // Names of files are no secrets, and short values would hide parts of words.
         is_credential(key) && value.len() > 3 && std::fs::metadata(value).is_err()
     };
     let secrets = found.iter().filter(is_secret).map(|(_, value)| value.clone()).collect();
@@ -156,6 +159,7 @@ pub(crate) fn choose_google_source(
         )
     };
     let mut merged = merge_settings(options, environment, is_credential, is_constant);
+    // The builder needs a bucket, and only its provider of credentials is used.
     let mut builder = GoogleCloudStorageBuilder::new().with_bucket_name("any");
     for (key, value) in std::mem::take(&mut merged.settings) {
         builder = builder.with_config(key, value);

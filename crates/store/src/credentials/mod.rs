@@ -41,6 +41,7 @@ pub use source_environment::set_environment_guard;
 /// Longest time before the expiry at which a credential is renewed.
 const MAX_RENEWAL_LEAD: Duration = Duration::from_secs(300);
 /// Longest time for a renewal.
+// Longer than the limit of a `credential_process`, whose error is more exact.
 const MAX_RENEWAL_TIME: Duration = Duration::from_secs(90);
 /// Shortest pause between two renewals before the expiry.
 const MIN_RENEWAL_PAUSE: Duration = Duration::from_millis(50);
@@ -182,15 +183,18 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
             },
         };
         let is_due = state.renew_at.is_some_and(|time| time <= SystemTime::now());
+        // Relaxed: the flag guards no other data, because the environment is read again.
         let is_stale = self.is_stale.swap(false, Ordering::Relaxed);
         if state.current.is_none() || is_due || is_stale {
             if let Err(error) = self.renew(&mut state, is_due || is_stale).await {
                 // The service decides whether the earlier credential is still good.
                 let Some(current) = &state.current else { return Err(error) };
                 tracing::warn!("{error}. The credentials from {} stay in use", current.origin);
+                // Without a pause, every request would wait for the failing source.
                 state.renew_at = Some(SystemTime::now() + MAX_FAILURE_PAUSE);
             }
         } else if let Some(provider) = state.provider.clone() {
+            // Providers cache their credential and renew it themselves.
             let credential = ask_provider(provider.as_ref(), &state.source.origin()).await?;
             accept(&mut state, credential);
         }
@@ -232,11 +236,13 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
         number: u64,
         says_expired: bool,
     ) -> Result<Option<NumberedCredential<C>>, CredentialError> {
+        // Waits, unlike `current`: the present credential is the refused one.
         let mut state = self.state.lock().await;
         let was_just_renewed = state.refused_at.is_some_and(|t| t.elapsed() < MIN_REFUSAL_PAUSE);
         if state.current.as_ref().is_none_or(|current| current.number == number)
             && (says_expired || !was_just_renewed)
         {
+            // Set before the renewal, so that failing renewals are limited, too.
             state.refused_at = Some(Instant::now());
             self.renew(&mut state, true).await?;
             self.latest.store(state.current.clone().map(Arc::new));
@@ -246,15 +252,18 @@ impl<C: PartialEq + Send + Sync + 'static> RenewingCredentials<C> {
 
     /// Chooses the source by the environment as it is now.
     async fn choose_again(&self, state: &mut CredentialState<C>) -> Result<(), CredentialError> {
+        // Keys from options do not change with the environment.
         if state.source.is_fixed() {
             return Ok(());
         }
         let (chooser, prefixes) = (Arc::clone(&self.chooser), self.prefixes);
+        // Blocks: it reads files, and the guard of the environment may wait for the interpreter.
         let chosen = tokio::task::spawn_blocking(move || {
             let environment = SourceEnvironment::read(prefixes);
             chooser(&environment).map(|source| (source, environment))
         });
         let (source, environment) =
+            // The provider belongs to the earlier source.
             chosen.await.map_err(|error| CredentialError::new(state.source.origin(), error))??;
         (state.source, state.environment, state.provider) = (source, environment, None);
         Ok(())
@@ -288,6 +297,7 @@ async fn ask_provider<C>(
 fn accept<C: PartialEq>(state: &mut CredentialState<C>, credential: Arc<C>) {
     let origin = state.source.origin();
     let number = match &state.current {
+        // The same credential keeps its number: after a refusal, it must not be tried again.
         Some(current) if *current.credential == *credential => current.number,
         Some(current) => current.number + 1,
         None => 0,
@@ -344,6 +354,7 @@ pub(crate) struct OpenedBackend {
 /// A file that cannot be read, is no text, or is larger than any such file.
 pub(crate) fn read_credential_file(path: &str) -> std::io::Result<String> {
     let mut text = String::new();
+    // The path may be a device without end; one byte more shows that the file is too large.
     std::fs::File::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
         let reason = format!("it has more than {MAX_FILE_BYTES} bytes");

@@ -134,6 +134,7 @@ impl SigningCredential for AwsCredential {
             return false;
         }
         let headers = request.headers();
+        // The region and the service of the first signature stay right for other keys.
         let Some(scope) = header_text(headers, "authorization") else { return false };
         // "AWS4-HMAC-SHA256 Credential=KEY/DATE/REGION/SERVICE/aws4_request, ..."
         let scope = scope.split([',', ' ']).find_map(|part| part.strip_prefix("Credential="));
@@ -143,6 +144,7 @@ impl SigningCredential for AwsCredential {
         let digest = header_text(headers, "x-amz-content-sha256").unwrap_or_default().to_owned();
         let headers = request.headers_mut();
         headers.remove("authorization");
+        // The next key may have no token, and the service refuses a key with a foreign one.
         headers.remove("x-amz-security-token");
         let signs_content = digest != UNSIGNED_PAYLOAD;
         let content = decode_hex(&digest).filter(|_| signs_content);
@@ -171,6 +173,8 @@ impl SigningCredential for AzureCredential {
     }
 
     fn replace_signature(&self, request: &mut HttpRequest, account: &str) -> bool {
+        // The next credential may be of another kind: a token in a header, or a signature in the
+        // URL.
         let had_header = request.headers_mut().remove("authorization").is_some();
         let (query, had_pairs) = remove_signature(request.uri().query().unwrap_or_default());
         if !had_header && !had_pairs {
@@ -193,6 +197,7 @@ impl SigningCredential for AzureCredential {
 fn remove_signature(query: &str) -> (String, bool) {
     let name = |pair: &str| pair.split('=').next().unwrap_or_default().to_owned();
     let pairs = || query.split('&').filter(|pair| !pair.is_empty());
+    // Other parameters may have names this short: only with `sig` is there a signature.
     if !pairs().any(|pair| name(pair) == "sig") {
         return (query.to_owned(), false);
     }

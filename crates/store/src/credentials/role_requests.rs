@@ -53,6 +53,7 @@ impl TokenService {
                     let code = find_element(&String::from_utf8_lossy(&text), "Code");
                     let code = code.map(|code| format!(": {code}")).unwrap_or_default();
                     let failure = format!("{} answered {status}{code}", self.endpoint);
+                    // A refusal is final: only a service that is busy or broken is asked again.
                     if !status.is_server_error() && status.as_u16() != 429 {
                         return Err(failure);
                     }
@@ -76,6 +77,7 @@ impl TokenService {
         base: Option<&AwsCredential>,
     ) -> Result<(AwsCredential, Option<SystemTime>), String> {
         let form = Bytes::from(role_form(action, role, more));
+        // Signed for each attempt, because a signature is valid for a few minutes only.
         let make = || {
             let body = HttpRequestBody::from(form.clone());
             let mut request = new_request("POST", &self.endpoint, body)?;
@@ -155,6 +157,8 @@ impl TokenService {
 /// Returns the body of a request for a role.
 fn role_form(action: &str, role: &AssumedRole, more: &[(&str, &str)]) -> String {
     let name = role.session_name.as_deref().unwrap_or("farandole");
+    // STS has only this version, and requires the name of a session, also where the user gives
+    // none.
     let given = [("Action", action), ("Version", "2011-06-15"), ("RoleArn", role.arn.as_str())];
     let optional = [
         role.external_id.as_deref().map(|value| ("ExternalId", value)),

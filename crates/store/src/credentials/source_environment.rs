@@ -27,6 +27,7 @@ impl SourceEnvironment {
     pub(crate) fn read(prefixes: &[&str]) -> Self {
         let mut found = BTreeMap::new();
         let mut read = || {
+            // An empty variable counts as one that is not set.
             found = farandole_config::environment_variables()
                 .filter(|(name, value)| {
                     let known = prefixes.iter().any(|prefix| name.starts_with(prefix));

@@ -45,6 +45,7 @@ use crate::prepared_files::{self, MANIFEST_FILE, PREPARATION_FILE};
 use crate::store::{DirectoryItem, FileReplacement, Store};
 
 /// Time for which the mark of a process is valid if the process cannot be observed.
+// Living processes renew their marks, so a week of silence means that the process was killed.
 const UNSEEN_HOLDER_LIFETIME: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Longest time until a process deletes its lease after it has seen an earlier one.
@@ -98,6 +99,7 @@ impl MarkHolder {
 
     /// Returns whether this is the current process.
     fn is_this_process(&self) -> bool {
+        // Only the process counts here, not the time.
         let me = Self::of_this_process(SystemTime::UNIX_EPOCH, None);
         (&self.boot, self.pid, &self.namespace, self.started)
             == (&me.boot, me.pid, &me.namespace, me.started)
@@ -113,6 +115,7 @@ impl MarkHolder {
     /// is equal on different hosts somewhere: the name in clusters of equal images, the boot id in
     /// clones of a running machine, the namespace on all hosts without containers.
     fn is_observable(&self) -> bool {
+        // Two values that are unknown are not the same.
         let is_same =
             |theirs: &Option<String>, ours: Option<String>| theirs.is_some() && *theirs == ours;
         is_same(&self.boot, boot_id())
@@ -123,6 +126,7 @@ impl MarkHolder {
     /// Returns whether the mark is valid, given the time of its last write and the present time by
     /// the same clock.
     fn is_alive(&self, written: f64, now: f64) -> bool {
+        // A mark from the future is valid: another clock is ahead.
         let recent = || now - written <= self.lasts.unwrap_or(UNSEEN_HOLDER_LIFETIME.as_secs_f64());
         if !self.is_observable() {
             return recent();
@@ -131,6 +135,7 @@ impl MarkHolder {
             (ObservedProcess::Absent, _) => false,
             (ObservedProcess::Hidden, _) => recent(),
             (ObservedProcess::StartedAt(found), Some(expected)) => found == expected,
+            // A wrong yes makes others wait; a wrong no deletes data in use.
             (ObservedProcess::StartedAt(_), None) => true,
         }
     }
@@ -174,6 +179,7 @@ fn observe_process(pid: u32) -> ObservedProcess {
     let Some(number) = number else { return ObservedProcess::Absent };
     match rustix::process::test_kill_process(number) {
         Err(rustix::io::Errno::SRCH) => ObservedProcess::Absent,
+        // EPERM proves that the process exists, too.
         Ok(()) | Err(_) => ObservedProcess::Hidden,
     }
 }
@@ -182,9 +188,11 @@ fn parse_process_stat(stat: &str) -> Option<ObservedProcess> {
     // The program name in parentheses may contain any character.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     let state = fields.next()?;
+    // A zombie runs no code any more; only its parent has not collected it.
     if state == "Z" || state == "X" {
         return Some(ObservedProcess::Absent);
     }
+    // Field 22 of the line (proc(5)); the state was field 3.
     fields.nth(18)?.parse().ok().map(ObservedProcess::StartedAt)
 }
 
@@ -224,6 +232,7 @@ fn examine_mark(
     let name = item.name.clone();
     let text = match store.read(&item.name) {
         Ok(text) => text,
+        // Its owner has deleted it since the listing.
         Err(Error::Missing { .. }) => {
             return Ok(FoundMark { name, is_valid: false, is_replaceable: false });
         }
@@ -261,6 +270,7 @@ fn list_marks(
 ) -> Result<Vec<FoundMark>> {
     let items = match store.list_directory("") {
         Ok(items) => items,
+        // The first mark creates the directory.
         Err(Error::Missing { .. }) => Vec::new(),
         Err(error) => return Err(error),
     };
@@ -326,6 +336,7 @@ pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
     let holder = |text: &[u8]| {
         text.is_empty().then(|| encode_holder(SystemTime::now(), None, None)).transpose()
     };
+    // First, so that no reader finds a manifest without its files.
     store.delete(MANIFEST_FILE)?;
     for file in store.list("")?.into_iter().filter(|file| is_content(&file.path)) {
         match store.replace_existing(lease, holder) {
@@ -417,8 +428,10 @@ fn settle_lease(
 
 /// Returns a name that no other mark ever has. Later marks have greater names if clocks agree.
 fn unique_mark_name(kind: &str, now: SystemTime) -> String {
+    // Relaxed: only the uniqueness of the number counts.
     let count = MARK_COUNTER.fetch_add(1, Ordering::Relaxed);
     let nanoseconds = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos();
+    // The time comes first, so the order of names is the order of creation.
     format!("{kind}{nanoseconds:x}-{}-{count}.json", std::process::id())
 }
 
@@ -439,6 +452,7 @@ pub fn mark_in_use(
     lasts: Option<Duration>,
 ) -> Result<Option<String>> {
     let name = write_use_mark(store, now, lasts)?;
+    // Use marks are listed for the store's time of our own mark, which was just written.
     let leases = list_marks(store, &[LEASE_PREFIX, USE_PREFIX], now, Some(&name), None)?;
     if leases.iter().any(|other| other.is_valid && other.name.starts_with(LEASE_PREFIX)) {
         store.delete(&name)?;
@@ -452,6 +466,7 @@ pub fn mark_in_use(
 /// # Errors
 /// Like [`acquire_lease`].
 pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
+    // The use mark comes first: without any mark, a writer could take the directory.
     let name = write_use_mark(store, now, None)?;
     store.delete(lease)?;
     Ok(name)
@@ -470,6 +485,7 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
     prepared_files::mark_deletion(store)?;
     store.delete(MANIFEST_FILE)?;
     let (entries, links) = store.list_with_links("")?;
+    // Links are deleted like files, and not followed.
     let paths = entries.iter().map(|entry| entry.path.as_str()).chain(links.iter().map(|p| &**p));
     let files: Vec<&str> = paths.filter(|path| is_content(path)).collect();
     store.delete_files("", files.iter().copied())?;
@@ -477,6 +493,7 @@ pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
         store.delete_all(&item.name)?;
     }
     store.remove_partial_uploads()?;
+    // After the content, so that the next sweep continues an interrupted deletion.
     store.delete(PREPARATION_FILE)?;
     store.delete(lease)?;
     store.remove_empty_directories()?;

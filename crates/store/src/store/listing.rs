@@ -32,6 +32,7 @@ impl Store {
         match self.ask_backend("look up", path, async |backend| backend.head(&at).await) {
             Ok(meta) => Ok(DirectoryItem::from_meta(&meta)),
             Err(missing @ Error::Missing { .. }) => {
+                // Object stores have no directories: a name is one if files lie below it.
                 if self.exists(path)? {
                     Ok(DirectoryItem::from_directory_path(&at))
                 } else {
@@ -103,6 +104,7 @@ impl Store {
         let mut entries: Vec<FileEntry> = self.ask_backend("list", path, async |backend| {
             backend.list(Some(&at)).map_ok(entry).try_collect().await
         })?;
+        // `object_store` promises no order of a listing, and all processes must see the same one.
         entries.sort_by(|a, b| a.path.cmp(&b.path));
         Ok((entries, Vec::new()))
     }

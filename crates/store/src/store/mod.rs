@@ -131,6 +131,7 @@ impl Store {
     /// # Errors
     /// Like [`Store::open`].
     pub fn resolve_path(&self, path: &str) -> Result<Self> {
+        // One slash, because of `dbfs:/x`.
         if path.starts_with('/') || path.contains(":/") {
             Self::open(path)
         } else {
@@ -209,6 +210,7 @@ impl Store {
     fn local_error(&self, action: &'static str, path: &str, source: std::io::Error) -> Error {
         let store = "LocalFileSystem";
         let whole = self.display_path(path);
+        // A missing file gives the same error as in a service, and callers depend on that error.
         let source = match source.kind() {
             std::io::ErrorKind::NotFound => {
                 object_store::Error::NotFound { path: whole, source: Box::new(source) }
@@ -263,6 +265,7 @@ impl Store {
     /// # Errors
     /// [`Error::Missing`], [`Error::Refused`] and the backend's own.
     pub fn open_file(&self, path: &str) -> Result<OpenedFile> {
+        // The check is for local files, too: no `..` may leave the store.
         let at = self.object_path(path)?;
         let whole = self.display_path(path);
         if let StoreLocation::Local(base) = &self.location {
@@ -279,6 +282,7 @@ impl Store {
                 if only_size {
                     return Ok((backend.head(&at).await?, None));
                 }
+                // One request gives the size and the first part, so small files need no second one.
                 let answer = backend.get(&at).await?;
                 Ok((answer.meta.clone(), Some(Box::new(answer))))
             })?;
@@ -451,6 +455,7 @@ impl Store {
         // An earlier attempt may have succeeded although its answer was lost. Then the file has
         // exactly this content.
         let repeated = operation.is_some_and(|operation| operation.was_repeated());
+        // All empty files are equal, so an empty file does not show its writer.
         if created || !repeated || data.is_empty() {
             return Ok(created);
         }
@@ -515,6 +520,7 @@ impl Store {
     /// Like [`Store::delete`], and [`Error::TimedOut`].
     pub fn delete_within(&self, path: &str, timeout: Duration) -> Result<()> {
         let at = self.object_path(path)?;
+        // A call of the local file system cannot be interrupted.
         if self.backend.backend_waiter() == BackendWaiter::CallingThread {
             return self.delete(path);
         }
@@ -548,6 +554,7 @@ impl Store {
         }
         let entries = self.list(path)?;
         self.delete_files(path, entries.iter().map(|entry| entry.path.as_str()))?;
+        // Object stores have no directories; HDFS keeps the empty ones.
         if let StoreLocation::Remote { service: StorageService::Hdfs, .. } = &self.location {
             self.remove_directories(path)?;
         }
@@ -609,6 +616,7 @@ impl Store {
     /// # Errors
     /// Like [`Store::write`].
     pub fn check_writable(&self) -> Result<()> {
+        // Several threads and processes may check the same store at a time.
         let name = format!("_writable_{}_{:?}", std::process::id(), std::thread::current().id());
         let name: String =
             name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '_').collect();

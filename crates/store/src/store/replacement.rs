@@ -62,6 +62,7 @@ impl Store {
                 Err(
                     object_store::Error::Precondition { .. } | object_store::Error::NotFound { .. },
                 ) => Ok(FileReplacement::Refused),
+                // HDFS has no conditional write.
                 Err(
                     object_store::Error::NotImplemented { .. }
                     | object_store::Error::NotSupported { .. },
@@ -93,8 +94,10 @@ impl Store {
         let mut write = || {
             std::io::Seek::rewind(&mut file)?;
             file.write_all(&data)?;
+            // After the write, so that no reader sees an empty mark.
             file.set_len(data.len() as u64)?;
             file.sync_all()?;
+            // A file without a name was deleted meanwhile, and the written content is lost.
             let links = std::os::unix::fs::MetadataExt::nlink(&file.metadata()?);
             Ok(if links == 0 { FileReplacement::Refused } else { FileReplacement::Replaced })
         };

@@ -90,6 +90,7 @@ fn log_level(metadata: &Metadata<'_>) -> LogLevel {
 
 /// Returns the name of a logger below `farandole` for the path of a module.
 fn logger_name(target: &str) -> String {
+    // Python's loggers form a tree by dots.
     let path = target.replace("::", ".");
     match path.strip_prefix("farandole_") {
         Some(room) => format!("farandole.{room}"),
@@ -144,6 +145,7 @@ impl EventText {
 
 impl Visit for EventText {
     fn record_str(&mut self, field: &Field, value: &str) {
+        // The quotes show where a value with spaces ends.
         if field.name() != "message" && (value.is_empty() || value.contains([' ', '"'])) {
             return self.add_field(field, &format!("{value:?}"));
         }

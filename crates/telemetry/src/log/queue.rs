@@ -59,6 +59,7 @@ impl EventQueue {
     pub(super) fn start_keeping_events(&self) -> Option<bool> {
         let deadline = Instant::now() + LOCK_TIMEOUT;
         let mut state = loop {
+            // Not `lock`: in a forked child, a thread that does not exist there may hold the lock.
             match self.state.try_lock() {
                 Ok(state) => break state,
                 Err(TryLockError::Poisoned(error)) => break error.into_inner(),
@@ -84,12 +85,14 @@ impl EventQueue {
         }
         let weight = event.weight_bytes();
         while state.weight + weight > self.budget {
+            // An event that is heavier than the budget passes alone.
             let Some(old) = state.events.pop_front() else { break };
             state.weight -= old.weight_bytes();
             state.dropped += 1;
         }
         state.weight += weight;
         state.events.push_back(event);
+        // Before the wake-up: the reader would only wait for the lock.
         drop(state);
         self.arrived.notify_one();
         true
@@ -102,6 +105,7 @@ impl EventQueue {
             .arrived
             .wait_timeout_while(self.lock_state(), limit, waits)
             .unwrap_or_else(PoisonError::into_inner);
+        // After the end, the last events are still read once.
         if state.events.is_empty() && state.taker_process.is_none() {
             return None;
         }

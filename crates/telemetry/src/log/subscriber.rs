@@ -47,6 +47,7 @@ pub(super) fn install_subscriber(level: LogLevel, hide_time: bool, keep: bool) {
         LogLevel::Debug => 4,
         LogLevel::Trace => 5,
     };
+    // Relaxed: an event that is emitted at this moment may go by the earlier settings.
     LEVEL_INDEX.store(index, Ordering::Relaxed);
     HIDE_TIME.store(hide_time, Ordering::Relaxed);
     KEEPING_PROCESS.store(if keep { process::id() } else { 0 }, Ordering::Relaxed);
@@ -54,6 +55,7 @@ pub(super) fn install_subscriber(level: LogLevel, hide_time: bool, keep: bool) {
         // If the program that links this crate has already set a subscriber, that subscriber stays.
         drop(set_global_default(LogSubscriber));
     });
+    // Every place in the code caches whether its events pass.
     callsite::rebuild_interest_cache();
 }
 
@@ -110,6 +112,7 @@ impl Subscriber for LogSubscriber {
     }
 
     fn new_span(&self, _span: &Attributes<'_>) -> Id {
+        // An id of 0 would panic.
         Id::from_u64(1)
     }
 

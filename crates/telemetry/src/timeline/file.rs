@@ -36,6 +36,7 @@ pub(super) struct TraceFile {
 impl TraceFile {
     pub(super) fn new(path: &Path, limit: Option<u64>) -> io::Result<Self> {
         remove_old_timeline(path, limit.is_some())?;
+        // Two files exist at a time: this one and the older one.
         let most = limit.map_or(u64::MAX, |limit| (limit / 2).max(MIN_FILE_BYTES));
         Ok(Self { path: path.to_owned(), file: File::create(path)?, offset: 0, max_bytes: most })
     }

@@ -71,6 +71,8 @@ pub struct Timeline {
 impl Timeline {
     /// Returns whether anybody wants events.
     pub fn is_on(&self) -> bool {
+        // Relaxed: an event beside the start or the end may be missed; the lock of `ring` orders
+        // others.
         self.state.load(Ordering::Relaxed) != 0
     }
 
@@ -100,6 +102,7 @@ impl Timeline {
             while !events.is_finished() {
                 let drained = events.drain_until(Instant::now() + IDLE_WAIT_LIMIT);
                 writer.write_events(&drained.records, drained.dropped)?;
+                // Without the pause, a busy engine would cause a write for every few events.
                 if !events.is_finished() {
                     thread::park_timeout(WRITE_INTERVAL);
                 }
@@ -107,6 +110,7 @@ impl Timeline {
             writer.finish_trace()
         };
         let thread = thread::Builder::new().name("farandole-timeline".to_owned()).spawn(write)?;
+        // Before the state: an event that finds the timeline on finds the ring, too.
         *self.ring.lock() = Some(Arc::clone(&ring));
         *running = Some(TimelineThread { ring, thread });
         self.arrivals_of.store(
@@ -131,6 +135,7 @@ impl Timeline {
         self.state.store(0, Ordering::Relaxed);
         *self.ring.lock() = None;
         ring.close();
+        // The thread may be in its pause between two writes.
         thread.thread().unpark();
         thread.join().unwrap_or_else(|_| Err(io::Error::other("the timeline's thread panicked")))
     }
@@ -176,6 +181,7 @@ impl Timeline {
         if self.is_on()
             && let Some(ring) = &*self.ring.lock()
         {
+            // The time is taken under the lock, so that the times in the ring ascend.
             ring.push(TimelineEvent { at: Instant::now(), kind: what() });
         }
     }

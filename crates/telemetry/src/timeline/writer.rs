@@ -134,6 +134,7 @@ impl TraceWriter {
 
     fn write_event(&mut self, event: &TimelineEvent) -> io::Result<()> {
         let ts = self.elapsed_micros(event.at);
+        // Records that wait for a write have times of the present file.
         if self.text.is_empty() && self.file.is_full() {
             self.rotate_file(ts)?;
         }
@@ -213,6 +214,7 @@ impl TraceWriter {
             0 | u32::MAX => quote_json(&track.tensor, &mut name),
             set => quote_json(&format!("{} (process set {set})", track.tensor), &mut name),
         }
+        // As in Horovod's timelines, each tensor is a process of the trace.
         self.push_record(&format!(
             r#"{{"name":"process_name","ph":"M","pid":{pid},"args":{{"name":{name}}}}}"#
         ));
@@ -225,6 +227,7 @@ impl TraceWriter {
         let open = self.track_states.iter().filter(|(_, place)| place.depth > 0);
         let mut open: Vec<(u64, TimelineTrack)> =
             open.map(|(track, place)| (place.pid, track.clone())).collect();
+        // The order of a hash map is random, and the same events must give the same file.
         open.sort_unstable_by_key(|(pid, _)| *pid);
         for (pid, track) in open {
             for _ in 0..std::mem::take(&mut self.track_state(&track).depth) {
@@ -290,6 +293,7 @@ fn quote_json(text: &str, out: &mut String) {
         match c {
             '"' => out.push_str("\\\""),
             '\\' => out.push_str("\\\\"),
+            // JSON allows no control characters in a text.
             c if (c as u32) < 0x20 => drop(write!(out, "\\u{:04x}", c as u32)),
             c => out.push(c),
         }

@@ -59,6 +59,7 @@ impl RankStepTimes {
         Some(Self {
             rank: rank.get("rank")?.as_u64()?,
             host: rank.get("host").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            // Shares are divided by this time.
             step: number("step_seconds").filter(|seconds| *seconds > 0.0)?,
             data: number("data_seconds"),
             reduce: number("reduce_seconds"),
@@ -82,6 +83,7 @@ impl RankStepTimes {
 pub fn explain_run(url: &str) -> Result<RunExplanation> {
     let directory = Store::open(url)?;
     let files = RunSource::list_runs(&directory)?
+        // The directory itself is the run, so its name below is empty.
         .remove("")
         .filter(|files| files.contains_key(RECORD_FILE));
     let files =
@@ -105,6 +107,7 @@ pub(crate) fn explain_record(record: &Map<String, Value>, files: &RunFiles) -> R
     if ranks.is_empty() {
         return explain_unmeasured(record);
     }
+    // Stragglers come first: the others wait for them in the reduction, which looks slow then.
     explain_straggler(&ranks)
         .or_else(|| explain_slow_data(&ranks))
         .unwrap_or_else(|| explain_by_largest_step_part(record, &ranks))
@@ -207,6 +210,7 @@ fn explain_straggler(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
 /// it.
 fn explain_slow_data(ranks: &[RankStepTimes]) -> Option<RunExplanation> {
     let (slow, data, usual) = slowest_rank(ranks, |rank| rank.data)?;
+    // Without the first condition, a ratio of two tiny times would name a rank.
     (data - usual > MIN_SLOW_DATA_SHARE * slow.step && data > STRAGGLER_RATIO * usual).then(|| RunExplanation {
         verdict: format!(
             "slow data: rank {} on {} waits {:.1} ms of a step for data, the median is {:.1} ms",
@@ -286,6 +290,7 @@ fn explain_by_largest_step_part(
             )
         },
     );
+    // Data comes first: a rank that waits for data makes the others wait in the reduction.
     let (verdict, next) = match reduce {
         _ if data >= LIMITING_SHARE => (
             format!("input-bound: {} of a step waits for data", format_percent(data)),
@@ -341,6 +346,7 @@ fn explain_by_gradients(
     let (tensors, bytes) = ranks.first()?.reduced?;
     let hosts: BTreeSet<&str> = ranks.iter().map(|rank| rank.host.as_str()).collect();
     let share = format_percent(share);
+    // Many small reductions are slow on every link, so their bytes do not show the link's speed.
     if bytes / tensors < SMALL_TENSOR_BYTES {
         return Some(RunExplanation {
             verdict: format!(

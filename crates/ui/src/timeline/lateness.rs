@@ -58,6 +58,7 @@ impl RankLateness {
             let mut ordered: Vec<(i64, u32)> =
                 parts.iter().map(|part| (arrival_time(part, clocks), part.rank)).collect();
             ordered.sort_unstable();
+            // Without a second rank, no rank waits.
             let [.., (second, _), (last, latest)] = ordered[..] else {
                 continue;
             };
@@ -69,6 +70,8 @@ impl RankLateness {
                 lateness.from = lateness.from.min(*at);
                 let arrivals = lateness.ranks.entry(*rank).or_default();
                 arrivals.operations += 1;
+                // A damaged file may have any times, and their sum over many operations may
+                // overflow.
                 arrivals.waited = arrivals.waited.saturating_add(last - at);
             }
             let arrivals = lateness.ranks.entry(latest).or_default();
@@ -76,6 +79,7 @@ impl RankLateness {
             // Ranks outside of the operation's process set do not wait, and if a rank's part is
             // missing, it is unknown whether it waited.
             if parts.len() == ranks && last - second >= MIN_WAIT_SPAN_US {
+                // From the last but one arrival to the last one, all others wait for one rank.
                 waits.push(StragglerWait {
                     rank: latest,
                     from: second,

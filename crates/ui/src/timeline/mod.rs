@@ -70,6 +70,7 @@ fn merge_traces(
     // Of an elastic job, the last world: ranks of others are other workers.
     let last = traces.iter().map(|trace| trace.generation).max();
     traces.retain(|trace| Some(trace.generation) == last);
+    // The clock of the lowest rank's host is the reference.
     traces.sort_by_key(|trace| trace.rank);
     for pair in traces.windows(2) {
         if let [one, other] = pair

@@ -74,6 +74,7 @@ impl TimelinePieces {
             let file = File::create(&path).map_err(failed)?;
             if let Some(before) = self.files.insert(task, ArrivingTimeline { file, bytes: 0, size })
             {
+                // A worker that starts again sends another timeline, which replaces the first one.
                 self.bytes_left += before.bytes;
             }
         }

@@ -20,6 +20,7 @@ const PROCESS_SETS_TRACK: &str = "process_sets";
 /// The suffix of the file with the earlier part of a rank's timeline, if files are bounded.
 const OLD_FILE_SUFFIX: &str = ".old";
 /// Ranks of a job at most.
+// The summary lists missing ranks, so a damaged number would fill the memory.
 const MAX_RANKS: u32 = 1 << 20;
 /// Microseconds from the epoch, and from a file's begin, at most: some two thousand years. Sums and
 /// differences of a few times and clock shifts cannot overflow.
@@ -97,6 +98,8 @@ impl RankTrace {
                 title = record
                     .args
                     .and_then(|args| serde_json::from_str::<TraceTitle>(args.get()).ok());
+                // A title is a metadata record at the begin: a large file of another program is not
+                // read to its end.
                 return Ok(title.is_none() && record.ph == "M");
             }
             Ok(false)
@@ -249,6 +252,7 @@ fn for_each_record_of_file(
 /// Returns the record of a line, if it has one; or why it is none.
 fn parse_record(line: &[u8]) -> std::result::Result<Option<TraceRecord<'_>>, String> {
     let text = std::str::from_utf8(line).map_err(|error| error.to_string())?;
+    // The file is one JSON array with a record on each line.
     let text = text.trim().trim_end_matches(',');
     if matches!(text, "" | "[" | "]") {
         return Ok(None);

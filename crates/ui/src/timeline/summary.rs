@@ -78,6 +78,7 @@ impl TimelineSummary {
                 clock_error_us: shift.map(|(_, error)| error),
             }
         };
+        // Without operations, the span is 0, and shares are divided by it.
         let span = lateness.until.saturating_sub(lateness.from).max(1) as f64;
         let latest = lateness.ranks.iter().max_by_key(|(_, arrivals)| arrivals.waited_for_alone);
         let straggler = latest.and_then(|(rank, RankArrivals { waited_for_alone: alone, .. })| {

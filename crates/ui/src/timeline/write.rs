@@ -32,6 +32,7 @@ impl TraceOutput {
             return;
         }
         let begin = if std::mem::take(&mut self.is_first) { "" } else { ",\n" };
+        // Kept for the end: the callers pass records on and return no error.
         if let Err(error) = write!(self.file, "{begin}{record}") {
             self.failed = Some(error);
         }
@@ -71,11 +72,13 @@ pub(super) fn write_trace(
 
 /// Writes a process before all ranks, which shows the rank that the others wait for.
 fn write_straggler_waits(output: &mut TraceOutput, traces: &[RankTrace], lateness: &RankLateness) {
+    // A number that no rank has.
     let pid = traces.last().map_or(0, |trace| u64::from(trace.rank) + 1);
     output.write_record(
         &json!({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "all ranks wait \
                                                                                  for"}}),
     );
+    // Perfetto orders processes by this index.
     output.write_record(
         &json!({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": -1}}),
     );
@@ -112,11 +115,13 @@ fn write_rank(output: &mut TraceOutput, trace: &RankTrace, clocks: &HostClocks) 
     trace.for_each_record(|record| {
         let ts = clocks.corrected_time(pid, trace.start + record.ts) - output.zero;
         match (&*record.ph, record.name.as_deref()) {
+            // Number 0 names the rank of the file, and is no track.
             ("M", Some("process_name")) if record.pid != 0 => {
                 let tensor = track_name(&record).unwrap_or_default();
                 // A file that continues another one names its tracks again. A track that it does
                 // not name at its begin has another number when it comes again.
                 let tid = *tids.entry(tensor).or_insert_with_key(|tensor| {
+                    // Number 1 is free for the steps, which a trace shows first.
                     let tid = if tensor == PHASES_TRACK { 1 } else { u64::from(record.pid) + 1 };
                     write_track_name(output, (pid, tid), tensor);
                     tid
