@@ -90,7 +90,7 @@ class SparkPlugin(RunReporter):
         if context is None:
             return None
         try:
-            java_class = context._jvm.io.farandole.spark.Trainings  # noqa: SLF001 - pyspark has no other way to a class
+            java_class = context._jvm.io.farandole.spark.DriverGateway  # noqa: SLF001 - pyspark has no other way to a class
             return cls(java_class) if java_class.isOn() is True else None
         except Exception:  # noqa: BLE001 - a name that is no class cannot be called
             return None

@@ -7,8 +7,8 @@ import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.SparkPlugin;
 
 /**
- * What {@code spark.plugins} names. If a half cannot be made, Spark goes on without it: it takes
- * null for none.
+ * The class that {@code spark.plugins} names. If a side cannot be created, Spark continues without
+ * it: null means none.
  */
 public final class FarandolePlugin implements SparkPlugin {
   /** For Spark. */
@@ -16,11 +16,11 @@ public final class FarandolePlugin implements SparkPlugin {
 
   @Override
   public DriverPlugin driverPlugin() {
-    return Guard.made("the plugin has no driver's half", null, DriverHalf::new);
+    return FailureGuard.valueOrElse("the plugin has no driver's half", null, DriverSide::new);
   }
 
   @Override
   public ExecutorPlugin executorPlugin() {
-    return Guard.made("the plugin has no executor's half", null, ExecutorHalf::new);
+    return FailureGuard.valueOrElse("the plugin has no executor's half", null, ExecutorSide::new);
   }
 }

@@ -27,17 +27,17 @@ public final class HistoryPlugin implements AppHistoryServerPlugin {
   @SuppressWarnings("unchecked")
   public Seq<SparkListener> createListeners(SparkConf conf, ElementTrackingStore store) {
     List<SparkListener> none = (List<SparkListener>) (List<?>) Nil$.MODULE$;
-    return Guard.made(
-        "an application has no Training tab", none, () -> none.$colon$colon(new TrainingListener(new Rows(store))));
+    return FailureGuard.valueOrElse(
+        "an application has no Training tab", none, () -> none.$colon$colon(new TrainingListener(new TrainingRows(store))));
   }
 
   @Override
   public void setupUI(SparkUI ui) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "there is no Training tab",
         () -> {
           KVStore store = ui.store().store();
-          if (!Rows.isEmpty(store)) {
+          if (!TrainingRows.isEmpty(store)) {
             TrainingTab.attach(ui, run -> null);
           }
         });

@@ -7,21 +7,21 @@ import javax.servlet.http.HttpServlet;
 import javax.servlet.http.HttpServletRequest;
 import javax.servlet.http.HttpServletResponse;
 
-/** {@link Page} as a servlet of {@code javax}; no other class of the jar names it. */
+/** {@link TrainingPage} as a servlet of {@code javax}; no other class of the jar names it. */
 public final class JavaxServlet extends HttpServlet {
   private static final long serialVersionUID = 1L;
 
-  private final transient Page page;
+  private final transient TrainingPage page;
 
-  JavaxServlet(Page page) {
+  JavaxServlet(TrainingPage page) {
     this.page = page;
   }
 
   @Override
   protected void doGet(HttpServletRequest request, HttpServletResponse response) throws IOException {
-    Page.Answer answer = page.answer(request.getPathInfo(), request::getParameter);
+    TrainingPage.Answer answer = page.answer(request.getPathInfo(), request::getParameter);
     response.setStatus(answer.status);
-    Page.HEADERS.forEach(response::setHeader);
+    TrainingPage.HEADERS.forEach(response::setHeader);
     response.setContentType(answer.type);
     if (answer.name != null) {
       response.setHeader("Content-Disposition", "attachment; filename=" + answer.name);

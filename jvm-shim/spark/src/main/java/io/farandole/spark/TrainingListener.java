@@ -11,18 +11,18 @@ import org.apache.spark.scheduler.SparkListenerStageSubmitted;
 
 /** Makes rows of events: the same in a live application and from its log in the History Server. */
 public final class TrainingListener extends SparkListener {
-  private final Rows rows;
-  private final Gangs gangs = new Gangs();
+  private final TrainingRows rows;
+  private final GangStages gangs = new GangStages();
 
-  TrainingListener(Rows rows) {
+  TrainingListener(TrainingRows rows) {
     this.rows = rows;
   }
 
   @Override
   public void onOtherEvent(SparkListenerEvent event) {
     if (event instanceof TrainingEvent) {
-      TrainingEvent told = (TrainingEvent) event;
-      keep(() -> rows.put(told.run, told.key, told.body));
+      TrainingEvent row = (TrainingEvent) event;
+      keep(() -> rows.put(row.run, row.key, row.body));
     }
   }
 
@@ -31,10 +31,10 @@ public final class TrainingListener extends SparkListener {
     keep(
         () -> {
           String host = event.executorInfo().executorHost();
-          String body = Json.object("state", "added", "host", host, "time", "" + event.time());
+          String body = JsonText.object("state", "added", "host", host, "time", "" + event.time());
           rows.put("", "executor/" + event.executorId(), body);
-          String logs = Logs.object(event.executorInfo().logUrlMap());
-          rows.put("", Logs.KEY + event.executorId(), logs);
+          String logs = ExecutorLogLinks.object(event.executorInfo().logUrlMap());
+          rows.put("", ExecutorLogLinks.KEY + event.executorId(), logs);
         });
   }
 
@@ -42,21 +42,21 @@ public final class TrainingListener extends SparkListener {
   public void onExecutorRemoved(SparkListenerExecutorRemoved event) {
     keep(
         () -> {
-          String body = Json.object("state", "removed", "reason", event.reason(), "time", "" + event.time());
+          String body = JsonText.object("state", "removed", "reason", event.reason(), "time", "" + event.time());
           rows.put("", "removed/" + event.executorId(), body);
         });
   }
 
   @Override
   public void onStageSubmitted(SparkListenerStageSubmitted event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "a stage's tags were not read",
         () -> {
           String tag = gangs.submitted(event);
           if (tag != null) {
             String attempt = "" + event.stageInfo().attemptNumber();
             String stage = "" + event.stageInfo().stageId();
-            String body = Json.object("tag", tag, "stage", stage, "attempt", attempt);
+            String body = JsonText.object("tag", tag, "stage", stage, "attempt", attempt);
             rows.put("", "stage/" + stage + "." + attempt, body);
           }
         });
@@ -64,10 +64,10 @@ public final class TrainingListener extends SparkListener {
 
   @Override
   public void onStageCompleted(SparkListenerStageCompleted event) {
-    Guard.attempt("a stage's end was not seen", () -> gangs.completed(event));
+    FailureGuard.attempt("a stage's end was not seen", () -> gangs.completed(event));
   }
 
-  private static void keep(Guard.Attempt attempt) {
-    Guard.attempt("an event was not kept for the Training tab", attempt);
+  private static void keep(FailureGuard.ThrowingAction attempt) {
+    FailureGuard.attempt("an event was not kept for the Training tab", attempt);
   }
 }

@@ -23,7 +23,7 @@ public final class TrainingTab extends SparkUITab {
 
   /** Adds tab and page to a UI, of a live application or of the History Server. */
   static void attach(SparkUI ui, Function<String, Path> timelines) throws Exception {
-    Page page = new Page(ui, timelines);
+    TrainingPage page = new TrainingPage(ui, timelines);
     for (Method method : ui.getClass().getMethods()) {
       // By reflection, and by what it takes: the servlet API differs between versions of Spark,
       // both may be on the class path, and an overload names a class of Jetty's.

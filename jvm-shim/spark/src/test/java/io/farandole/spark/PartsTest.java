@@ -24,46 +24,46 @@ class PartsTest {
   @Test
   void textAsJsonHasNothingThatHtmlOrAScriptCouldTakeForItsOwn() {
     String hostile = "</script>&'\"\\\n\u2028\u00e9";
-    String quoted = Json.quote(hostile);
+    String quoted = JsonText.quote(hostile);
     assertEquals("\"\\u003c/script\\u003e\\u0026\\u0027\\\"\\\\\\u000a\\u2028\\u00e9\"", quoted);
-    assertEquals("{\"a\":\"1\",\"c\":\"3\"}", Json.object("a", "1", "b", null, "c", "3"));
+    assertEquals("{\"a\":\"1\",\"c\":\"3\"}", JsonText.object("a", "1", "b", null, "c", "3"));
   }
 
   @Test
   void newsAreToldOnceAndTheOldestAreForgotten() {
-    News news = new News();
+    DriverEventQueue news = new DriverEventQueue();
     assertEquals("{\"next\":1,\"news\":[]}", news.since(0));
     news.add("{}");
     news.add("[]");
     assertEquals("{\"next\":3,\"news\":[{},[]]}", news.since(0));
     assertEquals("{\"next\":3,\"news\":[[]]}", news.since(2));
-    for (int count = 0; count < News.MOST; count++) {
+    for (int count = 0; count < DriverEventQueue.MAX_EVENTS; count++) {
       news.add("1");
     }
-    assertEquals("{\"next\":20003,\"news\":[1]}", news.since(News.MOST + 2));
-    assertTrue(news.since(0).length() < 2 * News.MOST + 100);
+    assertEquals("{\"next\":20003,\"news\":[1]}", news.since(DriverEventQueue.MAX_EVENTS + 2));
+    assertTrue(news.since(0).length() < 2 * DriverEventQueue.MAX_EVENTS + 100);
   }
 
   @Test
   void rowsAreReplacedAndThoseOfTheOldestRunsForgotten() throws Exception {
     InMemoryStore store = new InMemoryStore();
-    Rows rows = new Rows(store);
+    TrainingRows rows = new TrainingRows(store);
     rows.put("", "host/1", "{}");
     rows.put("run-0", "run", "1");
     rows.put("run-0", "run", "2");
-    List<Row> found = Rows.since(store, 0, 10);
+    List<TrainingRow> found = TrainingRows.since(store, 0, 10);
     assertEquals(2, found.size());
     assertEquals("2", found.get(1).body);
-    assertEquals(1, Rows.since(store, found.get(0).seq, 10).size());
-    rows.put("run-0", "large", new String(new char[Rows.MOST_BODY + 1]));
-    assertEquals(2, store.count(Row.class));
-    for (int run = 1; run < Rows.MOST_RUNS; run++) {
+    assertEquals(1, TrainingRows.since(store, found.get(0).seq, 10).size());
+    rows.put("run-0", "large", new String(new char[TrainingRows.MAX_BODY_CHARS + 1]));
+    assertEquals(2, store.count(TrainingRow.class));
+    for (int run = 1; run < TrainingRows.MAX_RUNS; run++) {
       rows.put("run-" + run, "run", "{}");
     }
-    found = Rows.since(store, 0, 1000);
+    found = TrainingRows.since(store, 0, 1000);
     assertEquals("host/1", found.get(0).key, "what is of the application stays");
     assertEquals("run-1", found.get(1).run);
-    assertEquals(Rows.MOST_RUNS, found.size());
+    assertEquals(TrainingRows.MAX_RUNS, found.size());
   }
 
   @Test
@@ -73,7 +73,7 @@ class PartsTest {
     process(proc, "12", "11", "python\0-m\0farandole.runner.worker");
     process(proc, "13", "1", "python\0-m\0farandole.runner.worker");
     process(proc, "14", "12", "python\0train.py");
-    assertEquals(List.of("12"), Orphans.workers("10", proc));
+    assertEquals(List.of("12"), LeftoverWorkers.workers("10", proc));
   }
 
   /**
@@ -93,7 +93,7 @@ class PartsTest {
     try {
       ended.waitFor();
       assertTrue(ProcessHandle.current().descendants().noneMatch(elsewhere::equals), "it has another parent");
-      new ExecutorHalf().shutdown();
+      new ExecutorSide().shutdown();
       assertTrue(worker.waitFor(10, TimeUnit.SECONDS));
       assertEquals(128 + 9, worker.exitValue());
       below.onExit().get(10, TimeUnit.SECONDS);
@@ -112,21 +112,21 @@ class PartsTest {
 
   @Test
   void modelsOfGpusAreRead(@TempDir Path driver) throws Exception {
-    assertEquals(List.of(), ExecutorHalf.gpus(driver.resolve("absent")));
+    assertEquals(List.of(), ExecutorSide.gpus(driver.resolve("absent")));
     Path gpu = Files.createDirectories(driver.resolve("0000:3b:00.0"));
     Files.writeString(gpu.resolve("information"), "Model: \t\t NVIDIA H200\nIRQ:   \t\t 86\n");
-    assertEquals(List.of("NVIDIA H200"), ExecutorHalf.gpus(driver));
+    assertEquals(List.of("NVIDIA H200"), ExecutorSide.gpus(driver));
   }
 
   @Test
   void executorsStartNoForkServerUnlessTheSettingSaysSo() {
     Map<String, String> driver = Map.of("PYSPARK_PYTHON", "/env/bin/python", "PYTHONHASHSEED", "7");
-    assertEquals(Map.of(), WarmServer.settings(name -> null, driver));
-    Map<String, String> conf = new HashMap<>(Map.of(WarmServer.ON, "true"));
-    assertEquals(Map.of("python", "/env/bin/python", "PYTHONHASHSEED", "7"), WarmServer.settings(conf::get, driver));
-    assertEquals(Map.of("python", "python3", "PYTHONHASHSEED", "0"), WarmServer.settings(conf::get, Map.of()));
+    assertEquals(Map.of(), WarmServerStarter.settings(name -> null, driver));
+    Map<String, String> conf = new HashMap<>(Map.of(WarmServerStarter.ON, "true"));
+    assertEquals(Map.of("python", "/env/bin/python", "PYTHONHASHSEED", "7"), WarmServerStarter.settings(conf::get, driver));
+    assertEquals(Map.of("python", "python3", "PYTHONHASHSEED", "0"), WarmServerStarter.settings(conf::get, Map.of()));
     conf.put("spark.pyspark.python", "/conf/bin/python");
-    assertEquals("/conf/bin/python", WarmServer.settings(conf::get, Map.of()).get("python"));
+    assertEquals("/conf/bin/python", WarmServerStarter.settings(conf::get, Map.of()).get("python"));
   }
 
   @Test
@@ -136,21 +136,21 @@ class PartsTest {
     Map<String, String> own = Map.of("PYTHONPATH", "/host", "HOME", "/root");
     assertEquals(
         Map.of("PYTHONPATH", "/spark:/job:/host", "LANG", "C", "PYTHONHASHSEED", "0", "PYTHONUNBUFFERED", "YES"),
-        WarmServer.environment(asked, told, own, "/spark"));
-    assertEquals("", WarmServer.environment(Map.of(), told, Map.of(), "").get("PYTHONPATH"));
+        WarmServerStarter.environment(asked, told, own, "/spark"));
+    assertEquals("", WarmServerStarter.environment(Map.of(), told, Map.of(), "").get("PYTHONPATH"));
   }
 
   @Test
   void logsOfAnExecutorBecomeAnObject() {
     scala.collection.immutable.Map<String, String> urls =
         new scala.collection.immutable.Map.Map1<>("stdout", "http://host:8081/?a=1&b=2");
-    assertEquals("{\"stdout\":\"http://host:8081/?a=1\\u0026b=2\"}", Logs.object(urls));
+    assertEquals("{\"stdout\":\"http://host:8081/?a=1\\u0026b=2\"}", ExecutorLogLinks.object(urls));
   }
 
   /** Events that cannot be read stand for an interface that a vendor has changed. */
   @Test
   void anEventThatCannotBeReadFailsNoListener() {
-    TrainingListener listener = new TrainingListener(new Rows(new InMemoryStore()));
+    TrainingListener listener = new TrainingListener(new TrainingRows(new InMemoryStore()));
     assertDoesNotThrow(() -> listener.onOtherEvent(null));
     assertDoesNotThrow(() -> listener.onExecutorAdded(null));
     assertDoesNotThrow(() -> listener.onExecutorRemoved(null));
@@ -160,12 +160,12 @@ class PartsTest {
 
   @Test
   void whatCannotBeMadeIsReplaced() {
-    assertEquals("made", Guard.made("a test", "otherwise", () -> "made"));
-    Guard.Making<String> fails =
+    assertEquals("made", FailureGuard.valueOrElse("a test", "otherwise", () -> "made"));
+    FailureGuard.ThrowingSupplier<String> fails =
         () -> {
           throw new NoClassDefFoundError("of a vendor");
         };
-    assertEquals("otherwise", Guard.made("a test", "otherwise", fails));
+    assertEquals("otherwise", FailureGuard.valueOrElse("a test", "otherwise", fails));
   }
 
   private static Process shell(String script, String name, String inner) throws IOException {

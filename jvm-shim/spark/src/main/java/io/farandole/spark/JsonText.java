@@ -2,9 +2,9 @@
 // SPDX-FileCopyrightText: the Farandole authors
 package io.farandole.spark;
 
-/** Text as JSON. What the plugin writes is so little that no library is worth its versions. */
-final class Json {
-  private Json() {}
+/** Writes JSON. A library would bring another version of itself into the user's class path. */
+final class JsonText {
+  private JsonText() {}
 
   /**
    * A string with its quotes. Everything that HTML or a script could take for its own is escaped,

@@ -9,15 +9,16 @@ import org.apache.spark.scheduler.SparkListenerStageCompleted;
 import org.apache.spark.scheduler.SparkListenerStageSubmitted;
 
 /**
- * Which stages run the tasks of a gang: their jobs have a tag that begins with {@code farandole-}.
+ * The running stages of gangs. The jobs of such stages have a tag that begins with
+ * {@code farandole-}.
  */
-final class Gangs {
+final class GangStages {
   private static final String TAGS = "spark.job.tags";
   private static final String PREFIX = "farandole-";
 
   private final Map<Integer, String> tags = new ConcurrentHashMap<>();
 
-  /** The gang's tag; null for the stages of others. */
+  /** Returns the gang's tag; null for a stage of another job. */
   String submitted(SparkListenerStageSubmitted event) {
     Properties properties = event.properties();
     String all = properties == null ? null : properties.getProperty(TAGS);
@@ -36,7 +37,7 @@ final class Gangs {
     tags.remove(event.stageInfo().stageId());
   }
 
-  /** The tag of a stage that runs; null for those of others. */
+  /** Returns the tag of a running stage; null for a stage of another job. */
   String tag(int stage) {
     return tags.get(stage);
   }

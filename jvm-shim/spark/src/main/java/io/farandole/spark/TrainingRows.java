@@ -9,26 +9,26 @@ import java.util.Set;
 import org.apache.spark.util.kvstore.KVStore;
 import org.apache.spark.util.kvstore.KVStoreIterator;
 
-/** The rows of one application. Of more than {@link #MOST_RUNS} runs the oldest are forgotten. */
-final class Rows {
-  static final int MOST_RUNS = 200;
-  static final int MOST_BODY = 1 << 20;
+/** The rows of one application. Of more than {@link #MAX_RUNS} runs the oldest are forgotten. */
+final class TrainingRows {
+  static final int MAX_RUNS = 200;
+  static final int MAX_BODY_CHARS = 1 << 20;
 
   private final KVStore store;
   private final Set<String> runs = new LinkedHashSet<>();
   private long seq;
 
-  Rows(KVStore store) {
+  TrainingRows(KVStore store) {
     this.store = store;
   }
 
-  /** Writes a row in place of the one of its name. */
+  /** Writes a row. It replaces an earlier row of its name. */
   synchronized void put(String run, String key, String body) throws Exception {
-    if (run == null || key == null || body == null || body.length() > MOST_BODY) {
+    if (run == null || key == null || body == null || body.length() > MAX_BODY_CHARS) {
       return;
     }
-    store.write(new Row(++seq, run, key, body));
-    if (runs.add(run) && runs.size() > MOST_RUNS) {
+    store.write(new TrainingRow(++seq, run, key, body));
+    if (runs.add(run) && runs.size() > MAX_RUNS) {
       String oldest = runs.stream().filter(one -> !one.isEmpty()).findFirst().orElse(run);
       runs.remove(oldest);
       forget(oldest);
@@ -37,20 +37,20 @@ final class Rows {
 
   private void forget(String run) throws Exception {
     List<String> ids = new ArrayList<>();
-    try (KVStoreIterator<Row> rows = store.view(Row.class).index("run").first(run).last(run).closeableIterator()) {
+    try (KVStoreIterator<TrainingRow> rows = store.view(TrainingRow.class).index("run").first(run).last(run).closeableIterator()) {
       while (rows.hasNext()) {
         ids.add(rows.next().id);
       }
     }
     for (String id : ids) {
-      store.delete(Row.class, id);
+      store.delete(TrainingRow.class, id);
     }
   }
 
-  /** Rows that were written after a change, oldest change first. */
-  static List<Row> since(KVStore store, long seq, int most) throws Exception {
-    List<Row> found = new ArrayList<>();
-    try (KVStoreIterator<Row> rows = store.view(Row.class).index("seq").first(seq + 1).max(most).closeableIterator()) {
+  /** TrainingRows that were written after a change, oldest change first. */
+  static List<TrainingRow> since(KVStore store, long seq, int most) throws Exception {
+    List<TrainingRow> found = new ArrayList<>();
+    try (KVStoreIterator<TrainingRow> rows = store.view(TrainingRow.class).index("seq").first(seq + 1).max(most).closeableIterator()) {
       while (rows.hasNext()) {
         found.add(rows.next());
       }
@@ -59,6 +59,6 @@ final class Rows {
   }
 
   static boolean isEmpty(KVStore store) throws Exception {
-    return store.count(Row.class) == 0;
+    return store.count(TrainingRow.class) == 0;
   }
 }

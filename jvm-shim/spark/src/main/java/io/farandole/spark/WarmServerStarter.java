@@ -23,7 +23,7 @@ import scala.Tuple2;
  * ready. Tasks look for a server of their own environment, so this process gives it the environment
  * of a Python worker of Spark.
  */
-final class WarmServer {
+final class WarmServerStarter {
   /** Whether executors start the server. */
   static final String ON = "spark.farandole.warmWorkers";
 
@@ -32,29 +32,29 @@ final class WarmServer {
   private static final String HASH_SEED = "PYTHONHASHSEED";
   private static final String PYTHON_PATH = "PYTHONPATH";
   private static final String EXECUTOR_ENV = "spark.executorEnv.";
-  private static final long MOST_SECONDS = 60;
+  private static final long MAX_START_SECONDS = 60;
 
-  private WarmServer() {}
+  private WarmServerStarter() {}
 
-  /** What the driver tells the executors; nothing where they start no server. */
+  /** Returns the driver's settings for executors; none if they start no server. */
   static Map<String, String> settings(UnaryOperator<String> conf, Map<String, String> driver) {
     if (!"true".equalsIgnoreCase(conf.apply(ON))) {
       return Collections.emptyMap();
     }
     // The same choice as in pyspark: its driver names the interpreter of all Python workers.
     String named = conf.apply("spark.pyspark.python");
-    Map<String, String> told = new HashMap<>();
-    told.put(PYTHON, driver.getOrDefault("PYSPARK_PYTHON", named == null ? "python3" : named));
-    told.put(HASH_SEED, driver.getOrDefault(HASH_SEED, "0"));
-    return told;
+    Map<String, String> driverSettings = new HashMap<>();
+    driverSettings.put(PYTHON, driver.getOrDefault("PYSPARK_PYTHON", named == null ? "python3" : named));
+    driverSettings.put(HASH_SEED, driver.getOrDefault(HASH_SEED, "0"));
+    return driverSettings;
   }
 
   /** Starts the server in the background, if the driver's settings say so. */
-  static void start(SparkConf conf, Map<String, String> told) {
-    String python = told == null ? null : told.get(PYTHON);
+  static void start(SparkConf conf, Map<String, String> driverSettings) {
+    String python = driverSettings == null ? null : driverSettings.get(PYTHON);
     if (python != null) {
-      Thread thread = new Thread(() -> Guard.attempt("no fork server of warm workers was started",
-          () -> run(python, environment(executorEnv(conf), told, System.getenv(), PythonUtils.sparkPythonPath()))));
+      Thread thread = new Thread(() -> FailureGuard.attempt("no fork server of warm workers was started",
+          () -> run(python, environment(executorEnv(conf), driverSettings, System.getenv(), PythonUtils.sparkPythonPath()))));
       thread.setName("farandole-warm-workers");
       thread.setDaemon(true);
       thread.start();
@@ -62,11 +62,11 @@ final class WarmServer {
   }
 
   /**
-   * The variables that Spark sets for its Python workers, as far as the imports of a server depend
-   * on them.
+   * Returns the variables that Spark sets for its Python workers and on which the imports of a server
+   * depend.
    */
   static Map<String, String> environment(
-      Map<String, String> asked, Map<String, String> told, Map<String, String> own, String sparks) {
+      Map<String, String> asked, Map<String, String> driverSettings, Map<String, String> own, String sparks) {
     Map<String, String> set = new HashMap<>(asked);
     List<String> paths = new ArrayList<>();
     for (String path : new String[] {sparks, set.get(PYTHON_PATH), own.get(PYTHON_PATH)}) {
@@ -76,7 +76,7 @@ final class WarmServer {
     }
     set.put(PYTHON_PATH, String.join(java.io.File.pathSeparator, paths));
     set.put("PYTHONUNBUFFERED", "YES");
-    set.put(HASH_SEED, told.get(HASH_SEED));
+    set.put(HASH_SEED, driverSettings.get(HASH_SEED));
     return set;
   }
 
@@ -89,7 +89,7 @@ final class WarmServer {
   }
 
   private static void run(String python, Map<String, String> set) throws Exception {
-    String self = Orphans.self();
+    String self = LeftoverWorkers.self();
     if (self == null) {
       return;
     }
@@ -97,9 +97,9 @@ final class WarmServer {
     builder.environment().putAll(set);
     Process process = builder.redirectErrorStream(true).start();
     process.getOutputStream().close();
-    if (!process.waitFor(MOST_SECONDS, TimeUnit.SECONDS)) {
+    if (!process.waitFor(MAX_START_SECONDS, TimeUnit.SECONDS)) {
       process.destroyForcibly();
-      throw new IllegalStateException(MODULE + " took more than " + MOST_SECONDS + " s");
+      throw new IllegalStateException(MODULE + " took more than " + MAX_START_SECONDS + " s");
     }
     if (process.exitValue() != 0) {
       throw new IllegalStateException(python + " -m " + MODULE + ": " + lastLine(process));

@@ -10,29 +10,29 @@ import org.apache.spark.SparkContext;
 /**
  * Asks Spark's scheduler which executors are being decommissioned: no event of a listener says so.
  */
-final class Decommissions {
-  private static final long EVERY_MILLIS = 250;
+final class DecommissionWatcher {
+  private static final long POLL_INTERVAL_MILLIS = 250;
 
   private final SparkContext context;
-  private final Consumer<String> told;
+  private final Consumer<String> onDecommission;
   private final Set<String> executors = ConcurrentHashMap.newKeySet();
-  private volatile boolean over;
+  private volatile boolean hasEnded;
   private Thread thread;
 
-  Decommissions(SparkContext context, Consumer<String> told) {
+  DecommissionWatcher(SparkContext context, Consumer<String> onDecommission) {
     this.context = context;
-    this.told = told;
+    this.onDecommission = onDecommission;
   }
 
   synchronized void start() {
-    thread = new Thread(() -> Guard.attempt("decommissioned executors are no longer watched", this::look));
+    thread = new Thread(() -> FailureGuard.attempt("decommissioned executors are no longer watched", this::pollScheduler));
     thread.setName("farandole-decommissions");
     thread.setDaemon(true);
     thread.start();
   }
 
   synchronized void end() {
-    over = true;
+    hasEnded = true;
     if (thread != null) {
       thread.interrupt();
     }
@@ -46,16 +46,16 @@ final class Decommissions {
     executors.remove(executor);
   }
 
-  private void look() {
-    while (!over) {
+  private void pollScheduler() {
+    while (!hasEnded) {
       for (String executor : executors) {
         if (context.taskScheduler().getExecutorDecommissionState(executor).isDefined()) {
           executors.remove(executor);
-          told.accept(executor);
+          onDecommission.accept(executor);
         }
       }
       try {
-        Thread.sleep(EVERY_MILLIS);
+        Thread.sleep(POLL_INTERVAL_MILLIS);
       } catch (InterruptedException ended) {
         return;
       }

@@ -5,16 +5,16 @@ package io.farandole.spark;
 import org.apache.spark.util.kvstore.KVIndex;
 
 /**
- * A row in Spark's key-value store of an application, which may be on disk: public fields are what
- * it keeps.
+ * A row in Spark's key-value store of an application, which may be on disk. The store keeps public
+ * fields.
  */
-public final class Row {
+public final class TrainingRow {
   /** Run and key. */
   @KVIndex public String id;
 
   /**
-   * Number of the change that wrote it: a page asks for what came after the last one that it has
-   * seen.
+   * Number of the change that wrote the row. A page asks for rows after the last number that it
+   * has.
    */
   @KVIndex("seq")
   public long seq;
@@ -30,9 +30,9 @@ public final class Row {
   public String body;
 
   /** For the store. */
-  public Row() {}
+  public TrainingRow() {}
 
-  Row(long seq, String run, String key, String body) {
+  TrainingRow(long seq, String run, String key, String body) {
     this.id = run + "\n" + key;
     this.seq = seq;
     this.run = run;

@@ -11,62 +11,62 @@ import org.apache.spark.scheduler.SparkListenerStageSubmitted;
 import org.apache.spark.scheduler.SparkListenerTaskEnd;
 import org.apache.spark.scheduler.SparkListenerTaskStart;
 
-/** Tells the Python driver what becomes of executors, and of the stages and tasks of gangs. */
-public final class NewsListener extends SparkListener {
-  private static final int LONGEST = 2000;
+/** Queues events of executors, and of the stages and tasks of gangs, for the Python driver. */
+public final class DriverEventListener extends SparkListener {
+  private static final int MAX_REASON_CHARS = 2000;
 
-  private final News news;
-  private final Decommissions decommissions;
-  private final Gangs gangs = new Gangs();
+  private final DriverEventQueue events;
+  private final DecommissionWatcher decommissions;
+  private final GangStages gangs = new GangStages();
 
-  NewsListener(News news, Decommissions decommissions) {
-    this.news = news;
+  DriverEventListener(DriverEventQueue events, DecommissionWatcher decommissions) {
+    this.events = events;
     this.decommissions = decommissions;
   }
 
   @Override
   public void onExecutorAdded(SparkListenerExecutorAdded event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "an executor's start was not told",
         () -> {
           decommissions.watch(event.executorId());
           String host = event.executorInfo().executorHost();
-          news.add(Json.object("kind", "added", "executor", event.executorId(), "host", host));
+          events.add(JsonText.object("kind", "added", "executor", event.executorId(), "host", host));
         });
   }
 
   @Override
   public void onExecutorRemoved(SparkListenerExecutorRemoved event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "an executor's end was not told",
         () -> {
           decommissions.forget(event.executorId());
-          news.add(Json.object("kind", "removed", "executor", event.executorId(), "reason", shortened(event.reason())));
+          events.add(JsonText.object("kind", "removed", "executor", event.executorId(), "reason", shortened(event.reason())));
         });
   }
 
   @Override
   public void onStageSubmitted(SparkListenerStageSubmitted event) {
-    Guard.attempt("a stage's tags were not read", () -> gangs.submitted(event));
+    FailureGuard.attempt("a stage's tags were not read", () -> gangs.submitted(event));
   }
 
   @Override
   public void onStageCompleted(SparkListenerStageCompleted event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "a stage's end was not told",
         () -> {
           String tag = gangs.tag(event.stageInfo().stageId());
           gangs.completed(event);
           if (tag != null && event.stageInfo().failureReason().isDefined()) {
             String reason = shortened(event.stageInfo().failureReason().get());
-            news.add(Json.object("kind", "stage", "tag", tag, "reason", reason));
+            events.add(JsonText.object("kind", "stage", "tag", tag, "reason", reason));
           }
         });
   }
 
   @Override
   public void onTaskStart(SparkListenerTaskStart event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "a task's start was not told",
         () -> {
           String tag = gangs.tag(event.stageId());
@@ -74,15 +74,15 @@ public final class NewsListener extends SparkListener {
             String executor = event.taskInfo().executorId();
             String task = "" + event.taskInfo().partitionId();
             String stage = "" + event.stageId();
-            news.add(
-                Json.object("kind", "started", "tag", tag, "stage", stage, "task", task, "executor", executor));
+            events.add(
+                JsonText.object("kind", "started", "tag", tag, "stage", stage, "task", task, "executor", executor));
           }
         });
   }
 
   @Override
   public void onTaskEnd(SparkListenerTaskEnd event) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "a task's end was not told",
         () -> {
           String tag = gangs.tag(event.stageId());
@@ -90,13 +90,13 @@ public final class NewsListener extends SparkListener {
             String reason = shortened(((TaskFailedReason) event.reason()).toErrorString());
             String executor = event.taskInfo().executorId();
             String task = "" + event.taskInfo().partitionId();
-            news.add(
-                Json.object("kind", "failed", "tag", tag, "task", task, "executor", executor, "reason", reason));
+            events.add(
+                JsonText.object("kind", "failed", "tag", tag, "task", task, "executor", executor, "reason", reason));
           }
         });
   }
 
   private static String shortened(String text) {
-    return text == null || text.length() <= LONGEST ? text : text.substring(0, LONGEST);
+    return text == null || text.length() <= MAX_REASON_CHARS ? text : text.substring(0, MAX_REASON_CHARS);
   }
 }

@@ -21,14 +21,14 @@ import scala.collection.Iterator;
 import scala.collection.Seq;
 
 /**
- * What the Training tab answers: three files that never change, and rows as JSON. No value is ever
- * put into HTML here; the script writes each as text, and the policy lets the browser run no script
- * but that file.
+ * Answers of the Training tab: three files that never change, and rows as JSON. No value is put
+ * into HTML here: the script writes values as text, and the policy lets the browser run only that
+ * script.
  */
-final class Page {
-  static final int MOST_ROWS = 5000;
+final class TrainingPage {
+  static final int MAX_ROWS_PER_ANSWER = 5000;
 
-  /** Of every answer. */
+  /** Headers of every answer. */
   static final Map<String, String> HEADERS = headers();
 
   private static final String NOT_FOUND = "not found";
@@ -39,7 +39,7 @@ final class Page {
   private final Function<String, Path> timelines;
 
   /** {@code timelines} gives the file of a run's timeline, or null. */
-  Page(SparkUI ui, Function<String, Path> timelines) {
+  TrainingPage(SparkUI ui, Function<String, Path> timelines) {
     this.ui = ui;
     this.timelines = timelines;
   }
@@ -99,7 +99,7 @@ final class Page {
           return Answer.text(404, TEXT, NOT_FOUND);
       }
     } catch (Throwable error) {
-      Guard.warn("the Training tab cannot answer " + Json.quote(String.valueOf(path)) + ": " + error);
+      FailureGuard.warn("the Training tab cannot answer " + JsonText.quote(String.valueOf(path)) + ": " + error);
       return Answer.text(500, TEXT, "the Training tab cannot answer; the log says why");
     }
   }
@@ -113,18 +113,18 @@ final class Page {
   }
 
   private String rows(long since) throws Exception {
-    List<Row> rows = Rows.since(ui.store().store(), since, MOST_ROWS);
+    List<TrainingRow> rows = TrainingRows.since(ui.store().store(), since, MAX_ROWS_PER_ANSWER);
     StringBuilder out = new StringBuilder("{\"live\":").append(ui.sc().isDefined());
-    out.append(",\"more\":").append(rows.size() == MOST_ROWS);
+    out.append(",\"more\":").append(rows.size() == MAX_ROWS_PER_ANSWER);
     out.append(",\"seq\":").append(rows.isEmpty() ? since : rows.get(rows.size() - 1).seq);
-    out.append(",\"application\":").append(Json.quote(ui.getAppName()));
+    out.append(",\"application\":").append(JsonText.quote(ui.getAppName()));
     out.append(",\"tabs\":[").append(since == 0 ? tabs() : "").append("],\"rows\":[");
     for (int at = 0; at < rows.size(); at++) {
-      Row row = rows.get(at);
-      out.append(at > 0 ? ",[" : "[").append(Json.quote(row.run)).append(',').append(Json.quote(row.key));
+      TrainingRow row = rows.get(at);
+      out.append(at > 0 ? ",[" : "[").append(JsonText.quote(row.run)).append(',').append(JsonText.quote(row.key));
       // As a string, which the page reads by itself: one that is no JSON is only lost, and spoils
       // no other.
-      out.append(',').append(Json.quote(Logs.isOf(row) ? Logs.shown(ui, row) : row.body)).append(']');
+      out.append(',').append(JsonText.quote(ExecutorLogLinks.isOf(row) ? ExecutorLogLinks.shown(ui, row) : row.body)).append(']');
     }
     return out.append("]}").toString();
   }
@@ -139,7 +139,7 @@ final class Page {
     for (Iterator<?> each = tabs.iterator(); each.hasNext(); ) {
       WebUITab tab = (WebUITab) each.next();
       out.append(out.length() > 0 ? ",[" : "[");
-      out.append(Json.quote(tab.name())).append(',').append(Json.quote(tab.prefix())).append(']');
+      out.append(JsonText.quote(tab.name())).append(',').append(JsonText.quote(tab.prefix())).append(']');
     }
     return out.toString();
   }
@@ -154,7 +154,7 @@ final class Page {
 
   private static Answer file(String name, String type) throws IOException {
     ByteArrayOutputStream bytes = new ByteArrayOutputStream();
-    try (InputStream in = Page.class.getResourceAsStream(name)) {
+    try (InputStream in = TrainingPage.class.getResourceAsStream(name)) {
       if (in == null) {
         return Answer.text(404, TEXT, NOT_FOUND);
       }

@@ -15,36 +15,36 @@ import org.apache.spark.api.plugin.ExecutorPlugin;
 import org.apache.spark.api.plugin.PluginContext;
 
 /**
- * An executor's half: says what its host has, starts the fork server of warm workers, and ends the
+ * The plugin in an executor: describes its host, starts the fork server of warm workers, and ends
  * workers that are left when the executor ends.
  */
-final class ExecutorHalf implements ExecutorPlugin {
+final class ExecutorSide implements ExecutorPlugin {
   @Override
   public void init(PluginContext context, Map<String, String> extra) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "the driver was not told of this executor's host",
         () -> {
           // Without `context.hostname()`: Spark fails there in an executor other than the driver,
           // which serves no RPC. The listener knows the host.
           String body =
-              Json.object(
+              JsonText.object(
                   "memory", memory(),
                   "processors", "" + Runtime.getRuntime().availableProcessors(),
                   "gpus", String.join(", ", gpus(Paths.get("/proc/driver/nvidia/gpus"))),
-                  "pid", Orphans.self());
+                  "pid", LeftoverWorkers.self());
           context.send(context.executorID() + "\n" + body);
         });
-    Guard.attempt("no fork server of warm workers was started", () -> WarmServer.start(context.conf(), extra));
+    FailureGuard.attempt("no fork server of warm workers was started", () -> WarmServerStarter.start(context.conf(), extra));
   }
 
   @Override
   public void shutdown() {
-    Guard.attempt("workers may be left on this host", Orphans::end);
+    FailureGuard.attempt("workers may be left on this host", LeftoverWorkers::end);
   }
 
   /**
-   * The host's memory, as the kernel writes it, such as {@code 65842340 kB}; null where nobody
-   * says.
+   * Returns the host's memory as the kernel writes it, such as {@code 65842340 kB}; null if the
+   * kernel does not show it.
    */
   private static String memory() throws Exception {
     Path info = Paths.get("/proc/meminfo");

@@ -13,14 +13,14 @@ import java.util.List;
 import java.util.Map;
 
 /**
- * Workers that outlive their tasks. They end with their agents by the kernel's word; this is for
- * when an executor ends before that was so. Only descendants of this process are touched, and only
- * those that run {@code farandole.runner}.
+ * Ends workers that outlive their tasks. Normally the kernel ends a worker with its agent; an
+ * executor may end before that is set up. Only descendants of this process that run
+ * {@code farandole.runner} are ended.
  */
-final class Orphans {
+final class LeftoverWorkers {
   private static final String MARK = "farandole.runner.";
 
-  private Orphans() {}
+  private LeftoverWorkers() {}
 
   /** This process's number; null where there is no /proc. */
   static String self() throws Exception {

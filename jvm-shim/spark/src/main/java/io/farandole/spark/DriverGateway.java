@@ -2,11 +2,11 @@
 // SPDX-FileCopyrightText: the Farandole authors
 package io.farandole.spark;
 
-/** The door for the Python driver, which calls it by py4j. It never throws. */
-public final class Trainings {
-  static volatile DriverHalf driver;
+/** The methods that the Python driver calls by py4j. They never throw. */
+public final class DriverGateway {
+  static volatile DriverSide driver;
 
-  private Trainings() {}
+  private DriverGateway() {}
 
   /** Whether a SparkContext runs with the plugin. */
   public static boolean isOn() {
@@ -15,17 +15,17 @@ public final class Trainings {
 
   /** Writes a row of a run; {@code body} is JSON. */
   public static void put(String run, String key, String body, boolean logged) {
-    DriverHalf to = driver;
+    DriverSide to = driver;
     if (to != null) {
-      Guard.attempt("a row of a training was not kept", () -> to.post(run, key, body, logged));
+      FailureGuard.attempt("a row of a training was not kept", () -> to.post(run, key, body, logged));
     }
   }
 
-  /** Sets a number of {@link Gauges}. */
+  /** Sets a number of {@link RunGauges}. */
   public static void gauge(String name, double value) {
-    DriverHalf to = driver;
+    DriverSide to = driver;
     if (to != null) {
-      Guard.attempt("a metric was not set", () -> to.gauges().set(name, value));
+      FailureGuard.attempt("a metric was not set", () -> to.gauges().set(name, value));
     }
   }
 
@@ -34,15 +34,15 @@ public final class Trainings {
    * driver can be read there.
    */
   public static void timeline(String run, String path) {
-    DriverHalf to = driver;
+    DriverSide to = driver;
     if (to != null) {
-      Guard.attempt("a timeline was not noted", () -> to.timeline(run, path));
+      FailureGuard.attempt("a timeline was not noted", () -> to.timeline(run, path));
     }
   }
 
-  /** What Spark said since a number, as {@link News#since}; without a plugin nothing. */
+  /** Returns the events since a number, as {@link DriverEventQueue#since}; none without a plugin. */
   public static String news(long since) {
-    DriverHalf to = driver;
+    DriverSide to = driver;
     return to == null ? "{\"next\":" + since + ",\"news\":[]}" : to.news().since(since);
   }
 }

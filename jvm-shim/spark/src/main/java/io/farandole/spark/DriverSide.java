@@ -12,51 +12,51 @@ import org.apache.spark.api.plugin.DriverPlugin;
 import org.apache.spark.api.plugin.PluginContext;
 import org.apache.spark.scheduler.SparkListenerInterface;
 
-/** The driver's half: listens to Spark, keeps what the Python driver tells, and shows the tab. */
-final class DriverHalf implements DriverPlugin {
+/** The plugin in the driver: listens to Spark, stores rows of the Python driver, and shows the tab. */
+final class DriverSide implements DriverPlugin {
   private static final String QUEUE = "farandole";
 
-  private final News news = new News();
-  private final Gauges gauges = new Gauges();
+  private final DriverEventQueue news = new DriverEventQueue();
+  private final RunGauges gauges = new RunGauges();
   private final Map<String, Path> timelines = new ConcurrentHashMap<>();
   private SparkContext context;
-  private Decommissions decommissions;
+  private DecommissionWatcher decommissions;
 
   @Override
   public Map<String, String> init(SparkContext made, PluginContext plugin) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "the plugin does not see what Spark does",
         () -> {
-          Copies.warnOfTwo();
+          PluginCopies.warnOfTwo();
           context = made;
-          decommissions = new Decommissions(made, this::decommissioned);
-          listen(new NewsListener(news, decommissions));
-          listen(new TrainingListener(new Rows(made.statusStore().store())));
-          Trainings.driver = this;
+          decommissions = new DecommissionWatcher(made, this::decommissioned);
+          listen(new DriverEventListener(news, decommissions));
+          listen(new TrainingListener(new TrainingRows(made.statusStore().store())));
+          DriverGateway.driver = this;
         });
-    return Guard.made(
+    return FailureGuard.valueOrElse(
         "executors start no fork servers of warm workers",
         Collections.<String, String>emptyMap(),
-        () -> WarmServer.settings(name -> made.getConf().get(name, null), System.getenv()));
+        () -> WarmServerStarter.settings(name -> made.getConf().get(name, null), System.getenv()));
   }
 
   @Override
   public void registerMetrics(String application, PluginContext plugin) {
-    Guard.attempt("there are no metrics", () -> gauges.register(plugin.metricRegistry()));
-    Guard.attempt(
+    FailureGuard.attempt("there are no metrics", () -> gauges.register(plugin.metricRegistry()));
+    FailureGuard.attempt(
         "there is no Training tab",
         () -> {
           if (context != null && context.ui().isDefined()) {
             TrainingTab.attach(context.ui().get(), timelines::get);
           }
         });
-    Guard.attempt("decommissioned executors are not watched", () -> decommissions.start());
+    FailureGuard.attempt("decommissioned executors are not watched", () -> decommissions.start());
   }
 
-  /** What an executor's half says of its host. */
+  /** Stores the description of an executor's host. */
   @Override
   public Object receive(Object message) {
-    Guard.attempt(
+    FailureGuard.attempt(
         "an executor's host was not kept",
         () -> {
           String[] parts = ((String) message).split("\n", 2);
@@ -67,11 +67,11 @@ final class DriverHalf implements DriverPlugin {
 
   @Override
   public void shutdown() {
-    Guard.attempt(
+    FailureGuard.attempt(
         "the plugin did not end",
         () -> {
-          if (Trainings.driver == this) {
-            Trainings.driver = null;
+          if (DriverGateway.driver == this) {
+            DriverGateway.driver = null;
           }
           if (decommissions != null) {
             decommissions.end();
@@ -83,11 +83,11 @@ final class DriverHalf implements DriverPlugin {
     context.listenerBus().post(new TrainingEvent(run, key, body, logged));
   }
 
-  News news() {
+  DriverEventQueue news() {
     return news;
   }
 
-  Gauges gauges() {
+  RunGauges gauges() {
     return gauges;
   }
 
@@ -96,12 +96,12 @@ final class DriverHalf implements DriverPlugin {
   }
 
   private void decommissioned(String executor) {
-    news.add(Json.object("kind", "decommissioning", "executor", executor));
-    post("", "decommissioning/" + executor, Json.object("time", "" + System.currentTimeMillis()), true);
+    news.add(JsonText.object("kind", "decommissioning", "executor", executor));
+    post("", "decommissioning/" + executor, JsonText.object("time", "" + System.currentTimeMillis()), true);
   }
 
   private void listen(SparkListenerInterface listener) {
-    // A queue of our own: listeners of others may be slow, and are not to wait for ours either.
+    // An own queue, because listeners of other plugins may be slow, and must not wait for ours.
     context.listenerBus().addToQueue(listener, QUEUE);
   }
 }

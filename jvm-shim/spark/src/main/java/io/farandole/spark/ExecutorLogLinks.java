@@ -11,13 +11,13 @@ import scala.collection.Iterator;
 /**
  * Links to the logs of executors: rows whose body has a URL for each name, such as {@code stderr}.
  */
-final class Logs {
+final class ExecutorLogLinks {
   /** Begins the names of these rows; the executor's number follows. */
   static final String KEY = "logs/";
 
-  private Logs() {}
+  private ExecutorLogLinks() {}
 
-  static boolean isOf(Row row) {
+  static boolean isOf(TrainingRow row) {
     return row.run.isEmpty() && row.key.startsWith(KEY);
   }
 
@@ -28,7 +28,7 @@ final class Logs {
       parts.add(one._1());
       parts.add(one._2());
     }
-    return Json.object(parts.toArray(new String[0]));
+    return JsonText.object(parts.toArray(new String[0]));
   }
 
   /**
@@ -36,7 +36,7 @@ final class Logs {
    * executor's own page ends with it. It applies the pattern to what its store answers. The store
    * forgets old executors, and the row does not.
    */
-  static String shown(SparkUI ui, Row row) {
+  static String shown(SparkUI ui, TrainingRow row) {
     if (ui.sc().isDefined()) {
       return row.body;
     }

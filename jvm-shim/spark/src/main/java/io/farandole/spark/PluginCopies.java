@@ -4,9 +4,9 @@ package io.farandole.spark;
 
 import java.util.Collections;
 
-/** More than one jar of this plugin on the class path: which one is taken is chance. */
-final class Copies {
-  private Copies() {}
+/** Warns if several jars of this plugin are on the class path: the JVM uses one of them, in no fixed order. */
+final class PluginCopies {
+  private PluginCopies() {}
 
   static void warnOfTwo() throws Exception {
     String name = FarandolePlugin.class.getName().replace('.', '/') + ".class";
@@ -17,7 +17,7 @@ final class Copies {
       places.add(one.toString());
     }
     if (places.size() > 1) {
-      Guard.warn("the plugin is on the class path more than once, and one of these is used: " + places);
+      FailureGuard.warn("the plugin is on the class path more than once, and one of these is used: " + places);
     }
   }
 }

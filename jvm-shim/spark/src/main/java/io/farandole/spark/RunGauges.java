@@ -7,10 +7,10 @@ import com.codahale.metrics.MetricRegistry;
 import java.util.Map;
 import java.util.concurrent.ConcurrentHashMap;
 
-/** Numbers of the run that reported last, in Spark's metrics system. */
-final class Gauges {
+/** Metrics of the run that reported last, in Spark's metrics system. */
+final class RunGauges {
   /**
-   * Rows of all ranks in a second; seconds of a step; those of them that reduce and that wait for
+   * TrainingRows of all ranks in a second; seconds of a step; those of them that reduce and that wait for
    * data; restarts.
    */
   static final String[] NAMES = {"rowsPerSecond", "stepSeconds", "reduceSeconds", "waitSeconds", "restarts"};
