@@ -27,7 +27,7 @@ public final class DriverEventListener extends SparkListener {
   @Override
   public void onExecutorAdded(SparkListenerExecutorAdded event) {
     FailureGuard.attempt(
-        "an executor's start was not told",
+        "an executor's start was not queued",
         () -> {
           decommissions.watch(event.executorId());
           String host = event.executorInfo().executorHost();
@@ -38,7 +38,7 @@ public final class DriverEventListener extends SparkListener {
   @Override
   public void onExecutorRemoved(SparkListenerExecutorRemoved event) {
     FailureGuard.attempt(
-        "an executor's end was not told",
+        "an executor's end was not queued",
         () -> {
           decommissions.forget(event.executorId());
           events.add(JsonText.object("kind", "removed", "executor", event.executorId(), "reason", shortened(event.reason())));
@@ -53,7 +53,7 @@ public final class DriverEventListener extends SparkListener {
   @Override
   public void onStageCompleted(SparkListenerStageCompleted event) {
     FailureGuard.attempt(
-        "a stage's end was not told",
+        "a stage's end was not queued",
         () -> {
           String tag = gangs.tag(event.stageInfo().stageId());
           gangs.completed(event);
@@ -67,7 +67,7 @@ public final class DriverEventListener extends SparkListener {
   @Override
   public void onTaskStart(SparkListenerTaskStart event) {
     FailureGuard.attempt(
-        "a task's start was not told",
+        "a task's start was not queued",
         () -> {
           String tag = gangs.tag(event.stageId());
           if (tag != null) {
@@ -83,7 +83,7 @@ public final class DriverEventListener extends SparkListener {
   @Override
   public void onTaskEnd(SparkListenerTaskEnd event) {
     FailureGuard.attempt(
-        "a task's end was not told",
+        "a task's end was not queued",
         () -> {
           String tag = gangs.tag(event.stageId());
           if (tag != null && event.reason() instanceof TaskFailedReason) {

@@ -22,7 +22,7 @@ final class ExecutorSide implements ExecutorPlugin {
   @Override
   public void init(PluginContext context, Map<String, String> extra) {
     FailureGuard.attempt(
-        "the driver was not told of this executor's host",
+        "the driver has no description of this executor's host",
         () -> {
           // Without `context.hostname()`: Spark fails there in an executor other than the driver,
           // which serves no RPC. The listener knows the host.

@@ -10,8 +10,8 @@ import java.util.concurrent.ConcurrentHashMap;
 /** Metrics of the run that reported last, in Spark's metrics system. */
 final class RunGauges {
   /**
-   * TrainingRows of all ranks in a second; seconds of a step; those of them that reduce and that wait for
-   * data; restarts.
+   * Rows of all ranks in a second; seconds of a step, of its reductions and of its waits for data;
+   * restarts.
    */
   static final String[] NAMES = {"rowsPerSecond", "stepSeconds", "reduceSeconds", "waitSeconds", "restarts"};
 

@@ -5,7 +5,7 @@ package io.farandole.spark;
 import org.apache.spark.scheduler.SparkListenerEvent;
 
 /**
- * One row of what the Training tab shows, on Spark's listener bus and in its event log. Spark
+ * One row of the Training tab, on Spark's listener bus and in its event log. Spark
  * writes and reads the public fields by itself; a History Server without this jar skips such
  * events.
  */

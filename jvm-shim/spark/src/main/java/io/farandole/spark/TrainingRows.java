@@ -47,7 +47,7 @@ final class TrainingRows {
     }
   }
 
-  /** TrainingRows that were written after a change, oldest change first. */
+  /** Returns rows that were written after a change, the oldest change first. */
   static List<TrainingRow> since(KVStore store, long seq, int most) throws Exception {
     List<TrainingRow> found = new ArrayList<>();
     try (KVStoreIterator<TrainingRow> rows = store.view(TrainingRow.class).index("seq").first(seq + 1).max(most).closeableIterator()) {

@@ -8,7 +8,7 @@ import java.util.function.Function;
 import org.apache.spark.ui.SparkUI;
 import org.apache.spark.ui.SparkUITab;
 
-/** The tab's name and link in Spark's pages; what the link opens is a servlet of ours. */
+/** The tab's name and link in Spark's pages; the link opens a servlet of this plugin. */
 public final class TrainingTab extends SparkUITab {
   static final String PREFIX = "training";
 
