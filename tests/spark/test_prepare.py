@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pyspark
@@ -183,16 +184,25 @@ def test_foreign_files_are_ignored(store, frame, tmp_path):
     assert theirs.read_text() == "precious"
 
 
+def holder_here(pid, written):
+    """Returns the content of a mark of a process that this process can observe."""
+    return {
+        "host": socket.gethostname(),
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "pid": pid,
+        "time": written,
+    }
+
+
 @pytest.mark.newest
 def test_data_of_a_process_that_has_ended_gives_its_place(store, frame, tmp_path):
     first = prepared(store, frame)
     clear_training_cache()
     mark = tmp_path / "intermediate_train_data.0" / "_use-other.json"
-    mark.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "time": 0}))
+    mark.write_text(json.dumps(holder_here(os.getppid(), 0)))
     assert prepared(store, frame.where("id > 5")).index == 1
-    mark.write_text(
-        json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()})
-    )
+    mark.write_text(json.dumps(holder_here(2**22 + 1, time.time())))
     assert prepared(store, frame.where("id > 6")).train_url == first.train_url
 
 
@@ -265,7 +275,7 @@ def test_files_of_a_killed_preparation_are_deleted(store, frame, tmp_path):
         left = tmp_path / f"intermediate_{side}_data.0"
         left.mkdir()
         (left / "part-00000-0badcafe-3.parquet").write_bytes(b"")
-    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "time": time.time()}
+    gone = holder_here(2**22 + 1, time.time())
     (tmp_path / "intermediate_train_data.0" / "_lease-1.json").write_text(json.dumps(gone))
     begun = {"key": "once-upon-a-time", "time": time.time()}
     (tmp_path / "intermediate_train_data.0" / "_preparation.json").write_text(json.dumps(begun))
