@@ -70,7 +70,7 @@ class Rank:
         step, late = 0, False
         while step < STEPS or not self.survives:
             if step == TURN:
-                self.report("working")
+                self.send_line("working")
                 if self.inside and self.is_victim:
                     self.turn(step)
             if step == TURN and self.fault == "mismatch":
@@ -81,13 +81,13 @@ class Rank:
             if self.fault == "none" and vote(bool(select.select([self.door], [], [], 0)[0])):
                 break
             if time.monotonic() > end and late:
-                self.report("unharmed")
+                self.send_line("unharmed")
                 return
             if time.monotonic() > end:
                 # A process that was stopped meanwhile has not looked since: its last step may have
                 # come before that.
                 late, end = True, time.monotonic() + GRACE
-        self.report("done")
+        self.send_line("done")
 
     def turn(self, step: int) -> None:
         """Does what the plan says to itself."""
@@ -121,7 +121,7 @@ class Rank:
         try:
             self.start(step, FLOAT64 if self.is_victim else FLOAT32).finish()
         except ValueError as error:
-            self.report(
+            self.send_line(
                 "mismatch",
                 began=began,
                 at=time.monotonic(),
@@ -129,7 +129,7 @@ class Rank:
                 text=str(error),
             )
             return
-        self.report("unharmed")
+        self.send_line("unharmed")
 
     def fork(self) -> None:
         """A child that tries everything, and one that outlives the test unless it is ended."""
@@ -176,7 +176,7 @@ class Rank:
         mark_beginning()
         basics.shutdown()
         thread.join(10)
-        self.report("left", text="".join(failures) or "the waiting thread hangs")
+        self.send_line("left", text="".join(failures) or "the waiting thread hangs")
         raise SystemExit(0)
 
     def failed(self, error: Exception) -> None:
@@ -189,7 +189,7 @@ class Rank:
             later = f"{type(later_error).__name__}: {later_error}"
         after = time.monotonic()
         basics.shutdown()
-        self.report(
+        self.send_line(
             "failed",
             at=at,
             kind=type(error).__name__,

@@ -188,6 +188,6 @@ def test_a_service_that_does_not_create_a_file_once_is_found_out_at_the_start(mo
     store = Store.create("memory://once/prefix")
     store.check_writable()
     monkeypatch.setattr(native, "Store", Service)
-    with pytest.raises(OSError, match=r"memory://once/prefix cannot be asked .*If-None-Match"):
+    with pytest.raises(OSError, match=r"memory://once/prefix does not support .*If-None-Match"):
         store.check_writable()
     assert not real("memory://once/prefix").list(), "nothing is left"
