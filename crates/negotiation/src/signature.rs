@@ -117,8 +117,8 @@ impl CollectiveCall {
     pub const fn row_counts_per_member(&self) -> usize {
         match self {
             // Only an allgather: each rank needs the rows of all others to place them. In an
-            // alltoall, a rank needs only those that it sends and receives, which go between the
-            // two members directly.
+            // alltoall, a rank needs only the counts of its own pairs, and each pair exchanges them
+            // directly.
             Self::Allgather => 1,
             _ => 0,
         }
