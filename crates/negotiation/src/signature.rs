@@ -117,8 +117,7 @@ impl CollectiveCall {
     pub const fn row_counts_per_member(&self) -> usize {
         match self {
             // Only an allgather: each rank needs the rows of all others to place them. In an
-            // alltoall, a rank needs only the counts of its own pairs, and each pair exchanges them
-            // directly.
+            // alltoall, the two members of a pair exchange their counts directly.
             Self::Allgather => 1,
             _ => 0,
         }
