@@ -3,7 +3,7 @@
 """A relay between two hosts forwards handshakes and then does harm.
 
 The ranks end with an error that names the connection, and no rank returns a sum that its peer did
-not send. `crates/transport/tests/relay` has the same for every offset; here is a whole job, with
+not send. `crates/transport/tests/integration/relay` has the same for every offset; here is a whole job, with
 its real network.
 """
 

@@ -25,6 +25,7 @@ mod float8;
 mod harness;
 mod memory;
 pub mod oracle;
+mod own_process;
 mod rounding;
 mod tensor;
 
@@ -35,4 +36,5 @@ pub use device::HostDevice;
 pub use faulty::cut_after;
 pub use harness::{ALGORITHMS, Harness, Links, complete, complete_all, run_world};
 pub use memory::{contents, fill, filled};
+pub use own_process::run_in_own_process;
 pub use tensor::{Tensor, allreduce, reducescatter};

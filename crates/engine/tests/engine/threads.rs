@@ -5,6 +5,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use farandole_engine::CollectiveRequest;
+use farandole_testkit::run_in_own_process;
 use farandole_world::ProcessSetId;
 
 use crate::cluster::{Cluster, LIMIT, call, call_sum, sum, values};
@@ -142,9 +143,5 @@ fn idle_child() {
 
 #[test]
 fn an_idle_engine_uses_no_cpu() {
-    let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "threads::idle_child", "--nocapture"])
-        .output()
-        .unwrap();
-    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
+    run_in_own_process("threads::idle_child");
 }

@@ -4,8 +4,6 @@
 //! Damaged Parquet through the reader: rows or an error, in little time.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod reading;
-
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, Float32Array, Int32Array, Int64Array, ListArray, RecordBatch};
@@ -17,7 +15,7 @@ use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
-use reading::{hush, read};
+use crate::reading::{hush, read};
 
 const COLUMNS: [&str; 4] = ["id", "few", "holes", "v"];
 

@@ -129,6 +129,6 @@ fn child() {
 
 #[test]
 fn damaged_images_are_pixels_or_errors_and_never_end_the_process() {
-    let begun = apart("child").unwrap();
+    let begun = apart("images::child").unwrap();
     assert!(begun > 20, "few cases: {begun}");
 }

@@ -124,7 +124,7 @@ impl Other {
     fn start(rank: u32, kind: LinkKind) -> Self {
         let kind = if kind == LinkKind::SharedMemory { "shared memory" } else { "tcp" };
         let mut process = Command::new(std::env::current_exe().unwrap())
-            .args(["other_rank", "--exact", "--nocapture"])
+            .args(["processes::other_rank", "--exact", "--nocapture"])
             .env(ROLE, format!("{rank} {kind}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -320,7 +320,7 @@ fn two_starved_ranks() {
 #[test]
 fn a_process_without_descriptors_does_not_blame_its_peer() {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["two_starved_ranks", "--exact", "--nocapture"])
+        .args(["processes::two_starved_ranks", "--exact", "--nocapture"])
         .env(ROLE, STARVED)
         .output()
         .unwrap();
@@ -356,7 +356,7 @@ fn a_rank_without_pidfds() {
 #[test]
 fn tr_4_a_killed_process_is_noticed_within_100_ms_without_pidfds() {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["a_rank_without_pidfds", "--exact", "--nocapture"])
+        .args(["processes::a_rank_without_pidfds", "--exact", "--nocapture"])
         .env(NO_PIDFD, "1")
         .output()
         .unwrap();

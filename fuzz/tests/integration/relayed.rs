@@ -6,7 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 #[expect(dead_code, reason = "tests of the crate use more of it")]
-#[path = "../../crates/transport/tests/relay/proxy.rs"]
+#[path = "../../../crates/transport/tests/integration/relay/proxy.rs"]
 mod proxy;
 
 use std::net::IpAddr;

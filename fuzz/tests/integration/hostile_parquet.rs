@@ -6,8 +6,6 @@
 //! end of the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod reading;
-
 use std::sync::Arc;
 
 use arrow::array::{
@@ -24,7 +22,7 @@ use parquet::file::metadata::{
     ParquetMetaDataWriter, RowGroupMetaData,
 };
 use parquet::file::properties::{WriterProperties, WriterVersion};
-use reading::{BUDGET, hush, read};
+use crate::reading::{BUDGET, hush, read};
 
 /// Addresses that the reader may take beyond what the process has when it begins.
 const ROOM: u64 = 768 << 20;
@@ -264,7 +262,7 @@ fn child() {
 
 #[test]
 fn numbers_that_ask_for_terabytes_are_errors_and_never_end_the_process() {
-    let begun = apart("child").unwrap();
+    let begun = apart("hostile_parquet::child").unwrap();
     assert!(begun > 20, "few cases: {begun}");
 }
 
@@ -297,7 +295,7 @@ fn bomb() {
 
 #[test]
 fn texts_that_a_dictionary_makes_larger_than_the_budget_are_an_error() {
-    assert_eq!(apart("bomb"), Ok(1));
+    assert_eq!(apart("hostile_parquet::bomb"), Ok(1));
 }
 
 /// A file whose page has `count` texts in `encoding`, and the positions of what it says of their
@@ -362,5 +360,5 @@ fn lengths() {
 
 #[test]
 fn lengths_that_a_page_does_not_have_are_an_error_before_they_take_memory() {
-    assert_eq!(apart("lengths"), Ok(1));
+    assert_eq!(apart("hostile_parquet::lengths"), Ok(1));
 }

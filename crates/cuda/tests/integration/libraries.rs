@@ -3,8 +3,6 @@
 
 //! The libraries that torch's wheels bring have what is called. No GPU is needed.
 
-mod wheels;
-
 use farandole_cuda::{CudaLibrary, DriverTable, NcclLibrary, NcclTable, collect_inventory};
 
 #[test]

@@ -100,7 +100,7 @@ struct Driver {
 impl Driver {
     fn start(soft: u64, hard: u64, tasks: u32) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--ignored", "--exact", "driver", "--nocapture"])
+            .args(["--ignored", "--exact", "crowd::driver", "--nocapture"])
             .env("FARANDOLE_TEST_CROWD", format!("{soft}:{hard}:{tasks}"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

@@ -5,8 +5,6 @@
 //! short: rows or an error, and never the end of the process.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod reading;
-
 use std::sync::Arc;
 
 use arrow::array::{ArrayRef, Float32Array, Int64Array, RecordBatch, StringArray};
@@ -16,7 +14,7 @@ use farandole_dataset::{
 use farandole_fuzz::{Random, apart, cases, confine};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
-use reading::{hush, read};
+use crate::reading::{hush, read};
 use serde_json::Value;
 
 const ROWS: u16 = 300;
@@ -158,6 +156,6 @@ fn child() {
 
 #[test]
 fn manifests_that_lie_are_errors_and_never_end_the_process() {
-    let begun = apart("child").unwrap();
+    let begun = apart("manifests::child").unwrap();
     assert!(begun > 20, "few cases: {begun}");
 }

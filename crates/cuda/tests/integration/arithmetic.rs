@@ -29,7 +29,7 @@ static SHIM: LazyLock<SharedLibrary> = LazyLock::new(|| {
         .args(["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error", "-I"])
         .arg(here.join("kernels"))
         .arg("-o")
-        .args([&library, &here.join("tests/shim/kernels.cpp")]);
+        .args([&library, &here.join("tests/integration/shim/kernels.cpp")]);
     assert!(compiler.status().unwrap().success(), "the kernels compile for the host");
     SharedLibrary::open_library(&library).unwrap()
 });

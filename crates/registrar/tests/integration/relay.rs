@@ -240,7 +240,7 @@ fn starved_child() {
 #[test]
 fn doors_stay_open_when_a_connection_cannot_be_accepted() {
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--ignored", "--exact", "starved_child", "--nocapture"])
+        .args(["--ignored", "--exact", "relay::starved_child", "--nocapture"])
         .output()
         .unwrap();
     assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stderr));

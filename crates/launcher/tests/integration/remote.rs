@@ -55,7 +55,7 @@ impl Bed {
         let this = std::env::current_exe().unwrap();
         bed.script(
             "python",
-            &format!("{AGENT}=1 exec {} --exact plays_an_agent --nocapture", this.display()),
+            &format!("{AGENT}=1 exec {} --exact remote::plays_an_agent --nocapture", this.display()),
         );
         bed
     }

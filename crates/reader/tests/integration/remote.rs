@@ -4,14 +4,12 @@
 //! Data behind a network: latency is hidden, nothing is read twice, and refusals are reported.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
 use arrow::datatypes::{DataType, Field};
-use common::{Bucket, Mood};
+use crate::common::{Bucket, Mood};
 use farandole_dataset::{DataFile, Manifest};
 use farandole_prepare::{PartitionSummary, PartitionWriter, commit_partitions};
 use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};

@@ -5,8 +5,6 @@
 //! No GPU is needed.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod wheels;
-
 use std::collections::HashSet;
 
 use farandole_cuda::{

@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! All integration tests of this crate, in one binary: each binary costs a link.
+
+mod common;
+mod encodings;
+mod memory;
+mod reads;
+mod remote;
+mod texts;

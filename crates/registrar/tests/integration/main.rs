@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: the Farandole authors
+
+//! All integration tests of this crate, in one binary: each binary costs a link.
+
+mod crowd;
+mod elastic;
+mod job;
+mod journal;
+mod records;
+mod relay;
