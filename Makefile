@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -27,22 +27,12 @@ demo: install
 # such short runs (one short session: 24 s of processor time with it, 14 s without).
 test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 
-RUST_TESTS := cargo test --release --workspace --exclude farandole-python
+# Python tests spend half of their time waiting, so there are more processes than processors.
 # Deadlines are short and machines are shared, so a failed test runs once more, with a message.
-# Python tests spend half of their time waiting, so two halves run in parallel. The output of each
-# half appears when it has ended.
+PROCESSES ?= $(shell expr $$(nproc) + 1)
 test: bytecode loom
-	$(RUST_TESTS) --no-fail-fast || { echo "make test: once more, for the failures above"; $(RUST_TESTS); }
-	@echo "make test: the tests in Python, in two halves side by side"
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
-
-# Tests that start clusters and jobs as users do. `test-rest` runs all others.
-JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
-test-jobs:
-	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
-
-test-rest:
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
+	.ci/rust-tests
+	$(BIN)/python -m pytest tests -m "not slow" -n $(PROCESSES) --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.
@@ -77,10 +67,13 @@ test-ui: bytecode packages .tools/pyspark-4.1/ready .tools/pyspark-4.2/ready
 screenshots: install packages
 	$(BIN)/python docs/screenshots.py
 
-# loom tries all orders of memory operations in the shared ring and in the engine's threads.
-loom:
-	RUSTFLAGS="--cfg loom" cargo test --release --target-dir target/loom -p farandole-shm -p farandole-transport -p farandole-engine \
-	--lib loom_
+# loom tries all orders of memory operations in the shared ring and in the engine's threads. Runs
+# again when these crates have changed.
+LOOM := shm transport engine
+loom: target/loom-passed
+target/loom-passed: $(shell find $(addprefix crates/,$(LOOM)) -name '*.rs' -o -name Cargo.toml) Cargo.lock
+	RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/.ci/rustc-loom cargo test --release $(addprefix -p farandole-,$(LOOM)) --lib loom_
+	touch $@
 
 # Feeds garbage to each target for a minute, with a new seed each time. `make test` takes a second
 # each, with a fixed seed.
@@ -199,7 +192,7 @@ test-scale: bytecode
 SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
 test-trust: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
-	cargo test --release -p farandole-transport -p farandole-registrar --test relay --test mesh --test crowd
+	cargo test --release -p farandole-transport -p farandole-registrar --test integration -- relay:: mesh:: crowd::
 
 trust-soaks:
 	FARANDOLE_SOAK_SECONDS=$${FARANDOLE_SOAK_SECONDS:-600} $(BIN)/python -m pytest $(SOAKS) --reruns 1 --durations=15

@@ -201,7 +201,7 @@ def _shared():
         world.close()
 
 
-@pytest.fixture(params=[2, 3, 4], ids="{0} ranks".format)
+@pytest.fixture(params=[2, 3, pytest.param(4, marks=pytest.mark.slow)], ids="{0} ranks".format)
 def world(request, _shared):
     """A world of 2, 3 or 4 ranks, shared with other tests."""
     return _shared_world(_shared, request.param)
