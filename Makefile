@@ -189,7 +189,7 @@ test-scale: bytecode
 # Open ports, hostile files, losses of power, a thousand fits in one process, ten minutes of random
 # collectives, a driver that is stopped or cut off from its executors: half an hour at most, in two
 # parallel halves. `test` runs the short ones.
-SOAKS := tests/trust/test_soak.py tests/trust/test_heap.py
+SOAKS := $(addprefix tests/trust/test_,soak.py heap.py stopped_driver.py)
 test-trust: bytecode packages .tools/azurite .tools/bin/fake-gcs-server jvm-shim/target/classpath
 	$(MAKE) --no-print-directory -j2 --output-sync=target trust-soaks trust-rest
 	cargo test --release -p farandole-transport -p farandole-registrar --test integration -- relay:: mesh:: crowd::
