@@ -217,7 +217,7 @@ def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
     time.sleep(0.1)
     assert not halt.should_stop_after_epoch(0)
     fit.request_stop()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not halt.should_stop_after_epoch(0):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -238,7 +238,7 @@ def sees_one_look(_state):
 
 def wait_for_their_end():
     for one in looking():
-        one.join(10)
+        one.join(30)
     assert looking() == []
 
 
@@ -334,7 +334,7 @@ def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
     )
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes some time
         threading.Timer(0.05, stop.request_stop).start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             time.sleep(0.01)
 
