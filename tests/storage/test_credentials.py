@@ -211,6 +211,7 @@ def test_keys_of_a_second_are_renewed(front, prefix, tmp_path, monkeypatch, sour
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.timing
 def test_keys_that_are_gone_end_in_an_error_that_names_their_source(
     front, prefix, tmp_path, monkeypatch, source
 ):
@@ -252,6 +253,7 @@ def test_many_refusals_ask_for_few_keys(front, prefix):
     assert front.granted <= granted + 2 + (time.monotonic() - started)
 
 
+@pytest.mark.timing
 def test_keys_that_are_options_never_change_so_there_is_no_wait(front, prefix, monkeypatch):
     monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "60")
     keys = front.grant()
@@ -324,6 +326,7 @@ def train(front, prefix, seconds):
     return epochs
 
 
+@pytest.mark.timing
 def test_a_training_outlives_its_keys(front, prefix):
     assert train(front, prefix, 10) > 3
     assert front.granted >= 10
@@ -365,6 +368,7 @@ def train_in_worker(store, seconds):
     return count
 
 
+@pytest.mark.timing
 def test_each_worker_of_a_job_renews_its_keys(front, prefix):
     for function in (keys_of, train_in_worker):
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
@@ -377,6 +381,7 @@ def test_each_worker_of_a_job_renews_its_keys(front, prefix):
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_training_with_120_expiries_loses_nothing(front, prefix):
     # Two hours with tokens of a minute, sixty times faster.
     assert train(front, prefix, 125) > 20

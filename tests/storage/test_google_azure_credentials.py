@@ -149,6 +149,7 @@ def test_tokens_of_a_function_are_renewed(service, says_expiry):
     assert issuer.granted >= 6 / LIFE[kind] / 2
 
 
+@pytest.mark.timing
 def test_tokens_that_are_gone_end_in_an_error_that_names_the_function(service):
     kind, url, options, issuer = service
     store = open_store(url, {**options, "credentials": issuer})
@@ -163,6 +164,7 @@ def test_tokens_that_are_gone_end_in_an_error_that_names_the_function(service):
     assert "sig=" not in str(refused.value)
 
 
+@pytest.mark.timing
 def test_a_signature_in_the_environment_is_read_again(azure_options, prefix, monkeypatch):
     monkeypatch.setenv("FARANDOLE_STORE_TIMEOUT", "4")
 
@@ -178,6 +180,7 @@ def test_a_signature_in_the_environment_is_read_again(azure_options, prefix, mon
         assert store.read(name) == b"1"
 
 
+@pytest.mark.timing
 def test_a_fixed_signature_that_has_expired_is_refused_at_once(azure_options, prefix):
     options = {**azure_place(azure_options), "sas_token": new_signature(azure_options)[0]}
     store = open_store(f"az://bucket/{prefix}", options)
