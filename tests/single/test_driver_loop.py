@@ -98,9 +98,7 @@ def test_an_agent_that_never_ends_does_not_hold_the_job_for_ever(monkeypatch):
         run(registrar, FakePool(1, lambda pool, *_: pool._stopped.wait(30) and None))
 
 
-def test_an_agent_that_is_gone_without_a_result_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(driver_loop, "_RESULT_TIMEOUT", 3600.0)
-
+def test_an_agent_that_is_gone_without_a_result_is_not_waited_for_long():
     def attempt(pool, slot, task, number):
         pool.endings[task] = TaskOutcome(task, "h", rank=task, exit_code=1)
         pool._stopped.wait(0 if number == 1 else 60)
