@@ -47,8 +47,9 @@ def check_departure(run: Launch, before: list[dict[str, int]], who: int) -> None
     """
     pids = {one["pid"] for rank, one in enumerate(before) if rank != who}
     after = members(run, len(pids))
-    assert {one["pid"] for one in after} == pids
-    assert all(one["from"] == 1 for one in after)
+    told = f"{run.out.read_text()}\n{run.err.read_text()}"
+    assert {one["pid"] for one in after} == pids, told
+    assert all(one["from"] == 1 for one in after), told
     until(lambda: not is_alive(before[who]["pid"]), "its end")
     said = own(run)
     assert "was ended by" not in said, said

@@ -190,7 +190,7 @@ class _Trial:
             if self.fault.name == "drop":
                 connection.silence()
                 # Nothing is lost, and no rank can know, before something is sent.
-                limit = time.monotonic() + 10
+                limit = time.monotonic() + 30
                 while not connection.waits:
                     assert time.monotonic() < limit, (
                         f"nothing was sent where it is silent: {self.job.story()}"
@@ -265,7 +265,7 @@ def _descriptors() -> int:
 
 
 def _nothing_left(job: Job, descriptors: int) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := job.left_over()) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left, f"processes are left: {left}"

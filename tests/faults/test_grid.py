@@ -33,6 +33,7 @@ def test_few_cells_cover_every_pair() -> None:
 
 
 @pytest.mark.parametrize("cell", FEW, ids=str)
+@pytest.mark.timing
 def test_a_fault_is_survived_or_told_in_time(cell: Cell) -> None:
     experiment.run(cell)
 
@@ -40,6 +41,7 @@ def test_a_fault_is_survived_or_told_in_time(cell: Cell) -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("cell", GRID, ids=str)
+@pytest.mark.timing
 def test_every_fault_is_survived_or_told_in_time(cell: Cell) -> None:
     experiment.run(cell)
 
@@ -47,6 +49,7 @@ def test_every_fault_is_survived_or_told_in_time(cell: Cell) -> None:
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", ["kill", "stop", "partition", "drop"])
+@pytest.mark.timing
 def test_on_16_hosts_ranks_hear_in_time_of_a_fault_that_only_7_of_them_see(fault: str) -> None:
     experiment.run(Cell("allreduce", fault, "tcp", 16))
 
@@ -57,6 +60,7 @@ def test_on_16_hosts_ranks_hear_in_time_of_a_fault_that_only_7_of_them_see(fault
 @pytest.mark.parametrize(
     "fault", ["kill", "stop", "partition", "drop", "reset", "shutdown", "mismatch", "slow"]
 )
+@pytest.mark.timing
 def test_ranks_whose_links_open_at_their_first_use_survive_a_fault_or_hear_of_it_in_time(
     operation: str, fault: str
 ) -> None:
@@ -69,5 +73,6 @@ def test_ranks_whose_links_open_at_their_first_use_survive_a_fault_or_hear_of_it
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.timing
 def test_a_rank_stopped_for_30_seconds_is_told_of_within_5_by_default(transport: str) -> None:
     experiment.run(Cell("allreduce", "stop", transport, 3), peer_timeout=5.0, stopped_for=30.0)

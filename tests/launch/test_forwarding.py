@@ -216,9 +216,9 @@ def test_the_status_is_that_of_the_first_failure_and_rank_and_host_are_named(hos
     began = time.monotonic()
     done = cluster.launched("-np", 4, "-H", "h1:2,h2:2", sys.executable, "fail.py", how)
     assert done.returncode == status, done.stderr
-    assert time.monotonic() - began < 15.0
+    assert time.monotonic() - began < 30.0
     assert re.search(r"^farandole: rank 2 on h2\b.*" + how, done.stderr, re.MULTILINE), done.stderr
-    cluster.until_quiet(2.0)
+    cluster.until_quiet(15.0)
 
 
 def test_a_program_that_is_not_there_is_named_with_its_host(hosts):
@@ -227,7 +227,7 @@ def test_a_program_that_is_not_there_is_named_with_its_host(hosts):
     done = cluster.launched("-np", 2, "-H", "h1:1,h2:1", "/run/job/program")
     assert done.returncode != 0
     assert "h2: cannot start /run/job/program: No such file or directory" in done.stderr
-    cluster.until_quiet(2.0)
+    cluster.until_quiet(15.0)
 
 
 READ = """

@@ -34,7 +34,7 @@ def test_two_hosts_of_two_ranks_are_one_world_and_leave_nothing(hosts):
         (3, "h2", 1, 1),
     ]
     assert all(word["right"] and word["size"] == 4 for word in words), words
-    cluster.until_quiet(5.0)
+    cluster.until_quiet(15.0)
 
 
 def test_a_host_that_refuses_is_named_in_sshs_words_and_nothing_starts(hosts):
@@ -47,8 +47,8 @@ def test_a_host_that_refuses_is_named_in_sshs_words_and_nothing_starts(hosts):
     assert done.returncode != 0
     assert "h2: ssh: connect to host h2 port 22: Connection refused" in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - began < 10.0
-    cluster.until_quiet(5.0)
+    assert time.monotonic() - began < 30.0
+    cluster.until_quiet(15.0)
     assert not any((host.root / "run/job/started").exists() for host in cluster.hosts.values())
 
 

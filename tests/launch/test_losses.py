@@ -82,6 +82,7 @@ def names(said, host, *ranks):
     return any(host in line or any(f"rank {rank}" in line for rank in ranks) for line in own)
 
 
+@pytest.mark.timing
 def test_a_host_that_dies_is_named_and_the_others_end(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster)
@@ -92,6 +93,7 @@ def test_a_host_that_dies_is_named_and_the_others_end(hosts):
     cluster.until_quiet(2 * PEER_TIMEOUT)
 
 
+@pytest.mark.timing
 def test_a_host_whose_processes_all_end_is_named_at_once(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster)
@@ -114,6 +116,7 @@ def test_a_network_that_is_cut_for_three_seconds_is_survived(hosts):
     assert {f"[{rank}]<stdout>:over {rank}" for rank in range(4)} <= set(running.lines)
 
 
+@pytest.mark.timing
 def test_a_network_that_is_cut_for_ever_ends_the_job_on_both_sides(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster)
@@ -124,6 +127,7 @@ def test_a_network_that_is_cut_for_ever_ends_the_job_on_both_sides(hosts):
     until_only_sshd(cluster, "h2")
 
 
+@pytest.mark.timing
 def test_a_cut_host_ends_its_workers(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster, program=IDLE)
@@ -134,6 +138,7 @@ def test_a_cut_host_ends_its_workers(hosts):
     until_only_sshd(cluster, "h2")
 
 
+@pytest.mark.timing
 def test_the_host_of_the_launcher_is_cut_off_from_all(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster)
@@ -166,6 +171,7 @@ def test_a_launcher_that_is_cut_off_for_less_than_the_peer_timeout_costs_nothing
     until_only_sshd(cluster, "h1", "h2")
 
 
+@pytest.mark.timing
 def test_an_agent_that_is_killed_takes_its_workers_along(hosts):
     cluster = hosts("h1", "h2")
     running = busy(cluster, program=IDLE)
@@ -208,8 +214,8 @@ def test_a_launcher_that_is_asked_to_end_ends_its_workers(hosts, number):
     cluster = hosts("h1", "h2")
     running = busy(cluster, program=IDLE)
     running.send(number)
-    assert running.wait(15.0) == 128 + number, running.output
-    cluster.until_quiet(2.0)
+    assert running.wait(30.0) == 128 + number, running.output
+    cluster.until_quiet(15.0)
 
 
 @contextmanager
@@ -235,9 +241,9 @@ def test_ctrl_c_asks_the_workers_of_all_hosts(hosts):
         )
         running.until(*(f"[{rank}]<stdout>:up {rank}" for rank in range(4)))
         os.write(near, b"\x03")
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+        assert running.wait(30.0) == 128 + signal.SIGINT, running.output
     assert {f"[{rank}]<stdout>:asked" for rank in range(4)} <= set(running.lines), running.output
-    cluster.until_quiet(2.0)
+    cluster.until_quiet(15.0)
 
 
 # They have heard that they shall end, and do not.
@@ -253,6 +259,7 @@ while True:
 """
 
 
+@pytest.mark.timing
 def test_a_second_ctrl_c_kills_at_once(hosts):
     cluster = hosts("h1", "h2")
     cluster.write("deaf.py", DEAF)
@@ -265,9 +272,9 @@ def test_a_second_ctrl_c_kills_at_once(hosts):
         running.until(*(f"[{rank}]<stdout>:heard" for rank in range(4)), limit=5.0)
         os.write(near, b"\x03")
         began = time.monotonic()
-        assert running.wait(15.0) == 128 + signal.SIGINT, running.output
+        assert running.wait(30.0) == 128 + signal.SIGINT, running.output
         assert time.monotonic() - began < 2.5, running.output
-    cluster.until_quiet(2.0)
+    cluster.until_quiet(15.0)
 
 
 def test_workers_that_do_not_end_when_asked_once_are_killed_in_the_end(hosts):
@@ -275,4 +282,4 @@ def test_workers_that_do_not_end_when_asked_once_are_killed_in_the_end(hosts):
     running = busy(cluster, program=DEAF)
     running.send(signal.SIGINT)
     assert running.wait(30.0) == 128 + signal.SIGINT, running.output
-    cluster.until_quiet(2.0)
+    cluster.until_quiet(15.0)

@@ -27,6 +27,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.timing
 def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
     cluster = hosts("h1", "h2")
     cluster["head"].write("train.py", SCRIPT)
@@ -61,9 +62,10 @@ def test_ranks_of_all_hosts_are_in_one_file(hosts, tmp_path):
         if event.get("name") == "process_name"
     }
     assert {re.sub(r"-\w+$", "", name) for name in names} >= {"rank 0 on h1", "rank 3 on h2"}, names
-    cluster.until_quiet(5.0)
+    cluster.until_quiet(15.0)
 
 
+@pytest.mark.timing
 def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
     cluster = hosts("h1", "h2")
     ranks = tmp_path / "ranks"
@@ -100,4 +102,4 @@ def test_clocks_of_hosts_are_aligned_within_the_stated_error(hosts, tmp_path):
     assert [row["clock_shift_us"] for row in rows[:2]] == [0, 0]
     for row in rows[2:]:
         assert abs(row["clock_shift_us"] + AHEAD) <= row["clock_error_us"] < 20_000, row
-    cluster.until_quiet(5.0)
+    cluster.until_quiet(15.0)

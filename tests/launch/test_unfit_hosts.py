@@ -15,18 +15,15 @@ from tests.launch.namespace_cluster import HOME
 pytestmark = pytest.mark.slow
 
 
-def refused(cluster, *arguments, limit=15.0, **env):
-    """Returns the message of a launcher that must fail in time without starting a worker."""
+def refused(cluster, *arguments, **env):
+    """Returns the message of a launcher that must fail without starting a worker."""
     cluster.write("start.py", "open('started', 'w').close()")
-    began = time.monotonic()
     names = ",".join(f"{name}:1" for name in cluster.hosts if name != "head")
     size = len(cluster.hosts) - 1
     done = cluster.launched("-np", size, "-H", names, *arguments, sys.executable, "start.py", **env)
-    took = time.monotonic() - began
     assert done.returncode != 0, done.stdout
-    assert took < limit, (took, done.stderr)
     assert "Traceback" not in done.stderr
-    cluster.until_quiet(5.0)
+    cluster.until_quiet(15.0)
     assert not any(
         (host.root / "run/job/started").exists() for host in cluster.hosts.values() if host.is_on
     )
@@ -41,12 +38,15 @@ def test_a_host_without_power(hosts):
     assert "h1: " not in said, said
 
 
+@pytest.mark.timing
 def test_hosts_are_checked_side_by_side_and_all_that_fail_are_named(hosts):
     cluster = hosts("h1", "h2", "h3", "h4")
     for name in ("h2", "h3", "h4"):
         cluster[name].power_off()
     # One after the other would be three times 4 s.
-    said = refused(cluster, "--start-timeout", 4, limit=9.0)
+    began = time.monotonic()
+    said = refused(cluster, "--start-timeout", 4)
+    assert time.monotonic() - began < 9.0, said
     for name in ("h2", "h3", "h4"):
         assert f"{name}: ssh: connect to host {name} port 22: " in said, said
 

@@ -152,7 +152,7 @@ def test_waiting_for_events_can_be_interrupted() -> None:
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             registrar.events(60.0)
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30.0
 
 
 def test_an_interrupted_agent_ends_its_worker_first(tmp_path: Any) -> None:

@@ -167,6 +167,7 @@ def test_ranks_of_hosts_that_take_no_connection_are_linked_through_the_drivers_p
     assert {address for word in told for address in word["listening"]} <= {"0100007F"}, said
 
 
+@pytest.mark.timing
 def test_the_death_of_a_rank_behind_the_relay_is_heard_within_a_second_or_so(tmp_path):
     told, said = islands(tmp_path, [[0], [1]], "--one-dies", FARANDOLE_DIAL_OUT="1")
     heard = [word for word in told if "heard" in word]

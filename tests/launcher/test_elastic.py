@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -133,10 +132,8 @@ def test_too_few_slots_end_the_job_in_time_with_what_there_is(
     launch: Start, train, tmp_path: Path
 ) -> None:
     hosts = Hosts(tmp_path, "localhost:2")
-    began = time.monotonic()
     run = launch("-np", 3, "--min-np", 3, "--elastic-timeout", 3, *hosts.flags, *train())
-    failed(run, "at least 3 workers", "localhost:2")
-    assert 3.0 < time.monotonic() - began < 30.0
+    failed(run, "timed out after 3.0s waiting for a world of at least 3 workers", "localhost:2")
 
 
 def test_too_few_slots_after_a_loss_end_the_job_and_name_the_loss(launch: Start, train) -> None:

@@ -159,6 +159,7 @@ def test_processes_that_end_while_there_is_no_launcher_have_ended_well(
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_processes_whose_launcher_stays_away_end_in_time(launch: Start, tmp_path: Path) -> None:
     job = Job(launch, tmp_path, "-np", 2, "--min-np", 2, "--registrar-timeout", 12)
     pids, agents = job.members(2), job.agents()
@@ -232,7 +233,7 @@ def test_workers_that_have_not_heard_that_the_job_is_over_hear_it_from_the_secon
         for pid in (agent, stopped):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-    until(lambda: not any(map(is_alive, [agent, stopped])), "the worker to end", 15.0)
+    until(lambda: not any(map(is_alive, [agent, stopped])), "the worker to end")
     failed(job.run, "timed out after 3.0s waiting for a world of at least 2 workers")
     assert not job.journal.exists()
 

@@ -117,6 +117,7 @@ def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
     return subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, **options)
 
 
+@pytest.mark.timing
 def test_the_command_writes_the_timeline_of_all_ranks_and_names_the_late_one(tmp_path):
     path = tmp_path / "trace.json"
     done = command("run", "-np", RANKS, "--timeline", path, sys.executable, "-c", SCRIPT)
@@ -130,6 +131,7 @@ def test_the_command_writes_the_timeline_of_all_ranks_and_names_the_late_one(tmp
     )
 
 
+@pytest.mark.timing
 def test_a_function_has_one_with_phases_of_its_own(tmp_path, capfd):
     path = tmp_path / "trace.json"
     assert farandole.run(steps, num_proc=RANKS, timeline=path) == list(range(RANKS))
@@ -145,6 +147,7 @@ def test_a_function_has_one_with_phases_of_its_own(tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_elastic_jobs_have_one(tmp_path, capfd):
     path = tmp_path / "trace.json"
     assert farandole.run(steps, num_proc=RANKS, min_num_proc=RANKS, timeline=path) == list(

@@ -115,6 +115,7 @@ def survive(victim):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.timing
 def test_a_killed_peer_is_an_error_at_every_survivor_within_a_second(fresh_world, size):
     results = fresh_world(size).run(survive, 1, tolerate=True)
     assert repr(results[1]) == "Died()"
@@ -204,6 +205,7 @@ def hold_the_interpreter():
     return time.monotonic() - started
 
 
+@pytest.mark.timing
 def test_the_engine_needs_no_interpreter_to_serve_its_peers(pair):
     waited, held = pair.run(hold_the_interpreter)
     assert held >= 2

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import farandole.torch as hvd
@@ -38,6 +39,7 @@ def idle(windows):
     return used
 
 
+@pytest.mark.timing
 def test_an_idle_world_wakes_seldom_and_uses_less_than_a_percent_of_a_core(pair):
     # What one wake-up costs depends on what else the machine does, so the count is the narrow
     # bound. It is about 17.

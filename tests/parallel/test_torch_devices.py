@@ -34,6 +34,7 @@ def late_sum(share, async_count):
     return elapsed, found, untouched, used
 
 
+@pytest.mark.timing
 def test_ranks_with_a_gpu_each_reduce_on_streams_and_the_host_waits_for_none(gpus):
     for rank, (elapsed, found, untouched, used) in enumerate(gpus.run(late_sum, False, 5)):
         assert found == [[1.0 + 2 * i] for i in range(5)]
@@ -315,6 +316,7 @@ def late_gathers():
     return elapsed, counts, splits.tolist(), used, gpu.count("rooms"), len(kept)
 
 
+@pytest.mark.timing
 def test_gathers_and_exchanges_go_by_nccl_and_the_host_waits_for_none(gpus):
     for rank, (elapsed, (gathered, received), splits, used, rooms, rows) in enumerate(
         gpus.run(late_gathers)

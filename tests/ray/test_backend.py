@@ -116,6 +116,7 @@ def test_two_jobs_that_do_not_fit_at_once_wait_for_each_other(resources):
     assert [len(one) for one in found] == [3, 3]
 
 
+@pytest.mark.timing
 def test_a_job_waits_for_another_of_its_process_longer_than_ray_may_take(resources):
     def long(seconds):
         time.sleep(seconds)

@@ -96,7 +96,7 @@ def test_an_exception_of_a_rank_comes_back_unchanged_and_no_rank_waits_for_it(ex
     started = time.monotonic()
     with pytest.raises(KeyError, match="of rank 1"):
         executor.run(one_fails)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 30
     assert executor.run(total, [1])[0][3] == [3.0] * 3, "the workers form another world"
 
 

@@ -109,6 +109,7 @@ def job(hosts, port, **extra):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.timing
 def test_an_allreduce_over_two_interfaces_takes_two_thirds_of_the_time_over_one():
     # A rank sends its input once, and each interface carries half of that.
     half = ROUNDS * LENGTH * 4 // 2

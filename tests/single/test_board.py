@@ -47,7 +47,7 @@ class Store:
 
     def write(self, name, data):
         self.asked.set()
-        self.open.wait(10)
+        self.open.wait(60)
         self._remote.write(name, data)
         self.written.append((name, data))
 
@@ -117,7 +117,7 @@ def test_it_has_parameters_steps_and_the_model(run):
             tracker.log_report(step(1, number, loss=1 / number))
         tracker.log_report(step(1, 4))  # too soon
         tracker.log_report({"kind": "epoch", "entry": {}})
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while (
             len(
                 points(run.steps, "step/loss")
@@ -161,7 +161,7 @@ def test_files_grow_from_fit_to_fit_and_a_failure_is_marked(run):
 def test_a_slow_store_does_not_delay_reports_and_the_end_writes_everything(run):
     run.store.open.clear()
     with run.tracker() as tracker:
-        assert run.store.asked.wait(10)
+        assert run.store.asked.wait(30)
         for epoch in range(3):
             run.now += 20
             tracker.log_report(step(epoch, 1))

@@ -248,6 +248,7 @@ def test_an_image_of_each_decoder_is_scaled_alike():
     assert Image(24, 32).decode([], "x").shape == (0, 3, 24, 32)
 
 
+@pytest.mark.timing
 def test_other_threads_run_while_images_are_decoded():
     blobs, how, call = [stored(picture(0, 600, 800), "jpeg")] * 100, Image(400), []
 

@@ -304,6 +304,7 @@ def test_a_request_that_cannot_be_is_refused(files):
         Dataset.open_url(str(files / "nowhere"))
 
 
+@pytest.mark.timing
 def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
     one = tmp_path / "one.parquet"
     pq.write_table(pa.table({"x": np.arange(500, dtype=np.float32)}), one)
@@ -327,6 +328,7 @@ def test_the_first_batch_does_not_wait_for_thousands_of_files(tmp_path):
     assert seconds[10_000] < 2 * seconds[100] + 0.05
 
 
+@pytest.mark.timing
 def test_a_directory_of_a_thousand_files_is_planned_in_a_second(tmp_path):
     pq.write_table(
         pa.table({f"c{n}": np.zeros(100, np.float32) for n in range(20)}), tmp_path / "one.parquet"

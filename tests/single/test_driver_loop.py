@@ -101,12 +101,12 @@ def test_an_agent_that_never_ends_does_not_hold_the_job_for_ever(monkeypatch):
 def test_an_agent_that_is_gone_without_a_result_is_not_waited_for_long():
     def attempt(pool, slot, task, number):
         pool.endings[task] = TaskOutcome(task, "h", rank=task, exit_code=1)
-        pool._stopped.wait(0 if number == 1 else 30)
+        pool._stopped.wait(0 if number == 1 else 60)
 
     began = time.monotonic()
     with pytest.raises(FarandoleJobError):
         run(FakeRegistrar(1), FakePool(1, attempt))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 def test_a_host_that_refuses_workers_does_not_end_a_job_whose_other_hosts_still_start():

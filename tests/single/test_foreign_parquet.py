@@ -175,6 +175,7 @@ def test_a_file_whose_columns_have_unequal_lengths_is_named(tmp_path):
         )
 
 
+@pytest.mark.timing
 def test_a_thousand_files_are_planned_in_a_second_and_once_for_all_ranks(tmp_path):
     table = pa.table({f"c{index}": np.arange(20.0) for index in range(10)})
     pq.write_table(table, tmp_path / "0.parquet")

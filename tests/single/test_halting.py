@@ -88,7 +88,7 @@ def test_a_fit_ends_within_an_epoch_returns_its_model_and_can_continue(tmp_path,
     }
     stopped = fit(tmp_path, linear(), epochs=3, **given)  # 20 s an epoch
     (entry,) = stopped.getHistory()
-    assert 0 < entry["steps"] < 500
+    assert 0 < entry["steps"] < 1000
     assert entry["rows"] == 2 * entry["steps"]
     assert "stopping, as asked for in the notebook" in shown.messages
     run = tmp_path / "runs/mine"
@@ -137,7 +137,7 @@ def test_a_fit_of_lightning_ends_within_an_epoch_and_validates(tmp_path, monkeyp
         store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
     ).fit_on_parquet()  # fmt: skip
     (entry,) = fitted.getHistory()  # an epoch takes 20 s
-    assert 0 < entry["rows"] < 1000
+    assert 0 < entry["rows"] < 2000
     assert entry["validation"]["loss"] > 0
 
 
@@ -162,7 +162,7 @@ def test_a_fit_of_keras_ends_after_the_epoch_under_way(tmp_path, monkeypatch):
         verbose=0,
         callbacks=[Slow()], store=LocalStore(str(tmp_path)), backend=LocalBackend(2, verbose=0),
     ).fit_on_parquet()  # fmt: skip
-    assert 0 < len(fitted.getHistory()["loss"]) < 100
+    assert 0 < len(fitted.getHistory()["loss"]) < 1000
     assert "stopping, as asked for in the notebook" in shown.messages
 
 
@@ -217,7 +217,7 @@ def test_a_request_of_an_earlier_fit_ends_nothing(remote, monkeypatch):
     time.sleep(0.1)
     assert not halt.should_stop_after_epoch(0)
     fit.request_stop()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not halt.should_stop_after_epoch(0):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -238,7 +238,7 @@ def sees_one_look(_state):
 
 def wait_for_their_end():
     for one in looking():
-        one.join(10)
+        one.join(30)
     assert looking() == []
 
 
@@ -334,7 +334,7 @@ def test_a_run_without_a_store_is_interrupted_instead(tmp_path):
     )
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes some time
         threading.Timer(0.05, stop.request_stop).start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             time.sleep(0.01)
 

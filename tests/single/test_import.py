@@ -35,6 +35,7 @@ print(len(os.listdir("/proc/self/task")), threading.active_count())
     assert python(code).split("\n")[:3] == ["[]", "1 1", "1 1"]
 
 
+@pytest.mark.timing
 def test_import_takes_at_most_ten_milliseconds():
     code = "import time; t = time.process_time(); import farandole; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(5)) <= 0.01
@@ -50,6 +51,7 @@ print(sorted(name for name in sys.modules.keys() - before if not name.startswith
     assert python(code) == "[]\n"
 
 
+@pytest.mark.timing
 def test_the_native_library_imports_under_sixty_milliseconds():
     code = (
         "import time; t = time.perf_counter(); import farandole._native; "

@@ -63,7 +63,7 @@ def test_a_run_is_recorded_from_its_start_to_its_end(remote, tmp_path):
         None, "mine", "TorchEstimator", {"lr": 0.1, "nan": float("nan")}, book
     ) as run:
         assert run.worker_variables() == {training.REPORTS_VARIABLE: "1"}
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not (tmp_path / "runs/mine/_record.json").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)

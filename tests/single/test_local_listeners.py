@@ -39,7 +39,7 @@ class CountingStop:
 
 
 def click(endpoint):
-    line = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=10.0)
+    line = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60.0)
     line.request("POST", f"{endpoint.path}stop")
     status = line.getresponse().status
     line.close()
@@ -47,24 +47,29 @@ def click(endpoint):
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /", b"POST / HTTP/1.1\r\nHost: x\r\n"])
-def test_connections_that_say_nothing_keep_no_click_of_the_stop_button_out(sent):
+def test_connections_that_say_nothing_keep_no_click_of_the_stop_button_out(monkeypatch, sent):
+    create = stop_button._create_handler
+    # A click that waited until a silent connection is closed for its silence would not come.
+    monkeypatch.setattr(
+        stop_button,
+        "_create_handler",
+        lambda actions: type("Patient", (create(actions),), {"timeout": 600.0}),
+    )
     stop = CountingStop()
     endpoint = stop_button.StopEndpoint(stop)
     before = threading.active_count()
     crowd = []
     try:
         for number in range(150):
-            line = socket.create_connection(("127.0.0.1", endpoint.port), 10.0)
+            line = socket.create_connection(("127.0.0.1", endpoint.port), 60.0)
             line.sendall(sent)
             crowd.append(line)
             if number % 50 == 0:
                 assert click(endpoint) == 204
-        began = time.monotonic()
         assert click(endpoint) == 204
-        assert time.monotonic() - began < 5.0
         assert stop.clicks == 4
         allowed = before + stop_button._MAX_STOP_CONNECTIONS + 4
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 30.0
         while threading.active_count() > allowed and time.monotonic() < deadline:
             time.sleep(0.05)
         assert threading.active_count() <= allowed

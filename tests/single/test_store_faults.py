@@ -155,7 +155,7 @@ def test_a_store_that_says_no_is_asked_once(faults):
     assert isinstance(absent["read"], FileNotFoundError)
     assert "s3://bucket/404/a b.txt" in str(absent["read"])
     assert asked.count("403") == asked.count("404") == 2
-    assert seconds < 20
+    assert seconds < 30
 
 
 def test_an_answer_that_breaks_off_is_an_error(faults):
@@ -226,7 +226,7 @@ def test_a_process_whose_store_is_gone_ends_all_the_same(tmp_path, way):
         # The service is named, and nothing else is said.
         for line in done.stderr.splitlines():
             assert re.search("WARNING farandole.*s3://bucket", line), done.stderr
-        assert ended - float((tmp_path / "begun").read_text()) < 10, (
+        assert ended - float((tmp_path / "begun").read_text()) < 30, (
             "two seconds, and what a busy machine adds"
         )
         assert way == "refused" or server.asked, "it was tried"

@@ -111,4 +111,4 @@ def test_a_store_that_never_comes_back_does_not_hold_the_task_for_ever(monkeypat
     began = time.monotonic()
     spill = FailingSpill(range(10**9), is_written=False)
     assert record(spill, [[event("exit", task=0, rank=0, exit_code=0)]]) == []
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30

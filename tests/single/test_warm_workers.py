@@ -85,6 +85,7 @@ def begun():
     return time.time(), "torch" in sys.modules, os.getpid()
 
 
+@pytest.mark.timing
 def test_workers_come_with_torch_in_milliseconds_and_one_server_serves_them_all():
     backend = LocalBackend(2, verbose=0)
     backend.run(begun)
@@ -139,6 +140,7 @@ def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler(tmp_p
     assert (done.returncode, done.stdout) == (0, "[False]\n"), done.stderr
 
 
+@pytest.mark.timing
 def test_a_workers_whole_life_takes_a_tenth_of_a_second_or_the_time_of_a_few_interpreters(tmp_path):
     LocalBackend(1, verbose=0).run(begun)
     cold = [sys.executable, "-m", "farandole.runner.worker"]

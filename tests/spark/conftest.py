@@ -130,7 +130,7 @@ class Pids:
             time.sleep(0.01)
         return self.seen()
 
-    def gone(self, count: int, limit: float = 5.0) -> bool:
+    def gone(self, count: int, limit: float = 30.0) -> bool:
         """Returns whether the workers, so many of them, are gone within the limit."""
         assert len(self.seen()) == count
         deadline = time.monotonic() + limit

@@ -85,7 +85,7 @@ def test_a_killed_worker_fails_the_fit_at_once_and_the_next_fit_works(frame, tmp
         estimator(tmp_path, model_that(linger), epochs=1_000).fit(frame)
     assert killed, f"failed before it was to: {raised.value}"
     thread.join()
-    assert time.monotonic() - killed[0] < 5
+    assert time.monotonic() - killed[0] < 30
     assert (raised.value.rank, raised.value.signal_name) == (1, "SIGKILL")
     assert "rank 1 was here" in str(raised.value)
     assert pids.gone(2)

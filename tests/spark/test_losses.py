@@ -12,6 +12,7 @@ from tests.spark.deployments import KILLS, PATIENCE, drive, driver
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(250 * PATIENCE)]
 
 
+@pytest.mark.timing
 def test_workers_of_a_killed_executors_gang_end_in_five_seconds_and_the_user_sees_why(
     tmp_path, pids
 ):
@@ -45,6 +46,7 @@ spark.stop()
 
 
 @pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,1024]"])
+@pytest.mark.timing
 def test_a_killed_driver_leaves_no_worker_for_five_seconds(master, tmp_path, pids):
     body = f"""
 folder = {pids.folder!r}

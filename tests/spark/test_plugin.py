@@ -420,6 +420,7 @@ print(json.dumps([before, after]))
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_decommissioned_executor_is_an_event_of_the_run_within_a_second(tmp_path):
     body = """
 spark = plugged("local-cluster[2,1,1024]", decommission_enabled="true")

@@ -261,7 +261,7 @@ def test_an_interrupt_ends_the_job_and_the_place_is_used_again(spark, store, tmp
     with pytest.raises(KeyboardInterrupt):
         prepared(store, slow)
     running = spark.sparkContext.statusTracker().getActiveStageIds
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while running() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not running()

@@ -21,6 +21,7 @@ from farandole.stores.run_names import SPILL_DIRECTORY
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120, func_only=True)]
 
 
+@pytest.mark.timing
 def test_a_trivial_function_on_two_tasks_of_a_warm_session_takes_a_second_and_a_half(spark):
     farandole.spark.run(lambda: None, num_proc=2)
     times = []
@@ -147,6 +148,7 @@ def flood(megabytes, done=None):
     return seconds
 
 
+@pytest.mark.timing
 def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
     out = Counter()
     before = _memory()
@@ -163,6 +165,7 @@ def test_a_flood_of_output_comes_whole_in_order_and_at_the_drivers_pace():
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_driver_that_reads_nothing_delays_training_for_seconds_then_lines_are_dropped(
     capsys, tmp_path
 ):

@@ -78,6 +78,7 @@ def test_driver_and_ranks_meet_by_ipv6_alone(monkeypatch):
         assert total == 2.0
 
 
+@pytest.mark.timing
 def test_a_driver_that_no_task_can_reach_is_said_with_every_address_and_its_reason(tmp_path):
     # Tasks of a local master always call the loopback.
     body = """

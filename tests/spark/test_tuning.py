@@ -73,11 +73,11 @@ def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spar
         from farandole.spark import task
 
         task.report({"here": 1})
-        time.sleep(60)
+        time.sleep(120)
 
     def stop(_rank, _record):
         begun.set()
-        over.wait(20)
+        over.wait(60)
         raise InterruptedError
 
     def hold():
@@ -91,7 +91,7 @@ def test_a_given_start_timeout_bounds_the_wait_for_the_slots_of_another_job(spar
     for start in (farandole.spark.run, farandole.spark.run_elastic):
         with pytest.raises(TimeoutError, match="1 jobs hold"):
             start(rank_in_world, num_proc=size, start_timeout=1)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     over.set()
     holder.join(60)
     assert not holder.is_alive()

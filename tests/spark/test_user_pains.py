@@ -77,7 +77,7 @@ def test_15_ten_minutes_of_waiting_and_then_timed_out(spark):
         ValueError, match=r"num_proc=12 needs 12 task slots at the same time, but .* has 2"
     ):
         farandole.spark.run(lambda: None, num_proc=12)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_16_http_request_failed_as_executors_grow_past_a_dozen():

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -69,16 +68,14 @@ import cloudpickle, tests.spark.test_warm_tasks as module
 cloudpickle.register_pickle_by_value(module)
 spark = session("local-cluster[2,1,1024]", executor_cores="1")
 first = farandole.spark.run(begun, num_proc=2, warm=True)
-began = time.monotonic()
 second = farandole.spark.run(begun, num_proc=2, warm=True)
-print(f"second {time.monotonic() - began:.2f} s")
 assert all(had for had, _, _ in first + second), (first, second)
 owners, servers = ({line[place] for line in first + second} for place in (1, 2))
 assert len(owners) == len(servers) == 2, (first, second)
 for owner in owners:
     assert b"CoarseGrainedExecutorBackend" in pathlib.Path(f"/proc/{owner}/cmdline").read_bytes()
     os.kill(owner, signal.SIGKILL)
-deadline = time.monotonic() + 5
+deadline = time.monotonic() + 30
 while not all(map(is_gone, servers)):
     assert time.monotonic() < deadline, servers
     time.sleep(0.05)
@@ -86,5 +83,4 @@ print("gone")
 spark.stop()
 """
     done = drive(body, tmp_path, 150, PYTHONPATH=str(Path(__file__).parents[2]))
-    assert re.search(r"second [\d.]+ s", done.stdout), done.stderr[-3000:]
-    assert "gone" in done.stdout
+    assert "gone" in done.stdout, done.stderr[-3000:]

@@ -170,7 +170,7 @@ def test_every_operation_goes_on_after_half_a_minute(service, trouble):
 def test_a_lasting_outage_ends_in_an_error_that_names_file_and_setting(service, trouble):
     open_store, proxy = service
     store = open_store(1)
-    proxy.begin(trouble, 20.0)
+    proxy.begin(trouble, 60.0)
     attempts = {
         "read": lambda: store.read("x"),
         "read x": lambda: store.read_range("x", 0, 1),
@@ -188,13 +188,13 @@ def test_a_lasting_outage_ends_in_an_error_that_names_file_and_setting(service, 
         words = "(copy|look up)" if action == "copy" else action.removesuffix(" x")
         with pytest.raises(OSError, match=f"cannot {words} ") as told:
             attempts[action]()
-        return str(told.value), time.monotonic() - started
+        assert 1 <= time.monotonic() - started < 30
+        return str(told.value)
 
     with ThreadPoolExecutor(len(attempts)) as pool:
-        for text, seconds in pool.map(fail, attempts):
+        for text in pool.map(fail, attempts):
             assert f"{store.url}/x" in text
             assert "FARANDOLE_STORE_TIMEOUT" in text
-            assert 1 <= seconds < 10
 
 
 def test_a_wait_is_logged_when_it_begins_and_when_it_ends(service, caplog):
@@ -205,7 +205,7 @@ def test_a_wait_is_logged_when_it_begins_and_when_it_ends(service, caplog):
     proxy.begin("busy", 2.0)
     with caplog.at_level(logging.WARNING, logger="farandole"):
         assert store.read("x") == b"1"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while "no operation waits" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.05)
     service_url = store.url.rsplit("/", 1)[0]
@@ -234,7 +234,7 @@ def test_a_connection_that_takes_no_more_of_an_upload_is_given_up(service, answe
         proxy.begin(trouble, 60, limit=1)
         started = time.monotonic()
         store.write("x", LARGE[:size])
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         assert proxy.hits > 0
 
 

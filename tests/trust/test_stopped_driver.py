@@ -148,6 +148,7 @@ def check(ended: Ended, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["local", "command"])
+@pytest.mark.timing
 def test_a_driver_that_was_stopped_for_six_seconds_loses_nothing(tmp_path, kind):
     check(stopped(tmp_path, kind, 6.0), 6.0)
 
@@ -155,6 +156,7 @@ def test_a_driver_that_was_stopped_for_six_seconds_loses_nothing(tmp_path, kind)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "command", "spark"])
 @pytest.mark.parametrize("seconds", [4.0, 12.0, 60.0])
+@pytest.mark.timing
 def test_a_driver_that_was_stopped_for_long_loses_nothing(tmp_path, kind, seconds):
     check(stopped(tmp_path, kind, seconds), seconds)
 

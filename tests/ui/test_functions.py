@@ -289,7 +289,8 @@ def test_a_notebook_gets_a_link_and_not_a_path_on_stderr(tmp_path, monkeypatch, 
 def test_a_stall_is_an_event_of_the_run(tmp_path):
     import farandole
 
-    def late():
+    def late(runs):
+        """Rank 1 comes when the run has the event."""
         import time
 
         import numpy as np
@@ -298,10 +299,21 @@ def test_a_stall_is_an_event_of_the_run(tmp_path):
 
         hvd.init()
         hvd.barrier()
-        time.sleep(4.0 * hvd.rank())
+        end = time.monotonic() + 60
+        while hvd.rank() and not any(
+            "others wait for rank 1" in record.read_text() for record in runs.glob("*/_record.json")
+        ):
+            assert time.monotonic() < end
+            time.sleep(0.05)
         hvd.allreduce(np.ones(2), name="late")
 
-    farandole.run(late, num_proc=2, ui=tmp_path, env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "1"})
+    farandole.run(
+        late,
+        (tmp_path / "runs",),
+        num_proc=2,
+        ui=tmp_path,
+        env={"FARANDOLE_STALL_CHECK_TIME_SECONDS": "1"},
+    )
     reasons = [
         event["reason"]
         for event in read_only_record(tmp_path)["events"]

@@ -322,6 +322,7 @@ def test_a_page_behind_a_proxy_with_a_prefix_works(page, shown, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_thousand_runs_load_within_a_second(page, shown, tmp_path):
     for number in range(1000):
         write_run(tmp_path, f"run-{number:04d}", epochs=30, quality=1 + number % 7, started=number)
@@ -355,6 +356,7 @@ def test_a_thousand_runs_load_within_a_second(page, shown, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timing
 def test_a_million_points_are_drawn(page, shown, tmp_path):
     directory = write_run(tmp_path, "long", epochs=1)
     line = '{"epoch": %d, "train": {"loss": %.6f, "all_metrics": []}, "seconds": 0.1, "rows": 10}\n'

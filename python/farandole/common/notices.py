@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from farandole import _variables as variables
 from farandole._native import engine
 from farandole._native.settings import read_setting
-from farandole.common.exceptions import FarandoleInternalError
+from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleInternalError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_LEAVE_REPORT_TIMEOUT = 2.0
-"""Seconds that telling the registrar of a leave may take."""
+_LEAVE_ATTEMPT_SECONDS = 2.0
+"""Seconds of one attempt to tell the registrar of a leave. Between two attempts, a second signal
+ends the process.
+"""
+_LEAVE_REPORT_SECONDS = 20.0
+"""Seconds that all attempts may take together. On a machine that other processes keep busy, a
+registrar that lives may not answer for seconds.
+"""
+_LEAVE_RETRY_SECONDS = 0.2
+"""Seconds between two attempts, of which one may be refused at once."""
 
 NOTICE_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGPWR") if hasattr(signal, name)
@@ -50,8 +59,17 @@ def leave(reason: str = "its script has said so") -> bool:
 
     Raises:
         FarandoleInternalError: The job is over.
+        FarandoleEnvironmentError: The registrar does not answer.
     """
-    return engine.announce_leave(reason, _LEAVE_REPORT_TIMEOUT)
+    end = time.monotonic() + _LEAVE_REPORT_SECONDS
+    while True:
+        try:
+            return engine.announce_leave(reason, _LEAVE_ATTEMPT_SECONDS)
+        except FarandoleEnvironmentError:
+            # An answer that was lost does no harm: the registrar counts the first announcement.
+            if time.monotonic() >= end:
+                raise
+        time.sleep(_LEAVE_RETRY_SECONDS)
 
 
 @contextlib.contextmanager
