@@ -343,6 +343,10 @@ impl ElasticMembership {
                     self.hosts.block_new_workers(now, &worker.host);
                 }
                 self.dismiss_worker(now, task, reason);
+                if let Some(worker) = self.workers.get_mut(&task) {
+                    // It leaves also if it was dismissed for its slot and the slot comes back.
+                    worker.lacks_slot = false;
+                }
             }
             MembershipInput::Abort { reason } => {
                 self.abort_job(reason, None, &mut decisions);

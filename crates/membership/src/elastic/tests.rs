@@ -262,15 +262,24 @@ fn a_worker_at_work_stays_if_its_slot_is_back_before_it_leaves() {
 
 #[test]
 fn a_worker_that_leaves_by_itself_does_not_stay_for_a_slot() {
-    let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
-    job.all_ready();
-    job.say(MembershipInput::Leaves { task: TaskId(3), reason: "decommissioned".to_owned() });
-    job.hosts(&[("a", 2)]);
-    job.hosts(&[("a", 2), ("b", 2)]);
-    for task in 0..4 {
-        job.ready(task, 1, &[]);
+    for steps_before_it_leaves in 0..3 {
+        let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
+        job.all_ready();
+        for (step, hosts) in [&[("a", 2)][..], &[("a", 2), ("b", 2)], &[("a", 2), ("b", 2)]]
+            .into_iter()
+            .enumerate()
+        {
+            if step == steps_before_it_leaves {
+                let reason = "decommissioned".to_owned();
+                job.say(MembershipInput::Leaves { task: TaskId(3), reason });
+            }
+            job.hosts(hosts);
+        }
+        for task in 0..4 {
+            job.ready(task, 1, &[]);
+        }
+        assert_eq!(job.world(), [0, 1, 2], "after {steps_before_it_leaves} steps");
     }
-    assert_eq!(job.world(), [0, 1, 2]);
 }
 
 #[test]
