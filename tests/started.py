@@ -98,9 +98,10 @@ def together(
     environments: Sequence[Mapping[str, str]],
     code: str | Path = SUM,
     prefixes: Sequence[Sequence[str]] | None = None,
+    arguments: Sequence[str] = (),
 ) -> list[Ended]:
     """Runs one process for each environment at the same time, to their ends; with a command
-    before each, if given.
+    before each, if given, and the same arguments for all.
     """
     with tempfile.TemporaryDirectory(prefix="farandole-started-") as folder:
         files = [
@@ -115,7 +116,7 @@ def together(
                 with out.open("wb") as output, err.open("wb") as errors:
                     running.append(
                         subprocess.Popen(
-                            [*prefix, *script(code)],
+                            [*prefix, *script(code), *arguments],
                             env=environment(extra),
                             stdin=subprocess.DEVNULL,
                             stdout=output,
