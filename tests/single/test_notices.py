@@ -9,30 +9,15 @@ import signal
 import subprocess
 import sys
 
-SCRIPT = """
-import os, signal, sys, time
-from farandole.common import notices
+from tests.programs import program_path
 
-def leave(reason):
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    print("told:", reason, flush=True)
-    if sys.argv[1] == "again":
-        os.kill(os.getpid(), signal.SIGTERM)
-    print("registered", flush=True)
-
-notices.leave = leave
-with notices.handle_notice_signals():
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    print("goes on", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
+SCRIPT = program_path(__file__, "signal_twice")
 
 
 def ended(how: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "FARANDOLE_ELASTIC": "1"}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, how],
+        [sys.executable, SCRIPT, how],
         capture_output=True,
         text=True,
         timeout=60,
