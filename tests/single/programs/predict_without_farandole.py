@@ -7,7 +7,7 @@ import sys
 
 
 class Missing:
-    def find_spec(self, name, path=None, target=None):  # noqa: ARG002, names of importlib
+    def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "farandole":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
