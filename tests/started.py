@@ -84,9 +84,9 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**own, "OMP_NUM_THREADS": "1", "FARANDOLE_START_TIMEOUT": "60", **(extra or {})}
 
 
-def script(code: str) -> list[str]:
-    """A command that runs these lines."""
-    return [sys.executable, "-c", code]
+def script(code: str | Path) -> list[str]:
+    """A command that runs these lines, or the program at this path."""
+    return [sys.executable, str(code)] if isinstance(code, Path) else [sys.executable, "-c", code]
 
 
 def on_host(name: str) -> list[str]:
@@ -96,11 +96,12 @@ def on_host(name: str) -> list[str]:
 
 def together(
     environments: Sequence[Mapping[str, str]],
-    code: str = SUM,
+    code: str | Path = SUM,
     prefixes: Sequence[Sequence[str]] | None = None,
+    arguments: Sequence[str] = (),
 ) -> list[Ended]:
     """Runs one process for each environment at the same time, to their ends; with a command
-    before each, if given.
+    before each, if given, and the same arguments for all.
     """
     with tempfile.TemporaryDirectory(prefix="farandole-started-") as folder:
         files = [
@@ -115,7 +116,7 @@ def together(
                 with out.open("wb") as output, err.open("wb") as errors:
                     running.append(
                         subprocess.Popen(
-                            [*prefix, *script(code)],
+                            [*prefix, *script(code), *arguments],
                             env=environment(extra),
                             stdin=subprocess.DEVNULL,
                             stdout=output,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.launcher.conftest import is_alive, until
 from tests.launcher.elastic import QUICK, SLOW, TRAIN, Hosts, finish, members, own
+from tests.programs import program_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,24 +42,11 @@ def program(tmp_path: Path) -> Write:
 
 
 # In a job of fixed size a failure is an exception, which a script may answer.
-ANSWERS = """
-import os, signal, sys, time
-import farandole.torch as hvd
-import torch
-hvd.init()
-print(f"pid {os.getpid()}", flush=True)
-try:
-    while True:
-        hvd.allreduce(torch.ones(8), name="x")
-        time.sleep(0.01)
-except hvd.HorovodInternalError as error:
-    print(f"answered {error}", flush=True)
-    sys.exit(3)
-"""
+ANSWERS = program_path(__file__, "answer_lost_rank")
 
 
 def test_19_killing_one_worker_aborts_all(launch: Start, program: Write) -> None:
-    run = launch("-np", 3, *program(ANSWERS))
+    run = launch("-np", 3, sys.executable, ANSWERS)
     until(lambda: len(run.pids()) == 3, "three ranks")
     victim = next(line.split()[-1] for line in run.lines() if line.startswith("[1]<stdout>:pid "))
     os.kill(int(victim), signal.SIGKILL)
@@ -157,42 +145,7 @@ def test_22_one_worker_that_ends_well_ends_the_job_as_a_success(
 
 
 # Every step's samples are written to a file of the process, once the step is finished on all ranks.
-SAMPLES = """
-import json, os, time
-import torch
-import farandole.torch as hvd
-
-EPOCHS, BATCH = 3, 4
-hvd.init()
-model = torch.nn.Linear(1, 1)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01),
-    model.named_parameters())
-sampler = hvd.elastic.ElasticSampler(range(360), shuffle=True)
-note = open(f"samples-{os.getpid()}", "a", buffering=1)
-
-@hvd.elastic.run
-def train(state):
-    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()} from {min(state.epoch, 1)}",
-        flush=True)
-    while state.epoch < EPOCHS:
-        indices = list(sampler)
-        for number in range(0, len(indices), BATCH):
-            batch = indices[number : number + BATCH]
-            optimizer.zero_grad()
-            model(torch.tensor(batch).view(-1, 1) / 360.0).sum().backward()
-            optimizer.step()
-            sampler.record_batch(number // BATCH, BATCH)
-            note.write(json.dumps([state.epoch, batch]) + chr(10))
-            time.sleep(0.02)
-            # Between two commits, which are rare.
-            state.check_host_updates()
-        state.epoch += 1
-        sampler.set_epoch(state.epoch)
-        state.commit()
-    print(f"over {hvd.size()}", flush=True)
-
-train(hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0))
-"""
+SAMPLES = program_path(__file__, "write_samples")
 
 
 def test_23_samples_are_repeated_after_a_graceful_scale_down(
@@ -200,7 +153,7 @@ def test_23_samples_are_repeated_after_a_graceful_scale_down(
 ) -> None:
     hosts = Hosts(tmp_path, "localhost:3")
     run = launch(
-        "-np", 3, "--min-np", 1, *hosts.flags, *program(SAMPLES), env={"OMP_NUM_THREADS": "1"}
+        "-np", 3, "--min-np", 1, *hosts.flags, sys.executable, SAMPLES, env={"OMP_NUM_THREADS": "1"}
     )
     members(run, 3)
     hosts.are("localhost:2")
@@ -246,40 +199,7 @@ def test_24_a_host_that_failed_for_a_moment_never_comes_back(
 
 # Two sets of two ranks, and one that is added later. Each rank says what its sets are in every
 # world.
-SETS = """
-import os, sys, time
-import numpy as np
-import farandole.numpy as hvd
-from farandole.common.elastic import ObjectState, leave_and_join, run_fn
-
-even, odd = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 3])
-os.environ["FARANDOLE_DYNAMIC_PROCESS_SETS"] = "1"
-hvd.init(process_sets=[even, odd])
-
-def describe_set(process_set):
-    if process_set.process_set_id is None:
-        return "gone"
-    inside = process_set.included() and int(hvd.allreduce(np.ones(1), op=hvd.Sum,
-        process_set=process_set)[0])
-    return f"{process_set.ranks}:{inside or 0}".replace(" ", "")
-
-def train(state):
-    # Those of the world before are what they were: only the first world makes this one.
-    low = hvd.add_process_set([0, 1]) if hvd.size() == 4 and state.step == 0 else None
-    if low is not None:
-        state.low = low
-        state.commit()
-    print(f"world {hvd.size()} rank {hvd.rank()} pid {os.getpid()}", flush=True)
-    texts = " ".join(describe_set(one) for one in (even, odd, state.low))
-    print(f"sets {hvd.size()} {hvd.rank()} {texts}", flush=True)
-    while not hvd.allreduce(np.array([float(os.path.exists("enough"))]), op=hvd.Max)[0]:
-        state.step += 1
-        time.sleep(0.02)
-        state.commit()
-    print(f"over {hvd.size()}", flush=True)
-
-run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0, low=None))
-"""
+SETS = program_path(__file__, "describe_process_sets")
 
 
 def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
@@ -304,7 +224,7 @@ def told_sets(run: Launch, size: int, worlds: int = 1) -> dict[int, list[str]]:
 
 
 def test_25_elastic_training_with_process_sets_fails(launch: Start, program: Write) -> None:
-    run = launch("-np", 4, "--min-np", 2, *QUICK, *program(SETS))
+    run = launch("-np", 4, "--min-np", 2, *QUICK, sys.executable, SETS)
     before = members(run, 4)
     assert told_sets(run, 4) == {
         0: ["[0,2]:2", "[1,3]:0", "[0,1]:2"],
@@ -342,7 +262,7 @@ def test_25_elastic_training_with_process_sets_fails(launch: Start, program: Wri
 def test_26_a_dead_peer_leaves_the_others_spinning_for_ever_in_a_job_of_fixed_size(
     launch: Start, program: Write
 ) -> None:
-    run = launch("-np", 3, "--peer-timeout", 2, *program(ANSWERS))
+    run = launch("-np", 3, "--peer-timeout", 2, sys.executable, ANSWERS)
     until(lambda: len(run.pids()) == 3, "three ranks")
     victim = int(
         next(line.split()[-1] for line in run.lines() if line.startswith("[1]<stdout>:pid "))

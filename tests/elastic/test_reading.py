@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from tests.launcher.conftest import is_alive, until
 from tests.launcher.elastic import own
+from tests.programs import program_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,99 +36,9 @@ if TYPE_CHECKING:
 # Processes start slowly on a machine that is busy with other tests.
 PATIENCE = 150
 ROWS, EPOCHS, KILLS = 997, 6, 5
-BEGIN = f"""
-import json, os, sys, time
-import torch
-import farandole.torch as hvd
-from farandole.common import basics
-from farandole.data import ParquetLoader
-
-EPOCHS, ROWS = {EPOCHS}, {ROWS}
-torch.set_num_threads(1)
-model = torch.nn.ParameterList([torch.zeros(EPOCHS, ROWS)])
-counts = model[0]
-def print_pid():
-    print(f"pid {{os.getpid()}} of {{hvd.size()}}", flush=True)
-basics.call_on_each_init(print_pid)
-hvd.init()
-loader = ParquetLoader(sys.argv[1], batch_size=4, framework="torch", seed=3)
-plain = torch.optim.SGD(model.parameters(), lr=1.0)
-named = [("counts", counts)]
-
-def loss(epoch, batch):
-    # Workers that are started in the place of lost ones come before the others have finished.
-    time.sleep(0.01 if hvd.size() >= 3 else 0.1)
-    return -counts[epoch, batch["row"]].sum()
-
-def end():
-    print("result " + json.dumps(counts.tolist()), flush=True)
-"""
-STATE = (
-    BEGIN
-    + """
-optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, op=hvd.Sum)
-
-@hvd.elastic.run
-def train(state):
-    while loader.epoch < EPOCHS:
-        epoch = loader.epoch
-        for batch in loader:
-            optimizer.zero_grad()
-            loss(epoch, batch).backward()
-            optimizer.step()
-            state.step += 1
-            if state.step % 3 == 0:
-                state.commit()
-
-train(hvd.elastic.TorchState(model=model, optimizer=optimizer, reader=loader, step=0))
-end()
-"""
-)
-TOLERANT = (
-    BEGIN
-    + """
-optimizer = hvd.DistributedOptimizer(plain, named_parameters=named, op=hvd.Sum, fault_tolerant=True)
-optimizer.share(reader=loader)
-while loader.epoch < EPOCHS:
-    epoch = loader.epoch
-    for batch in loader:
-        optimizer.zero_grad()
-        loss(epoch, batch).backward()
-        optimizer.step()
-end()
-"""
-)
-DDP = (
-    BEGIN
-    + """
-import torch.distributed as dist
-from farandole.torch.distributed import FaultTolerantDataParallel
-
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.counts = counts
-        self.present = torch.nn.Parameter(torch.zeros(1 << 16))
-
-    def forward(self, epoch, batch):
-        return loss(epoch, batch) + self.present[os.getpid() % (1 << 16)]
-
-network = Network()
-plain = torch.optim.SGD(network.parameters(), lr=1.0)
-dist.init_process_group("farandole")
-ddp = FaultTolerantDataParallel(network, plain)
-ddp.share(reader=loader)
-while loader.epoch < EPOCHS:
-    epoch = loader.epoch
-    for batch in loader:
-        plain.zero_grad()
-        ddp(epoch, batch).backward()
-        # DDP averages: the part of one rank tells how many took part.
-        counts.grad.div_(network.present.grad.max()).round_()
-        plain.step()
-end()
-"""
-)
+STATE = program_path(__file__, "read_with_state")
+TOLERANT = program_path(__file__, "read_tolerant")
+DDP = program_path(__file__, "read_tolerant_ddp")
 
 
 @pytest.fixture
@@ -188,12 +99,10 @@ def disturb(run: Launch, seed: int) -> int:
     ids=["state", "fault-tolerant", "fault-tolerant-ddp"],
 )
 def test_each_row_of_each_epoch_counts_once(
-    launch: Start, tmp_path: Path, data: Path, script: str, seed: int
+    launch: Start, data: Path, script: Path, seed: int
 ) -> None:
-    path = tmp_path / "train.py"
-    path.write_text(script)
     flags = ("-np", 4, "--min-np", 1, "--blacklist-cooldown-range", 1, 1)
-    run = launch(*flags, sys.executable, path, data, env={"OMP_NUM_THREADS": "1"})
+    run = launch(*flags, sys.executable, script, data, EPOCHS, ROWS, env={"OMP_NUM_THREADS": "1"})
     done = disturb(run, seed)
     until(lambda: run.process.poll() is not None, "its end", PATIENCE)
     assert run.wait() == 0, run.err.read_text()

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.programs import program_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,55 +23,14 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
-SCRIPT = """
-import os, signal, sys, time
-import torch
-import farandole.torch as hvd
-from farandole.stores.remote_store import RemoteStore
-
-write = RemoteStore.write_checkpoint
-
-def write_and_print(*arguments):
-    print(f"written by {hvd.rank()}", flush=True)
-    write(*arguments)
-
-RemoteStore.write_checkpoint = write_and_print
-torch.set_num_threads(1)
-model = torch.nn.Linear(1, 1, bias=False)
-torch.nn.init.zeros_(model.weight)
-hvd.init()
-optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-state = hvd.elastic.TorchState(model, optimizer, step=0)
-state.save_to(sys.argv[1], "job", every=2)
-
-@hvd.elastic.run
-def train(state):
-    print(f"begins at {state.step} of {hvd.size()}", flush=True)
-    while state.step < 40:
-        optimizer.zero_grad()
-        (-model(torch.ones(1, 1))).sum().backward()
-        optimizer.step()
-        state.step += 1
-        state.commit()
-        time.sleep(0.02)
-        if state.step == 20 and not os.path.exists(f"killed-{hvd.rank()}"):
-            open(f"killed-{hvd.rank()}", "w").close()
-            while not (os.path.exists("killed-0") and os.path.exists("killed-1")):
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(state)
-print(f"ends with {model.weight.item():g} on {hvd.size()}", flush=True)
-"""
+SCRIPT = program_path(__file__, "commit_to_store")
 
 
 def test_new_processes_continue_from_the_store_when_all_are_killed(
     launch: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     flags = ("-np", 2, "--min-np", 2, "--blacklist-cooldown-range", 1, 2)
-    run = launch(*flags, sys.executable, tmp_path / "script.py", tmp_path / "store")
+    run = launch(*flags, sys.executable, SCRIPT, tmp_path / "store")
     assert run.process.wait(300) == 0, run.err.read_text()
     output = run.out.read_text()
     assert sorted((run.out.parent).glob("killed-*")), output

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.launch.namespace_cluster import LIMIT, NamespaceCluster, missing
 from tests.needs import skip_without
+from tests.programs import program_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,22 +34,7 @@ hvd.shutdown()
 """
 # Ranks in a loop of collectives until one of them finds the file `enough`; `up RANK` says that all
 # are linked.
-BUSY = """
-import os, time
-import numpy as np
-import farandole.numpy as hvd
-hvd.init()
-hvd.allreduce(np.ones(4), name="first")
-print(f"up {hvd.rank()}", flush=True)
-rounds = 0
-while not hvd.allreduce(np.array([float(os.path.exists("enough"))]), op=hvd.Max, name="enough")[0]:
-    rounds += 1
-    if rounds == 5:
-        print(f"goes on {hvd.rank()}", flush=True)
-    time.sleep(0.02)
-print(f"over {hvd.rank()}", flush=True)
-hvd.shutdown()
-"""
+BUSY = program_text(__file__, "reduce_until_enough")
 # Processes that need no world: they say who they are and wait for the end.
 IDLE = """
 import os, signal, sys, time

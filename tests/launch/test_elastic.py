@@ -12,33 +12,13 @@ import time
 
 import pytest
 from tests.launch.namespace_cluster import JOB, SEARCH, until
+from tests.programs import program_text
 
 pytestmark = pytest.mark.slow
 
 # Ranks train until one of them finds the file `enough`. Each prints its rank and its host in every
 # world.
-TRAIN = """
-import os, socket, sys, time
-import numpy as np
-import farandole.numpy as hvd
-from farandole.common.elastic import ObjectState, leave_and_join, run_fn
-
-def train(state):
-    print(f"world {hvd.size()} {hvd.rank()} {socket.gethostname()} {os.getpid()} {min(state.step, 1)}", flush=True)
-    while True:
-        enough, ones = hvd.allreduce(np.array([float(os.path.exists("enough")), 1.0]), op=hvd.Sum)
-        assert ones == hvd.size()
-        state.step += 1
-        if enough:
-            return print(f"over {hvd.size()}", flush=True)
-        time.sleep(0.02)
-        state.commit()
-        if state.step == 3:
-            print("has committed", flush=True)
-
-hvd.init()
-run_fn(train, leave_and_join)(ObjectState(hvd.broadcast_object, hvd.rank, step=0))
-"""  # noqa: E501
+TRAIN = program_text(__file__, "train_until_enough")
 QUICK = ("--blacklist-cooldown-range", 1, 2)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launch import slurm as slurms
+from tests.programs import program_path
 from tests.started import PAGE, SUM, blocks, places, run, script, together, world
 
 if TYPE_CHECKING:
@@ -163,46 +164,7 @@ def test_a_rank_that_srun_does_not_start_is_named(slurm: Slurm) -> None:
     )
 
 
-COMMUNICATORS = """
-import sys
-import numpy as np
-from mpi4py import MPI
-import farandole.numpy as hvd
-
-def total(): return hvd.allreduce(np.array([1 << MPI.COMM_WORLD.Get_rank()]), op=hvd.Sum)[0]
-
-everybody = MPI.COMM_WORLD
-own = everybody.Get_rank()
-hvd.init(comm=everybody)
-assert (hvd.rank(), hvd.size(), total()) == (own, 4, 15)
-hvd.shutdown()
-# Sub-communicators: odd and even ranks, in the opposite order.
-part = everybody.Split(own % 2, -own)
-hvd.init(comm=part)
-assert (hvd.rank(), hvd.size(), total()) == (part.Get_rank(), 2, 5 if own % 2 == 0 else 10)
-hvd.shutdown()
-# One of three ranks; the fourth has none.
-three = everybody.Split(0 if own < 3 else MPI.UNDEFINED, own)
-if own < 3:
-    hvd.init(comm=three)
-    assert (hvd.rank(), hvd.size(), total()) == (own, 3, 7)
-    hvd.shutdown()
-else:
-    try:
-        hvd.init(comm=three)
-    except ValueError as error:
-        assert "COMM_NULL" in str(error)
-    else:
-        raise AssertionError
-hvd.init(comm=MPI.COMM_SELF)
-assert (hvd.rank(), hvd.size()) == (0, 1)
-hvd.shutdown()
-# And by what mpirun has told.
-hvd.init()
-place = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), total()
-sys.stdout.write(" ".join(map(str, ("place", *place))) + "\\n")
-hvd.shutdown()
-"""  # noqa: E501
+COMMUNICATORS = program_path(__file__, "join_mpi_communicators")
 
 
 def test_communicators_of_mpi4py_form_worlds(mpirun: list[str]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.launcher.conftest import is_alive, until
+from tests.programs import program_path
 
 import farandole
 from farandole._native.launcher import report_record, run_agent
@@ -156,23 +157,8 @@ def test_waiting_for_events_can_be_interrupted() -> None:
 
 
 def test_an_interrupted_agent_ends_its_worker_first(tmp_path: Any) -> None:
-    text = f"""
-import signal, sys, threading, os
-from farandole._native.launcher import run_agent
-from farandole._native.registrar import Registrar
-registrar = Registrar(1, host="127.0.0.1")
-def interrupt():
-    while not any(event.kind == "log" for event in registrar.events(1.0)):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
-threading.Thread(target=interrupt).start()
-try:
-    run_agent(registrar.ticket, 0, ["sh", "-c", "echo $$ > {tmp_path}/pid; echo up; sleep 600"])
-except KeyboardInterrupt:
-    sys.exit(0 if not os.path.exists(f"/proc/{{int(open('{tmp_path}/pid').read())}}") else 4)
-sys.exit(5)
-"""
-    ended = subprocess.run([sys.executable, "-c", text], timeout=60, check=False)
+    program = program_path(__file__, "interrupt_agent")
+    ended = subprocess.run([sys.executable, program, tmp_path], timeout=60, check=False)
     assert ended.returncode == 0
 
 

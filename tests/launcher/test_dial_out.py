@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.programs import program_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,90 +31,11 @@ INSIDE = [
     "--",
 ]
 
-WORKER = """
-import glob, json, os, pathlib, signal, sys, time
-import numpy as np
-import farandole.numpy as hvd
-from tests.sockets import listening
-hvd.init()
-rank, size = hvd.rank(), hvd.size()
-total = hvd.allreduce(np.arange(300_000, dtype=np.float32) * (rank + 1), op=hvd.Sum)
-right = bool((total == np.arange(300_000, dtype=np.float32) * sum(range(1, size + 1))).all())
-gathered = hvd.allgather(np.full((rank + 1, 2), rank, dtype=np.int32)).shape
-print(json.dumps({"rank": rank, "local": hvd.local_size(), "right": right, "rows": gathered[0],
-                  "listening": sorted({address for address, _ in listening()})}), flush=True)
-hvd.barrier()
-if "--one-dies" in sys.argv:
-    if rank == size - 1:
-        # Not before the others are in the operation: what it said last, that the barrier is over, may die with it,
-        # as the way out of here is a thread of this process.
-        deadline = time.monotonic() + 30
-        while len(glob.glob("in-flight-*")) < size - 1 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    handle = hvd.allreduce_async(total)
-    pathlib.Path(f"in-flight-{rank}").touch()
-    began = time.monotonic()
-    try:
-        hvd.synchronize(handle)
-    except hvd.FarandoleInternalError as error:
-        print(json.dumps({"rank": rank, "heard": time.monotonic() - began, "error": str(error)}),
-            flush=True)
-        sys.exit(1)
-hvd.shutdown()
-"""  # noqa: E501
+WORKER = program_path(__file__, "link_by_dial_out")
 
-AGENT = """
-import json, os, sys, threading
-from farandole._native import launcher
-print("ready", flush=True)
-ticket = sys.stdin.readline().strip()
-host, tasks, command = sys.argv[1], json.loads(sys.argv[2]), [sys.executable, *sys.argv[3:]]
-def run(task):
-    outcome = launcher.run_agent(ticket, task, command, host=host, start_timeout=40.0)
-    sys.stderr.write(f"{outcome}\\n{outcome.stderr_tail}\\n")
-threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
+AGENT = program_path(__file__, "run_agents")
 
-HUB = """
-import json, subprocess, sys, threading
-from farandole._native.registrar import Registrar
-places, agent, *command = json.loads(sys.argv[1])
-def ip(*words):
-    subprocess.run(["ip", *words], check=True)
-ip("link", "set", "lo", "up")
-hosts = []
-for number, tasks in enumerate(places):
-    own = ["unshare", "--net", "--ipc", "--uts", "--", sys.executable, "-c", agent,
-        f"island-{number}",
-           json.dumps(tasks), *command]
-    host = subprocess.Popen(own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert host.stdout.readline() == "ready\\n"
-    far = ["nsenter", "--target", str(host.pid), "--net", "ip"]
-    ip("link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns",
-        str(host.pid))
-    ip("address", "add", f"10.231.{number}.1/24", "dev", f"port{number}")
-    ip("link", "set", f"port{number}", "up")
-    for words in (["link", "set", "lo", "up"],
-        ["address", "add", f"10.231.{number}.2/24", "dev", "eth0"],
-                  ["link", "set", "eth0", "up"]):
-        subprocess.run([*far, *words], check=True)
-    hosts.append(host)
-with Registrar(sum(map(len, places)), start_timeout=60.0) as registrar:
-    for host in hosts:
-        host.stdin.write(registrar.ticket + "\\n")
-        host.stdin.flush()
-    ended = 0
-    while any(host.poll() is None for host in hosts):
-        for event in registrar.events(0.25):
-            if event.kind == "log":
-                print(event.stream, event.text, flush=True)
-    for event in registrar.events(0.0):
-        if event.kind == "log":
-            print(event.stream, event.text, flush=True)
-"""
+HUB = program_path(__file__, "start_islands")
 
 
 def islands(
@@ -122,11 +44,9 @@ def islands(
     """Returns the ranks' lines and the whole output of tasks on hosts that can connect to the
     driver only.
     """
-    worker = folder / "worker.py"
-    worker.write_text(WORKER)
-    program = json.dumps([places, AGENT, str(worker), *options])
+    program = json.dumps([places, str(AGENT), str(WORKER), *options])
     done = subprocess.run(
-        [*INSIDE, sys.executable, "-c", HUB, program],
+        [*INSIDE, sys.executable, HUB, program],
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.launcher.conftest import is_alive, until
+from tests.programs import program_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -223,29 +224,10 @@ def test_control_c_ends_a_run_whose_output_is_not_read(script: Write) -> None:
 
 
 def test_a_child_with_its_parents_variables_is_refused_the_rank_and_the_parent_continues(
-    launch: Start, script: Write
+    launch: Start,
 ) -> None:
-    text = """
-import subprocess
-from farandole._native import engine
-from farandole.common import basics
-
-def child(env):
-    code = "from farandole.common import basics; basics.init(); print(basics.size())"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-        env=env)
-
-basics.init()
-heir = child(None)
-told = heir.stderr.splitlines()[-1]
-expected = ["FarandoleUsageError", f"rank {rank} ", f"process {os.getpid()}", "FARANDOLE_JOB"]
-print("heir", heir.returncode, *[text for text in expected if text not in told])
-alone = child({name: value for name, value in os.environ.items() if name != "FARANDOLE_JOB"})
-print("alone", alone.returncode, alone.stdout.strip())
-engine.wait(engine.barrier("on", 0))
-print("on")
-"""
-    run = launch("-np", 2, sys.executable, script(text))
+    program = program_path(__file__, "start_child_of_worker")
+    run = launch("-np", 2, sys.executable, program)
     assert run.wait() == 0, run.err.read_text()
     told = ("alone 0 1", "heir 1", "on")
     assert run.lines() == [f"[{rank}]<stdout>:{line}" for rank in (0, 1) for line in told]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import pytest
+from tests.programs import program_text
 
 import farandole
 
@@ -21,23 +22,7 @@ if TYPE_CHECKING:
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SCRIPT = """
-import sys
-import numpy as np
-import farandole.numpy as hvd
-from farandole.spark.task import report
-
-hvd.init()
-print("rank", hvd.rank(), "is here")
-for epoch in range(3):
-    hvd.allreduce(np.ones(4), name="gradient")
-    if hvd.rank() == 0:
-        report({"kind": "epoch",
-            "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
-hvd.barrier()
-if hvd.rank() == 1 and "fail" in sys.argv:
-    sys.exit(3)
-"""
+SCRIPT = program_text(__file__, "report_epochs")
 
 
 def ran(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

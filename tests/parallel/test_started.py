@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.programs import program_path
 from tests.started import PAGE, SUM, blocks, environment, places, run, together, world
 
 from farandole._native import registrar
@@ -298,21 +299,7 @@ def test_a_world_that_others_have_started_can_be_left_and_joined_again() -> None
     assert [one.place for one in ended] == [[0], [1]]
 
 
-GONE = """
-import os, time
-import farandole.numpy as hvd
-hvd.init()
-rank = hvd.rank()
-process = hvd.broadcast_object(os.getpid(), 2)
-hvd.shutdown()
-if rank != 2:
-    while os.path.exists(f"/proc/{process}/exe"):
-        time.sleep(0.01)
-    time.sleep(2)  # a rank whose connection has closed counts as lost after one second
-    hvd.init(comm=[0, 1])
-    hvd.barrier()
-print("place", rank, flush=True)
-"""
+GONE = program_path(__file__, "continue_without_rank")
 
 
 def test_ranks_continue_without_one_that_has_ended_well() -> None:
@@ -320,33 +307,7 @@ def test_ranks_continue_without_one_that_has_ended_well() -> None:
     assert [one.place for one in ended] == [[0], [1], [2]]
 
 
-CHILD = """
-import os, subprocess, sys, time
-import farandole.numpy as hvd
-hvd.init()
-rank = hvd.rank()
-code = "import farandole.numpy as hvd; hvd.init(); print('size', hvd.size())"
-began = time.monotonic()
-heir = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-assert f"rank {rank} is already process {os.getpid()} " in heir.stderr, heir.stderr
-assert "remove HOROVOD_RANK from its environment" in heir.stderr, heir.stderr
-assert time.monotonic() - began < 30
-alone = {name: value for name, value in os.environ.items() if name != "HOROVOD_RANK"}
-free = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-    env=alone)
-assert free.stdout == "size 1\\n", free.stderr
-child = os.fork()
-if child == 0:
-    hvd.shutdown()
-    try:
-        hvd.init()
-    except ValueError as error:
-        os._exit(0 if "is already process" in str(error) else 2)
-    os._exit(3)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-hvd.barrier()
-print("place", rank, flush=True)
-"""
+CHILD = program_path(__file__, "start_child_of_rank")
 
 
 def test_a_process_that_a_rank_starts_is_no_rank_and_gets_an_error_at_once() -> None:
@@ -355,50 +316,7 @@ def test_a_process_that_a_rank_starts_is_no_rank_and_gets_an_error_at_once() -> 
 
 
 # A communicator as mpi4py's, made of torch's: MPI itself is in tests/launch.
-COMMUNICATOR = """
-import os
-import numpy as np
-import torch.distributed as dist
-import farandole.numpy as hvd
-
-dist.init_process_group("gloo")
-
-class Communicator:
-    def __init__(self, ranks):
-        self.ranks, self.group = ranks, dist.new_group(ranks)
-    def Get_rank(self):
-        return self.ranks.index(dist.get_rank())
-    def Get_size(self):
-        return len(self.ranks)
-    def allgather(self, given):
-        taken = [None] * len(self.ranks)
-        dist.all_gather_object(taken, given, group=self.group)
-        return taken
-    def bcast(self, given, root=0):
-        box = [given]
-        dist.broadcast_object_list(box, src=self.ranks[root], group=self.group)
-        return box[0]
-
-own = dist.get_rank()
-# Ranks join different numbers of worlds before they all meet again.
-parts = [Communicator([3, 0]), Communicator([1])]
-for part, total in zip(parts, (3.0, 1.0)):
-    if own in part.ranks:
-        hvd.init(comm=part)
-        assert (hvd.rank(), hvd.size()) == (part.Get_rank(), part.Get_size())
-        assert hvd.allreduce(np.array([1.0 * own]), op=hvd.Sum)[0] == total
-        hvd.shutdown()
-turned = Communicator([2, 3, 0, 1])
-for round in range(2):
-    hvd.init(comm=turned)
-    hvd.init(comm=turned)
-    gathered = hvd.allgather(np.array([own]))
-    assert gathered.tolist() == turned.ranks, gathered
-    hvd.shutdown()
-hvd.init()
-print("place", hvd.rank(), hvd.size(), flush=True)
-dist.destroy_process_group()
-"""
+COMMUNICATOR = program_path(__file__, "join_foreign_communicators")
 
 
 def test_foreign_communicators_give_out_ranks_and_take_no_part_in_collectives() -> None:

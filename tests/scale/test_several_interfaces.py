@@ -18,6 +18,7 @@ import pytest
 from tests.launch import namespace_cluster
 from tests.launch.namespace_cluster import Hold, checked
 from tests.needs import skipped_without
+from tests.programs import program_path
 from tests.started import on_host, together
 
 if TYPE_CHECKING:
@@ -35,32 +36,7 @@ FAST: Final = "1gbit"
 LENGTH: Final = 8 << 20
 """Elements of 4 bytes."""
 ROUNDS: Final = 3
-RANK: Final = f"""
-import json, sys, time
-import numpy as np
-import farandole.numpy as hvd
-
-def sent():
-    lines = [line.split(":") for line in open("/proc/net/dev") if ":" in line]
-    return {{name.strip(): int(fields.split()[8]) for name, fields in lines}}
-
-hvd.init()
-assert hvd.cross_size() == 2
-values = np.arange({LENGTH}, dtype=np.float32) % 1000
-times = []
-hvd.allreduce(values, op=hvd.Sum, name="sum")
-before = sent()
-for _ in range({ROUNDS}):
-    hvd.barrier()
-    began = time.monotonic()
-    total = hvd.allreduce(values, op=hvd.Sum, name="sum")
-    times.append(time.monotonic() - began)
-    assert np.array_equal(total, 2 * values)
-after = sent()
-carried = {{name: after[name] - before[name] for name in after}}
-sys.stdout.write(json.dumps({{"seconds": min(times), "sent": carried}}))
-hvd.shutdown()
-"""
+RANK: Final = program_path(__file__, "count_sent_bytes")
 
 
 @contextmanager
@@ -102,7 +78,7 @@ def job(hosts, port, **extra):
         [*host.inside("--net", "--uts", "--ipc"), *on_host(f"host-{rank}")]
         for rank, host in enumerate(hosts)
     ]
-    ended = together(environments, RANK, prefixes)
+    ended = together(environments, RANK, prefixes, [str(LENGTH), str(ROUNDS)])
     assert [one.status for one in ended] == [0, 0], "".join(one.err for one in ended)
     return [json.loads(one.out) for one in ended], "".join(one.err for one in ended)
 

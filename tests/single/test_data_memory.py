@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 from farandole._native import prepare
 from farandole.data import ParquetLoader, memory
@@ -20,22 +21,7 @@ MIB = 1 << 20
 BESIDES = 40 * MIB
 """Additional memory of the interpreter, thread stacks and buffers of files."""
 
-MEASURE = """
-import re, sys
-from pathlib import Path
-from farandole.data import ParquetLoader
-
-def memory_bytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-loader = ParquetLoader(sys.argv[1], int(sys.argv[2]), byte_budget=int(sys.argv[3]),
-    framework="numpy")
-next(iter(ParquetLoader(sys.argv[1], 1, byte_budget=int(sys.argv[3]), shuffle=False)))
-Path("/proc/self/clear_refs").write_text("5")
-before = memory_bytes("VmRSS")
-rows = sum(len(next(iter(batch.values()))) for batch in loader)
-print(rows, memory_bytes("VmHWM") - before)
-"""
+MEASURE = program_path(__file__, "measure_loader")
 
 
 def written(directory, tables):
@@ -76,7 +62,7 @@ def test_a_budget_holds_for_data_many_times_as_large(tmp_path, foreign, rows, wi
     needed = least(path, batch_size)
     budget = max(needed, 48 * MIB)
     assert budget < rows * width * 4 * 0.95, "the data is larger"
-    command = [sys.executable, "-c", MEASURE, path, batch_size, budget]
+    command = [sys.executable, MEASURE, path, batch_size, budget]
     result = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, check=True, timeout=120
     )

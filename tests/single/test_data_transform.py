@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 from farandole.data import AsyncDataLoaderMixin, BaseDataLoader, ParquetLoader, SqlExpressions
 
@@ -333,39 +334,14 @@ def test_nulls_and_nan_are_filled_on_request(tmp_path):
 
 
 # In a process of its own: one that has TensorFlow may not load all of torch afterwards.
-TENSORFLOW = """
-import sys
-from farandole.data import ParquetLoader
-import tensorflow as tf
-
-path, texts, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
-loader = ParquetLoader(path, 64, tail="pad")
-dataset = loader.as_tf_dataset()
-assert dataset.element_spec["v"].shape == (64, 2)
-assert dataset.element_spec["_weights"].dtype == tf.float32
-epochs = [[batch["id"].numpy().tolist() for batch in dataset] for _ in range(2)]
-assert [len(epoch) for epoch in epochs] == [len(loader)] * 2
-assert epochs[0] != epochs[1]
-assert {row for batch in epochs[1] for row in batch} == set(range(rows))
-try:
-    ParquetLoader(path, 64, framework="torch").as_tf_dataset()
-except ValueError as error:
-    assert 'framework="numpy"' in str(error)
-else:
-    raise AssertionError("tensors of torch are none of TensorFlow")
-(batch,) = ParquetLoader(texts, 2, columns=["s", "b"], shuffle=False).as_tf_dataset()
-assert batch["s"].dtype == tf.string
-assert batch["s"].numpy().tolist() == [b"a", "ü".encode()]
-assert batch["b"].numpy().tolist() == [b"\\0", b""]
-print("all of it")
-"""
+TENSORFLOW = program_path(__file__, "read_as_tensorflow")
 
 
 def test_tensorflow_takes_the_batches(path, tmp_path):
     if importlib.util.find_spec("tensorflow") is None:
         pytest.skip("TensorFlow is not installed")
     pq.write_table(pa.table({"s": ["a", "ü"], "b": [b"\0", b""]}), tmp_path / "f.parquet")
-    command = [sys.executable, "-c", TENSORFLOW, str(path), str(tmp_path), str(ROWS)]
+    command = [sys.executable, TENSORFLOW, str(path), str(tmp_path), str(ROWS)]
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}  # see test_ragged
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.programs import program_path
 from tests.single.test_checkpoint_safety import archive, text_of
 from tests.single.test_store_faults import may_mount, on_a_full_disk
 
@@ -260,34 +263,7 @@ def test_no_message_advises_to_delete_what_may_be_whole(tmp_path, monkeypatch, c
         assert "delete" not in f"{error.value} {caplog.text}"
 
 
-FULL_DISK = """
-import sys
-from pathlib import Path
-from tests.single.test_checkpoint_safety import archive, text_of
-from farandole.spark.common import LocalStore
-place = Path(sys.argv[1])
-run = LocalStore(str(place)).to_remote("r")
-for epoch in range(4):
-    run.write_checkpoint("checkpoint", archive(f"epoch {epoch} " + "x" * 100_000))
-filler = place / "filler"
-with filler.open("wb", buffering=0) as file:
-    try:
-        while True:
-            file.write(bytes(4096))
-    except OSError:
-        pass
-    file.truncate(file.tell() - (64 << 10))  # room for the marker, but for no checkpoint
-failed = 0
-for epoch in range(4, 14):
-    try:
-        run.write_checkpoint("checkpoint", archive(f"epoch {epoch} " + "x" * 1_000_000))
-    except OSError:
-        failed += 1
-    print(text_of(run.resume())[:7])
-filler.unlink()
-run.write_checkpoint("checkpoint", archive("epoch 9 again"))
-print(failed, text_of(run.resume()))
-"""
+FULL_DISK = program_path(__file__, "checkpoint_on_full_disk")
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
@@ -296,6 +272,8 @@ def test_a_run_continues_after_any_number_of_writes_to_a_full_disk(tmp_path, mon
     monkeypatch.delenv(checkpoint_signatures.SECRET_VARIABLE, raising=False)
     if secret is not None:
         monkeypatch.setenv(checkpoint_signatures.SECRET_VARIABLE, secret)
+    # The program imports a test.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
     done = on_a_full_disk(tmp_path, FULL_DISK)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["epoch 3"] * 10 + ["10 epoch 9 again"]

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.programs import program_path
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farandole.data import Nested, Pad, ParquetLoader, frame_loader, prepare_data
@@ -320,20 +321,7 @@ def test_ragged_columns_that_cannot_be_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-CONTINUE = """
-import json, pickle, sys
-from farandole.data import frame_loader
-
-kind, place, state, cache = sys.argv[1:]
-if kind == "copy":
-    with open(place, "rb") as file:
-        loader = pickle.load(file)
-else:
-    loader = frame_loader(place, 30, ["id"], cache=cache, seed=5)
-loader.load_state_dict(json.loads(state))
-for _ in range(2):
-    print(json.dumps([row for batch in loader for row in batch["id"].tolist()]))
-"""
+CONTINUE = program_path(__file__, "continue_epoch")
 
 
 @pytest.mark.parametrize("kind", ["copy", "new loader"])
@@ -348,7 +336,7 @@ def test_another_process_continues_in_the_middle_of_an_epoch(tmp_path, kind):
     place = tmp_path / ("loader.pickle" if kind == "copy" else "rows.parquet")
     if kind == "copy":
         place.write_bytes(pickle.dumps(loader))
-    command = [sys.executable, "-c", CONTINUE, kind, str(place), state, str(tmp_path / "cache")]
+    command = [sys.executable, CONTINUE, kind, str(place), state, str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert [json.loads(line) for line in done.stdout.splitlines()] == expected
     assert sorted(begun + expected[0]) == list(range(ROWS))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.programs import program_path
 
 from farandole._native.launcher import ALLOCATOR
 from farandole.common.heap import HeapTrimmer, MallocHeap
@@ -101,28 +102,12 @@ def test_a_trim_now_and_then_leaves_large_blocks_in_the_heap(heap):
     assert (heap.trims, heap.separated) == (20, 0)
 
 
-BLOCKS = """
-import ctypes
-import sys
-from farandole.common.heap import MallocHeap
-heap, library = MallocHeap(), ctypes.CDLL(None)
-library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-if sys.argv[1] == "apart":
-    heap.map_large_blocks()
-blocks = [library.malloc(8 << 20) for _ in range(8)]
-above = library.malloc(1000)
-for block in blocks:
-    ctypes.memset(block, 1, 8 << 20)
-full = heap.anonymous_resident_bytes()
-for block in blocks:
-    library.free(block)
-print((full - heap.anonymous_resident_bytes()) >> 20)
-"""
+BLOCKS = program_path(__file__, "free_large_blocks")
 
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_a_large_block_that_is_allocated_apart_goes_back_at_once(apart):
-    command = [sys.executable, "-c", BLOCKS, "apart" if apart else "together"]
+    command = [sys.executable, BLOCKS, "apart" if apart else "together"]
     done = subprocess.run(
         command, env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=True
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.needs import skip_without
+from tests.programs import program_path
 from tests.single.training import estimator, line, linear, write
 
 from farandole._native.store import Store as NativeStore
@@ -74,41 +75,11 @@ def test_training_that_loses_its_run_ends_with_an_error_and_the_last_checkpoint_
     assert {file.name: file.read_bytes() for file in run.glob("checkpoint*")} == before
 
 
-FORKS = """
-import os, sys, threading
-from farandole._native.store import Store
-from farandole.stores import lease_files, run_lease
-
-run = sys.argv[1]
-mark = lease_files.LeaseFile(run, Store(run).acquire_lease())
-held, free = threading.Event(), threading.Event()
-
-def hold():
-    with lease_files._HELD_LOCK, mark._file_lock, run_lease._ACQUIRE_LOCK:
-        held.set()
-        free.wait()
-
-threading.Thread(target=hold, daemon=True).start()
-held.wait()
-child = os.fork()
-if child == 0:
-    mark.renew_if_held()
-    assert not mark.renew_and_check()
-    mark.stop_renewing()
-    mark.delete_if_held()
-    with run_lease._ACQUIRE_LOCK:
-        assert Store(run).acquire_lease() is None, "the parent has it"
-    sys.exit(7)
-_, status = os.waitpid(child, 0)
-free.set()
-assert os.waitstatus_to_exitcode(status) == 7
-assert mark.renew_and_check(), "a child deletes nothing of its parent"
-print("parent done")
-"""
+FORKS = program_path(__file__, "fork_lease_holder")
 
 
 def test_a_fork_while_a_thread_holds_the_locks_leaves_a_child_that_ends(tmp_path):
-    words = [sys.executable, "-c", FORKS, str(tmp_path / "run")]
+    words = [sys.executable, FORKS, str(tmp_path / "run")]
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, text=True, start_new_session=True, **pipes) as parent:
         try:

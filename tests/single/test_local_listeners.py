@@ -15,6 +15,7 @@ import time
 
 import pytest
 from tests.needs import skip_without
+from tests.programs import program_path
 
 from farandole.spark.common.show import stop_button
 from farandole.tensorflow.data import _registry
@@ -96,20 +97,7 @@ def test_a_host_name_that_stands_for_loopback_offers_no_other_address(monkeypatc
     assert found[-len(loopback) :] == loopback, "a host's own loopback comes last"
 
 
-MEETS = """
-import threading
-from farandole.tensorflow.data._registry import (
-    DataServiceRegistryClient, DataServiceRegistryServer, local_host_addresses,
-)
-server = DataServiceRegistryServer(1, 1)
-print(" ".join(local_host_addresses()), flush=True)
-for address in server.listen_addresses:
-    client = DataServiceRegistryClient([address], server.key, 20.0)
-    client.register_dispatcher(0, "grpc://x:1")
-    assert client.wait_for_dispatcher_registration(0) == "grpc://x:1"
-    print(client.local_host(), flush=True)
-server.close()
-"""
+MEETS = program_path(__file__, "meet_on_loopback")
 HOSTS = {
     "2001:db8:7::2": (
         "ip address flush dev lo; ip address add ::1/128 dev lo; "
@@ -139,7 +127,7 @@ def test_the_meeting_point_is_reached_on_a_host_with_one_protocol(address):
         f'ip link set far up; {HOSTS[address]}; exec "$@"'
     )
     done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", MEETS],
+        ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, MEETS],
         capture_output=True,
         text=True,
         check=False,

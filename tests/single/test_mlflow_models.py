@@ -12,45 +12,14 @@ import sys
 
 import numpy as np
 import pytest
+from tests.programs import program_path
 from tests.single.training import Here, estimator, line, linear, write
 
 from farandole.spark.common import LocalStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LOADING = """
-import importlib
-import sys
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "farandole":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-try:
-    import farandole
-except ModuleNotFoundError:
-    pass
-else:
-    sys.exit("farandole can be imported")
-
-import numpy as np
-
-flavor, model, rows, found = sys.argv[1:]
-network = importlib.import_module(f"mlflow.{flavor}").load_model(model)
-given = np.load(rows)
-if flavor == "pytorch":
-    import torch
-
-    with torch.no_grad():
-        made = network.eval()(torch.from_numpy(given)).numpy()
-else:
-    import keras
-
-    made = keras.ops.convert_to_numpy(network(given))
-np.save(found, made)
-"""
+LOADING = program_path(__file__, "predict_without_farandole")
 
 
 def torch_model(directory):
@@ -100,7 +69,6 @@ def test_a_logged_model_predicts_the_same_without_farandole(tmp_path, monkeypatc
     np.save(rows, x[:5])
     command = [
         sys.executable,
-        "-c",
         LOADING,
         flavor,
         model.artifact_location,

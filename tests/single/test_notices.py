@@ -8,31 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-SCRIPT = """
-import os, signal, sys, time
-from farandole.common import notices
+from tests.programs import program_path
 
-def leave(reason):
-    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    print("told:", reason, flush=True)
-    if sys.argv[1] == "again":
-        os.kill(os.getpid(), signal.SIGTERM)
-    print("registered", flush=True)
+if TYPE_CHECKING:
+    from pathlib import Path
 
-notices.leave = leave
-with notices.handle_notice_signals():
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    print("goes on", flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
+SCRIPT = program_path(__file__, "signal_twice")
 
 
-def ended(how: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+def ended(how: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "FARANDOLE_ELASTIC": "1"}
     return subprocess.run(
-        [sys.executable, "-c", script, how],
+        [sys.executable, script, how],
         capture_output=True,
         text=True,
         timeout=60,
@@ -47,29 +36,7 @@ def test_a_signal_ends_the_process_only_after_the_registrar_knows_of_the_first_o
     assert found.stdout.splitlines() == ["told: it got SIGTERM", "registered", "goes on"]
 
 
-BUSY = """
-import os, signal, sys, time
-from farandole.common import notices
-from farandole.common.exceptions import FarandoleEnvironmentError
-
-attempts = []
-
-def announce_leave(reason, timeout):
-    attempts.append(timeout)
-    if len(attempts) == 2 and sys.argv[1] == "again":
-        os.kill(os.getpid(), signal.SIGTERM)
-    if len(attempts) < 3 or sys.argv[1] == "gone":
-        raise FarandoleEnvironmentError("timed out waiting for the registrar's answer to a leave")
-    return True
-
-notices.engine.announce_leave = announce_leave
-if sys.argv[1] == "gone":
-    # Each attempt takes its time.
-    notices.time.monotonic = lambda: sum(attempts)
-with notices.handle_notice_signals():
-    os.kill(os.getpid(), signal.SIGTERM)
-    print("goes on", len(attempts), flush=True)
-"""
+BUSY = program_path(__file__, "announce_leave_to_busy_registrar")
 
 
 def test_a_registrar_that_is_too_busy_to_answer_is_told_again() -> None:

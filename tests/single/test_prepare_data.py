@@ -20,6 +20,7 @@ import pyarrow.dataset as ds
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 from farandole._native import prepare as native
 from farandole._native import reader
@@ -297,21 +298,7 @@ def test_damaged_data_is_prepared_again_and_a_flipped_bit_is_found(tmp_path, tab
     assert ids(again) == [list(range(ROWS))]
 
 
-KILLED = """
-import sys, time
-import pyarrow as pa
-from farandole.data import prepare, prepare_data
-prepare.PARTITION_TARGET_BYTES = 1 << 16
-written = prepare._PartitionedWrite._finish_partition
-def finish(self, partition, part, *, last):
-    written(self, partition, part, last=last)
-    print(partition, flush=True)
-    if partition % prepare._PARTITIONS_PER_UNIT == 2 and len(sys.argv) > 3:
-        time.sleep(600)
-prepare._PartitionedWrite._finish_partition = finish
-done = prepare_data(sys.argv[1], sys.argv[2], validation=0.2, threads=1)
-print("done", done.index, done.resumed, done.train_rows + done.val_rows)
-"""
+KILLED = program_path(__file__, "prepare_until_stopped")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -325,14 +312,10 @@ def test_a_killed_preparation_continues_with_what_is_missing(tmp_path, kind):
         source.mkdir()
         for index in range(4):
             pq.write_table(table.slice(index * 10_000, 10_000), source / f"{index}.parquet")
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "store")]
+    command = [sys.executable, KILLED, str(source), str(tmp_path / "store")]
     # Parquet: one partition a file, so the third file's is number 200000.
     stop = {"csv": "2", "parquet": "200000"}[kind]
-    if kind == "parquet":
-        command[2] = KILLED.replace(
-            "partition % prepare._PARTITIONS_PER_UNIT == 2", "partition == 200000"
-        )
-    with subprocess.Popen([*command, "stop"], stdout=subprocess.PIPE, text=True) as killed:
+    with subprocess.Popen([*command, stop], stdout=subprocess.PIPE, text=True) as killed:
         for line in killed.stdout:
             if line.strip() == stop:
                 break

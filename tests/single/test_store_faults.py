@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 from farandole._native import store as native
 from farandole.data import ParquetLoader
@@ -246,7 +247,6 @@ def on_a_full_disk(tmp_path, program, limit="size=4m"):
         "sh",
         place,
         sys.executable,
-        "-c",
         program,
         place,
     ]
@@ -265,32 +265,7 @@ def may_mount():
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
 def test_gc_makes_room_on_a_full_disk(tmp_path):
-    program = """
-import errno, itertools, json, os, sys
-from pathlib import Path
-from farandole.spark.common import LocalStore
-place = Path(sys.argv[1])
-data = place / "intermediate_train_data.0"
-data.mkdir()
-(data / "part-0.parquet").write_bytes(bytes(1 << 20))
-manifest = {"fingerprint": "data x", "files": [{"path": "part-0.parquet"}]}
-(data / "_manifest.json").write_text(json.dumps(manifest))
-(place / "mine.txt").write_text("mine")
-try:
-    (place / "filler").write_bytes(os.urandom(16 << 20))
-except OSError as error:
-    assert error.errno == errno.ENOSPC
-with open(place / "filler", "ab", buffering=0) as filler:
-    for size in (4096, 1):
-        try:
-            while True:
-                filler.write(bytes(size))
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
-store = LocalStore(str(place))
-print(sorted(store.gc(older_than=-0.0)))
-print(sorted(path.name for path in place.iterdir()), (place / "mine.txt").read_text())
-"""
+    program = program_path(__file__, "collect_on_full_disk")
     done = on_a_full_disk(tmp_path, program)
     assert done.returncode == 0, done.stderr
     gone, left = done.stdout.splitlines()
@@ -300,34 +275,7 @@ print(sorted(path.name for path in place.iterdir()), (place / "mine.txt").read_t
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
 def test_gc_on_a_disk_without_room_for_a_name_loses_nothing(tmp_path):
-    program = """
-import errno, json, os, sys
-from pathlib import Path
-from farandole.spark.common import LocalStore
-place = Path(sys.argv[1])
-data = place / "intermediate_train_data.0"
-data.mkdir()
-(data / "part-0.parquet").write_bytes(bytes(100))
-manifest = {"fingerprint": "data x", "files": [{"path": "part-0.parquet"}]}
-(data / "_manifest.json").write_text(json.dumps(manifest))
-count = 0
-try:
-    while True:
-        (place / f"file-{count}").touch()
-        count += 1
-except OSError as error:
-    assert error.errno == errno.ENOSPC
-before = sorted(path.name for path in data.iterdir())
-store = LocalStore(str(place))
-try:
-    store.gc(older_than=-0.0)
-except OSError as error:
-    print("_lease-" in str(error), str(data) in str(error))
-assert sorted(path.name for path in data.iterdir()) == before
-for number in range(4):
-    (place / f"file-{number}").unlink()
-print(sorted(store.gc(older_than=-0.0)))
-"""
+    program = program_path(__file__, "collect_without_names")
     done = on_a_full_disk(tmp_path, program, "nr_inodes=60")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True True", "['intermediate_train_data.0']"]
@@ -335,33 +283,7 @@ print(sorted(store.gc(older_than=-0.0)))
 
 @pytest.mark.skipif(not may_mount(), reason="only root mounts a small disk")
 def test_a_full_disk_leaves_the_last_good_file_and_says_so(tmp_path):
-    program = """
-import os, sys
-from pathlib import Path
-import numpy as np, pyarrow as pa
-from farandole.data import prepare_data
-from farandole.spark.common import Store
-place = Path(sys.argv[1])
-store = Store.create(str(place / "store"))
-checkpoint = store.get_run_path("r") + "/checkpoint"
-store.write_bytes(checkpoint, b"good")
-for _ in range(2):
-    try:
-        store.write_text(checkpoint, "x" * (8 << 20))
-    except OSError as error:
-        print("checkpoint", error)
-assert store.read(checkpoint) == b"good"
-random = np.random.default_rng(0)
-try:
-    prepare_data(pa.table({f"c{n}": random.random(100_000) for n in range(10)}), store)
-except OSError as error:
-    print("data", error)
-assert not [name for _, _, names in os.walk(place) for name in names if name == "_manifest.json"]
-print("left",
-    sum(os.path.getsize(Path(at, name)) for at, _,
-        names in os.walk(place) for name in names) < 1 << 20)
-print("still", len(prepare_data(pa.table({"x": [1.0, 2.0]}), store).columns))
-"""
+    program = program_path(__file__, "write_to_full_disk")
     done = on_a_full_disk(tmp_path, program)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from tests.programs import program_path
 
 DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -249,24 +250,9 @@ def test_broadcast_parameters_takes_what_horovod_takes(hvd):
 def test_a_forked_child_may_ask_for_its_rank_but_not_communicate():
     # DataLoader workers are forked and ask for the rank; an operation there would race with the
     # parent's.
-    code = """
-import os, torch, farandole.torch as hvd
-hvd.init()
-pid = os.fork()
-if pid == 0:
-    assert hvd.rank() == 0
-    try:
-        hvd.allreduce(torch.ones(1))
-    except ValueError as error:
-        assert "forked" in str(error), error
-        hvd.shutdown()
-        os._exit(7)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-print(hvd.allreduce(torch.ones(1)).item())
-"""
+    program = program_path(__file__, "fork_rank")
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (result.returncode, result.stdout) == (0, "1.0\n"), result.stderr
 

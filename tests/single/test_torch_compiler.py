@@ -8,102 +8,18 @@ import subprocess
 import sys
 
 import pytest
+from tests.programs import program_path
 
 pytestmark = pytest.mark.timeout(120)
 
-STEP = """
-import sys, torch
-from farandole.spark.torch.training import compiler
-
-def step():
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-
-compiler.defer_compiler()
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-step()
-optimizer.load_state_dict(optimizer.state_dict())
-assert compiler.is_deferred()
-assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
-"""
-NEEDS = {
-    "a module below it": """
-import torch._dynamo.utils as utils
-assert utils is torch._dynamo.utils is sys.modules["torch._dynamo.utils"]
-assert type(utils.__spec__.loader).__name__ == "SourceFileLoader"
-""",
-    "a compiled function": """
-called = []
-def backend(graph, _inputs):
-    called.append(graph)
-    return graph
-assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2, 2]
-assert called
-""",
-    "an attribute": """
-from torch._dynamo import config
-torch._dynamo.reset()
-""",
-}
-
-
-LIGHTNING = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from farandole.spark.torch.training import compiler
-compiler.defer_compiler()
-import farandole.lightning
-import lightning
-
-class Line(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, _index):
-        return self.inner(batch).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=0.1)
-
-def fit(module):
-    options = dict(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False)
-    trainer = lightning.Trainer(strategy="farandole", enable_checkpointing=False, **options)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
-
-line = Line()
-before = line.inner.weight.detach().clone()
-fit(line)
-assert not torch.equal(line.inner.weight, before)
-assert compiler.is_deferred(), "Lightning has brought the compiler"
-assert not isinstance(line, sys.modules["torch._dynamo"].OptimizedModule)
-
-called = []
-def backend(graph, _inputs):
-    called.append(graph)
-    return graph
-compiled = torch.compile(line, backend=backend)
-assert not compiler.is_deferred()
-from lightning.pytorch.utilities import compile
-assert isinstance(compiled, compile.OptimizedModule)
-assert not isinstance(line, compile.OptimizedModule)
-fit(compiled)
-assert called
-"""
+LIGHTNING = program_path(__file__, "train_without_compiler")
 
 
 def test_lightning_trains_by_distributed_data_parallel_without_the_compiler_and_with_it():
-    subprocess.run([sys.executable, "-c", LIGHTNING], check=True, timeout=110)
+    subprocess.run([sys.executable, LIGHTNING], check=True, timeout=110)
 
 
-@pytest.mark.parametrize("need", NEEDS)
+@pytest.mark.parametrize("need", ["a module below it", "a compiled function", "an attribute"])
 def test_the_compiler_comes_with_the_first_need_and_optimizers_continue(need):
-    ended = (
-        "step()\nassert not compiler.is_deferred()\ncompiler.defer_compiler()\nassert not "
-        "compiler.is_deferred()\n"
-    )
-    subprocess.run([sys.executable, "-c", STEP + NEEDS[need] + ended], check=True, timeout=110)
+    program = program_path(__file__, "need_compiler")
+    subprocess.run([sys.executable, program, need], check=True, timeout=110)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import program_path
 
 from farandole.runner import warm_workers
 from farandole.runner.errors import FarandoleJobError
@@ -110,32 +111,14 @@ def test_workers_come_with_torch_in_milliseconds_and_one_server_serves_them_all(
     assert min(times) < cold / 3, (times, cold)
 
 
-FIRST_STEP = """
-from farandole.spark.common import LocalBackend
-
-def step():
-    import sys
-    import torch
-
-    line = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(line.parameters(), lr=0.1)
-    line(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    return "torch._dynamo.convert_frame" in sys.modules
-
-if __name__ == "__main__":
-    import torch
-    print(LocalBackend(1, verbose=0).run(step))
-"""
+FIRST_STEP = program_path(__file__, "take_first_step")
 
 
-def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler(tmp_path):
+def test_the_first_optimizer_of_a_warm_worker_does_not_import_the_compiler():
     # A process of its own: workers have what their driver has imported, and other tests import the
     # compiler.
-    script = tmp_path / "first_step.py"
-    script.write_text(FIRST_STEP)
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, FIRST_STEP], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (0, "[False]\n"), done.stderr
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyspark
+from tests.programs import program_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,59 +31,15 @@ PATIENCE = float(os.environ.get("FARANDOLE_TEST_PATIENCE", "1"))
 """By how much longer everything may take on a machine that is slow, or busy."""
 STARTS = 90.0 * PATIENCE
 
-SESSION = """
-import os, sys
-os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-from pyspark.sql import SparkSession
-import farandole.spark
-def session(master, **settings):
-    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
-    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir",
-        os.getcwd())
-    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress",
-        "127.0.0.1")
-    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions",
-        "2")
-    for name, value in settings.items():
-        builder = builder.config("spark." + name.replace("_", "."), value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    return spark
-"""
-"""The beginning of a driver's program."""
-
-KILLS = """
-import pathlib, signal, threading, time
-
-def executors():
-    \"\"\"The JVMs that this driver's JVM has started.\"\"\"
-    jvm, found = spark.sparkContext._gateway.proc.pid, []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                told = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == jvm and b"CoarseGrainedExecutorBackend" in told:
-                found.append(int(entry.name))
-    return sorted(found)
-
-def kill_one():
-    os.kill(executors()[0], signal.SIGKILL)
-
-def until_executors(count, limit):
-    deadline = time.monotonic() + limit
-    while len(executors()) < count:
-        assert time.monotonic() < deadline, f"{len(executors())} of {count} executors after {limit} s"
-        time.sleep(0.05)
-"""  # noqa: E501
-"""First lines of drivers that kill their executors."""
+SESSION = program_text(__file__, "driver_session")
+"""The beginning of a driver's program that is a text."""
 
 
-def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.CompletedProcess[str]:
+def drive(
+    code: str | Path, directory: Path, limit: float, *arguments: str, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Runs a driver's program to its end, and ends what is left of it when the time is over."""
-    with driver(code, directory, **env) as process:
+    with driver(code, directory, *arguments, **env) as process:
         try:
             out, err = process.communicate(timeout=limit * PATIENCE)
         except subprocess.TimeoutExpired:
@@ -94,12 +51,20 @@ def drive(code: str, directory: Path, limit: float, **env: str) -> subprocess.Co
 
 
 @contextlib.contextmanager
-def driver(code: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A driver's program, running; it can be told something by its stdin."""
+def driver(
+    code: str | Path, directory: Path, *arguments: str, **env: str
+) -> Iterator[subprocess.Popen[str]]:
+    """A driver's program, a file or a text, running; it can be told something by its stdin."""
+    program = [str(code)] if isinstance(code, Path) else ["-c", SESSION + code]
     process = subprocess.Popen(
-        [sys.executable, "-c", SESSION + code],
+        [sys.executable, *program, *arguments],
         cwd=directory,
-        env=os.environ | {"SPARK_HOME": str(home(directory))} | env,
+        env={
+            "PYSPARK_PYTHON": sys.executable,
+            **os.environ,
+            "SPARK_HOME": str(home(directory)),
+            **env,
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -6,6 +6,7 @@ others continue.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,7 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.spark.deployments import KILLS, connect_server, drive
+from tests.programs import program_path, program_text
+from tests.spark.deployments import connect_server, drive
 
 import farandole.spark
 from farandole.runner.errors import FarandoleJobError
@@ -26,51 +28,8 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
-TRAIN = """
-def train(folder, steps):
-    import os, pathlib, time
-    import numpy as np
-    import farandole.torch as hvd
-    from farandole.common.elastic import ObjectState, run_fn, leave_and_join
-    hvd.init()
-    note = pathlib.Path(folder)
-    (note / f"pid-{os.getpid()}").write_text(os.environ.get("FARANDOLE_SPARK_EXECUTOR", ""))
-    state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0, worlds=[])
-    def loop(state):
-        state.worlds = [*state.worlds, (state.step, hvd.size())]
-        while state.step < steps or (note / "hold").exists():
-            import torch
-            state.total += float(hvd.allreduce(torch.ones(1), name=f"step.{state.step}",
-                op=hvd.Average))
-            state.step += 1
-            if hvd.rank() == 0:
-                (note / "step").write_text(f"{state.step} {hvd.size()}")
-            time.sleep(0.05)
-            state.commit()
-        return hvd.rank(), hvd.size(), state.step, state.total, state.worlds
-    return run_fn(loop, leave_and_join)(state)
-"""
+TRAIN = program_text(__file__, "elastic_training")
 """Every step adds an average of ones: whatever happens, the total is the number of the steps."""
-
-WAIT = """
-import pathlib
-note = pathlib.Path(os.environ["NOTES"])
-(note / "hold").touch()
-
-def until(size, more=5):
-    \"\"\"Waits until a world of this size has made some steps.\"\"\"
-    deadline, first = time.monotonic() + 90, None
-    while time.monotonic() < deadline:
-        try:
-            step, now = map(int, (note / "step").read_text().split())
-        except (FileNotFoundError, ValueError):
-            step, now = 0, 0
-        first = step if now == size and first is None else first if now == size else None
-        if first is not None and step >= first + more:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no world of {size} ranks after 90 s")
-"""
 
 
 def check(found: list[Any], size: int) -> None:
@@ -80,11 +39,11 @@ def check(found: list[Any], size: int) -> None:
         assert total == pytest.approx(steps)
 
 
-def driven(code: str, directory: Path, **env: str) -> tuple[list[Any], str]:
+def driven(program: Path, directory: Path, *arguments: str, **env: str) -> tuple[list[Any], str]:
     """Returns the results of the ranks of a driver's program, and its stderr."""
     notes = directory / "notes"
     notes.mkdir()
-    done = drive(code, directory, 200, NOTES=str(notes), **env)
+    done = drive(program, directory, 200, *arguments, NOTES=str(notes), **env)
     return eval(done.stdout.strip().splitlines()[-1]), done.stderr
 
 
@@ -201,29 +160,8 @@ DYNAMIC = {
 def test_half_of_the_executors_are_killed_and_spark_brings_new_ones(
     tmp_path: Path, settings: dict[str, str]
 ) -> None:
-    code = (
-        TRAIN
-        + WAIT
-        + KILLS
-        + f"""
-spark = session("local-cluster[4,1,1024]", executor_cores="1", **{settings!r})
-"""
-        + """
-def disturb():
-    until(4)
-    before = executors()
-    for process in before[:2]:
-        os.kill(process, signal.SIGKILL)
-    until(2)
-    until(4)
-    (note / "hold").unlink()
-threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=4, min_num_proc=2,
-    stderr=sys.stderr)
-print(repr(found))
-"""
-    )
-    found, _ = driven(code, tmp_path)
+    program = program_path(__file__, "lose_half_of_executors")
+    found, _ = driven(program, tmp_path, json.dumps(settings))
     check(found, 4)
     sizes = [size for _, size in found[0][-1]]
     assert (sizes[0], min(sizes), sizes[-1]) == (4, 2, 4)
@@ -231,28 +169,10 @@ print(repr(found))
 
 @pytest.mark.slow
 def test_on_connect_a_killed_worker_is_replaced_and_the_other_continues(tmp_path: Path) -> None:
-    code = (
-        TRAIN
-        + WAIT
-        + """
-import signal, threading, time
-spark = SparkSession.builder.remote(os.environ["SERVER"]).getOrCreate()
-def disturb():
-    until(2)
-    pids = [int(entry.name.removeprefix("pid-")) for entry in note.glob("pid-*")]
-    os.kill(pids[0], signal.SIGKILL)
-    until(1)
-    until(2)
-    (note / "hold").unlink()
-threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=2, min_num_proc=1,
-    stderr=sys.stderr)
-print(repr(found))
-"""
-    )
+    program = program_path(__file__, "lose_worker_of_connect")
     (tmp_path / "server").mkdir()
     with connect_server(tmp_path / "server") as url:
-        found, _ = driven(code, tmp_path, SERVER=url)
+        found, _ = driven(program, tmp_path, SERVER=url)
     check(found, 2)
     assert [size for _, size in found[0][-1]] == [2, 1, 2]
     assert len(list((tmp_path / "notes").glob("pid-*"))) == 3
@@ -260,24 +180,7 @@ print(repr(found))
 
 @pytest.mark.slow
 def test_a_worker_leaves_before_its_executor_is_decommissioned(tmp_path: Path) -> None:
-    code = (
-        TRAIN
-        + WAIT
-        + KILLS
-        + """
-spark = session("local-cluster[3,1,1024]", executor_cores="1", decommission_enabled="true")
-def disturb():
-    until(3)
-    os.kill(executors()[0], signal.SIGPWR)
-    until(2)
-    (note / "hold").unlink()
-threading.Thread(target=disturb, daemon=True).start()
-found = farandole.spark.run_elastic(train, (str(note), 10), num_proc=3, min_num_proc=2,
-    stderr=sys.stderr)
-print(repr(found))
-"""
-    )
-    found, told = driven(code, tmp_path)
+    found, told = driven(program_path(__file__, "decommission_executor"), tmp_path)
     for _, _, steps, total, _ in found:
         assert total == pytest.approx(steps)
     assert "leaves: Spark decommissions executor" in told

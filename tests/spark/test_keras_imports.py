@@ -9,33 +9,16 @@ import subprocess
 import sys
 
 import pytest
+from tests.programs import program_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-PROGRAM = """
-import sys
-from farandole.spark.keras import remote
-remote.basics.init()
-remote.prepare_devices("torch", wanted=False)
-import keras, numpy as np
-from farandole.spark.keras.saving import payload
-from farandole.spark.torch.training import compiler
-model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-model.compile("adam", "mse", metrics=["mae"])
-model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
-again = payload.unpack_model(payload.pack_model(model))
-np.testing.assert_array_equal(again.get_weights()[0], model.get_weights()[0])
-assert "tensorflow" not in sys.modules
-assert compiler.is_deferred()
-import tensorflow as tf
-assert payload.serialization_lib.tf.available
-assert keras.saving.serialize_keras_object(tf.TensorShape((2, 3))) == [2, 3]
-"""
+PROGRAM = program_path(__file__, "import_on_torch")
 
 
 def test_keras_on_torch_imports_no_tensorflow_to_save_a_model():
     env = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, PROGRAM],
         env=env,
         capture_output=True,
         text=True,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.programs import program_path, program_text
 from tests.spark.deployments import (
-    KILLS,
     PATIENCE,
     STARTS,
     Service,
@@ -37,71 +37,7 @@ if TYPE_CHECKING:
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
-BEGIN = """
-import json, time, urllib.error, urllib.request
-from farandole.spark import task
-
-def plugged(master="local[2]", **settings):
-    builder = SparkSession.builder.master(master).appName("plugged").config("spark.ui.port", "0")
-    builder = builder.config("spark.ui.showConsoleProgress", "false").config("spark.local.dir",
-        os.getcwd())
-    builder = builder.config("spark.driver.host", "127.0.0.1").config("spark.driver.bindAddress",
-        "127.0.0.1")
-    builder = builder.config("spark.executor.memory", "512m").config("spark.sql.shuffle.partitions",
-        "2")
-    builder = builder.config("spark.eventLog.enabled", "true").config("spark.eventLog.dir",
-        f"file://{os.getcwd()}/events")
-    builder = builder.config("spark.eventLog.compress",
-        "false").config("spark.eventLog.rolling.enabled", "false")
-    for name, value in settings.items():
-        builder = builder.config("spark." + name.replace("_", "."), value)
-    os.makedirs("events", exist_ok=True)
-    spark = farandole.spark.plugin(builder).getOrCreate()
-    spark.sparkContext.setLogLevel("ERROR")
-    return spark
-
-def ui(spark):
-    return "http://127.0.0.1:" + spark.sparkContext.uiWebUrl.rpartition(":")[2]
-
-def rows(spark):
-    told = json.loads(urllib.request.urlopen(ui(spark) + "/training/rows").read())
-    return [(run, key, json.loads(body)) for run, key, body in told["rows"]]
-
-def answer(url):
-    try:
-        with urllib.request.urlopen(url) as told:
-            return told.status, told.headers["Content-Disposition"], told.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, None, error.read().decode()
-
-def timed(found):
-    return next(run for run, key, body in found if key == "run" and "timeline" in body)
-
-def until_rows(spark, fits, limit=20):
-    deadline = time.monotonic() + limit
-    while True:
-        found = rows(spark)
-        if any(fits(*row) for row in found):
-            return found
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-"""
-
-TRAIN = """
-def train(epochs):
-    import os
-    if os.environ["RANK"] == "0":
-        for epoch in range(epochs):
-            scores = {"loss": 1.0 / (epoch + 1),
-                "all_metrics": [{"accuracy": float("nan") if epoch else 0.5}]}
-            entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
-            task.report({"kind": "epoch", "entry": entry, "epochs": epochs, "steps": 10,
-                "rows_per_second": 1000.0})
-    import farandole.numpy as hvd
-    hvd.init()
-    task.report_rank_state({"step_seconds": 0.25, "data_seconds": 0.1, "reduce_seconds": 0.05})
-    return os.getpid()
-"""
+BEGIN = program_text(__file__, "plugged_session")
 
 
 def get(url: str) -> tuple[int, str, Any]:
@@ -155,29 +91,8 @@ def application(base: str) -> str:
 
 
 def test_a_run_is_in_the_live_tab_in_the_metrics_and_in_the_history_server(tmp_path):
-    body = f"""
-spark = plugged()
-assert not [row for row in rows(spark) if row[0]], rows(spark)
-train.__qualname__ = {HOSTILE!r}
-pids = farandole.spark.run(train, args=(3,), num_proc=2, timeline="trace.json")
-def fail():
-    raise KeyError("no such layer")
-try:
-    farandole.spark.run(fail, num_proc=2)
-except farandole.spark.FarandoleJobError:
-    pass
-found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "failed")
-page = urllib.request.urlopen(ui(spark) + "/training/")
-print(json.dumps([
-    pids, found, page.read().decode(), dict(page.headers),
-    urllib.request.urlopen(ui(spark) + "/jobs/").read().decode(),
-    urllib.request.urlopen(ui(spark) + "/training/rows").read().decode(),
-    json.loads(urllib.request.urlopen(ui(spark) + "/metrics/json/").read())["gauges"],
-    [answer(ui(spark) + "/training/timeline?run=" + run) for run in (timed(found), "of-nobody", "../trace.json")],
-]))
-spark.stop()
-"""  # noqa: E501
-    told = drive(BEGIN + TRAIN + body, tmp_path, 120).stdout.splitlines()[-1]
+    body = program_path(__file__, "report_and_fail")
+    told = drive(body, tmp_path, 120, HOSTILE).stdout.splitlines()[-1]
     pids, live, page, headers, jobs, raw, gauges, timelines = json.loads(told)
     assert 'href="/training/"' in re.sub(r"http://[^/\"]*", "", jobs), "no tab in Spark's own pages"
     assert "script-src 'self'" in headers["Content-Security-Policy"]
@@ -244,20 +159,8 @@ spark.stop()
 
 @pytest.mark.slow
 def test_executors_have_their_hosts_and_links_to_their_logs_also_in_the_history_server(tmp_path):
-    body = """
-spark = plugged("local-cluster[2,1,1024]")
-farandole.spark.run(train, args=(1,), num_proc=2)
-found = until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")
-logs = {key: body for run, key, body in found if key.startswith("logs/")}
-(ranks,) = [body["ranks"] for run, key, body in found if key == "ranks"]
-shown = [urllib.request.urlopen(logs["logs/" + one["executor"]]["stderr"]).read().decode() for one in ranks]
-hosts = {key: body for run, key, body in found if key.startswith("host/")}
-print(json.dumps([logs, hosts, [one["executor"] for one in ranks], shown]))
-spark.stop()
-"""  # noqa: E501
-    logs, hosts, executors, shown = json.loads(
-        drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1]
-    )
+    body = program_path(__file__, "link_executors")
+    logs, hosts, executors, shown = json.loads(drive(body, tmp_path, 180).stdout.splitlines()[-1])
     assert sorted(executors) == ["0", "1"]
     assert all("CoarseGrainedExecutorBackend" in one for one in shown), (
         "each link opens the log of that executor"
@@ -326,27 +229,11 @@ spark.stop()
 def test_executors_start_the_fork_servers_from_which_the_first_job_forks(
     master, executors, tmp_path
 ):
-    body = f"""
-import pathlib, cloudpickle
-from tests.spark.test_warm_tasks import begun
-import tests.spark.test_warm_tasks as module
-cloudpickle.register_pickle_by_value(module)
-spark = plugged({master!r}, farandole_warmWorkers="true")
-def servers():
-    locks = pathlib.Path(os.environ["TMPDIR"]).glob("farandole-*/warm-*.lock")
-    return {{lock.stem: int(lock.read_text().split()[0]) for lock in locks if lock.read_text()}}
-deadline = time.monotonic() + 60
-while len(before := servers()) < {executors}:
-    assert time.monotonic() < deadline, before
-    time.sleep(0.1)
-found = farandole.spark.run(begun, num_proc=2, warm=True)
-print(json.dumps([before, servers(), found]))
-spark.stop()
-"""
+    body = program_path(__file__, "fork_from_plugin")
     # a socket's path has at most about a hundred characters
     with tempfile.TemporaryDirectory() as short:
         env = {"TMPDIR": short, "PYTHONPATH": str(Path(__file__).parents[2])}
-        done = drive(BEGIN + body, tmp_path, 150, **env)
+        done = drive(body, tmp_path, 150, master, str(executors), **env)
     before, after, found = json.loads(done.stdout.splitlines()[-1])
     assert len(before) == executors
     assert after == before, "the job has started no other server"
@@ -357,28 +244,8 @@ spark.stop()
 
 @pytest.mark.slow
 def test_a_death_has_sparks_reason_and_the_tab_shows_it(tmp_path):
-    body = """
-spark = plugged("local-cluster[2,1,1024]", stage_maxConsecutiveAttempts="1")
-def wait(folder):
-    import os, time
-    open(os.path.join(folder, "at-work-" + os.environ["RANK"]), "w").close()
-    time.sleep(60)
-def kill():
-    deadline = time.monotonic() + 60
-    while not all(os.path.exists(f"at-work-{rank}") for rank in "01") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    kill_one()
-threading.Thread(target=kill, daemon=True).start()
-try:
-    farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
-except farandole.spark.FarandoleJobError as error:
-    reason = error.reason
-found = until_rows(spark, lambda run, key,
-    body: key.startswith("event/") and "removed executor" in body["what"])
-print(json.dumps([reason,
-    [body for run, key, body in found if key.startswith(("event/", "removed/"))]]))
-"""  # noqa: E501
-    reason, events = json.loads(drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1])
+    body = program_path(__file__, "explain_death")
+    reason, events = json.loads(drive(body, tmp_path, 180).stdout.splitlines()[-1])
     # Either Spark fails the stage first, and says why, or the driver notices the lost worker and
     # asks Spark.
     assert "exited with code 137" in reason, reason
@@ -387,77 +254,16 @@ print(json.dumps([reason,
 
 @pytest.mark.slow
 def test_an_executor_that_ends_kills_workers_that_are_left_and_no_other_process(tmp_path):
-    body = """
-spark = plugged("local-cluster[1,1,1024]")
-def start(_):
-    import subprocess, sys
-    wait = "import time; time.sleep(300)"
-    # In sessions of their own: Spark ends the group of its Python workers by a signal.
-    names = ["farandole.runner.stand-in", "another.program"]
-    return [subprocess.Popen([sys.executable, "-c", wait, name],
-        start_new_session=True).pid for name in names]
-(pids,) = spark.sparkContext.parallelize([0], 1).map(start).collect()
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline") as command:
-            # a process that has ended and has not been waited for has none
-            return bool(command.read())
-    except FileNotFoundError:
-        return False
-before = [alive(pid) for pid in pids]
-spark.stop()
-deadline = time.monotonic() + 30
-while alive(pids[0]) and time.monotonic() < deadline:
-    time.sleep(0.05)
-after = [alive(pid) for pid in pids]
-for pid in pids:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 9)
-print(json.dumps([before, after]))
-"""
-    told = drive("import contextlib" + BEGIN + body, tmp_path, 150).stdout.splitlines()[-1]
+    body = program_path(__file__, "leave_processes")
+    told = drive(body, tmp_path, 150).stdout.splitlines()[-1]
     assert json.loads(told) == [[True, True], [False, True]]
 
 
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_decommissioned_executor_is_an_event_of_the_run_within_a_second(tmp_path):
-    body = """
-spark = plugged("local-cluster[2,1,1024]", decommission_enabled="true")
-def wait(folder):
-    import os, time
-    open(os.path.join(folder, "at-work-" + os.environ["RANK"]), "w").close()
-    while not os.path.exists(os.path.join(folder, "over")):
-        time.sleep(0.05)
-times = []
-def retire():
-    deadline = time.monotonic() + 60
-    while not all(os.path.exists(f"at-work-{rank}") for rank in "01") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    scala = spark.sparkContext._jsc.sc()
-    jvm = spark.sparkContext._jvm
-    info = jvm.org.apache.spark.scheduler.ExecutorDecommissionInfo("a test says so",
-        jvm.scala.Option.apply(None))
-    scala.schedulerBackend().decommissionExecutor("0", info, False, False)
-    while not scala.taskScheduler().getExecutorDecommissionState("0").isDefined():
-        time.sleep(0.01)
-    times.append(time.time())
-    # Both say themselves when they were written, so this waits without a hurry.
-    until_rows(spark, lambda run, key, body: key == "decommissioning/0")
-    decommissions = lambda key, body: key.startswith("event/") and "decommissions executor 0" in body["what"]
-    found = until_rows(spark, lambda run, key, body: decommissions(key, body))
-    times.extend(int(body["time"]) / 1000 for run, key, body in found if key == "decommissioning/0")
-    times.extend(int(body["time"]) / 1000 for run, key, body in found if decommissions(key, body))
-    open("over", "w").close()
-thread = threading.Thread(target=retire, daemon=True)
-thread.start()
-farandole.spark.run(wait, args=(os.getcwd(),), num_proc=2)
-thread.join(30)
-print(json.dumps(times))
-"""  # noqa: E501
-    state, seen, event = json.loads(
-        drive(BEGIN + KILLS + body, tmp_path, 180).stdout.splitlines()[-1]
-    )
+    body = program_path(__file__, "decommission_in_tab")
+    state, seen, event = json.loads(drive(body, tmp_path, 180).stdout.splitlines()[-1])
     print(
         f"the plugin sees it after {seen - state:.3f} s, and the run has the event after "
         f"{event - state:.3f} s"
@@ -470,19 +276,8 @@ print(json.dumps(times))
     shutil.which("chromium") is None, reason="without a browser (Debian: apt-get install chromium)"
 )
 def test_a_browser_shows_runs_and_takes_no_name_for_html(tmp_path):
-    body = f"""
-spark = plugged()
-train.__qualname__ = {HOSTILE!r}
-farandole.spark.run(train, args=(3,), num_proc=2)
-until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")
-import subprocess
-shown = subprocess.run(
-    ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={{os.getcwd()}}/browser",
-    "--virtual-time-budget=5000", "--dump-dom", ui(spark) + "/training/"],
-    check=True, capture_output=True, text=True, timeout=60)
-print(json.dumps(shown.stdout))
-"""  # noqa: E501
-    dom = json.loads(drive(BEGIN + TRAIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    body = program_path(__file__, "browse_training")
+    dom = json.loads(drive(body, tmp_path, 180, HOSTILE).stdout.splitlines()[-1])
     assert html.escape(HOSTILE, quote=False) in dom
     assert "<img" not in dom
     assert len(re.findall("<script", dom)) == 1
@@ -496,25 +291,7 @@ print(json.dumps(shown.stdout))
     ), dom
 
 
-STEPS = """
-spark = plugged("local-cluster[2,1,1024]")
-def train(folder):
-    import os, time
-    import farandole.numpy as hvd
-    hvd.init()
-    for epoch in range(2):
-        if hvd.rank() == 0:
-            scores = {"loss": 1.0 / (epoch + 1), "all_metrics": []}
-            entry = {"epoch": epoch, "train": scores, "seconds": 0.1, "rows": 100}
-            task.report({"kind": "epoch", "entry": entry, "epochs": 2, "steps": 10,
-                "rows_per_second": 1000.0})
-        while not os.path.exists(os.path.join(folder, f"seen-{epoch}")):
-            time.sleep(0.05)
-print(ui(spark), flush=True)
-farandole.spark.run(train, args=(os.getcwd(),), num_proc=2)
-sys.stdin.readline()
-spark.stop()
-"""
+STEPS = program_path(__file__, "report_in_steps")
 
 
 @pytest.mark.slow
@@ -524,7 +301,7 @@ spark.stop()
 def test_an_open_page_shows_epochs_ranks_and_links_as_they_come_without_reloading(tmp_path):
     from playwright.sync_api import expect, sync_playwright
 
-    with driver(BEGIN + STEPS, tmp_path) as process, sync_playwright() as playwright:
+    with driver(STEPS, tmp_path) as process, sync_playwright() as playwright:
         assert process.stdout is not None
         link = process.stdout.readline().strip()
         browser = playwright.chromium.launch(
@@ -616,58 +393,11 @@ print(sorted(farandole.spark.run(lambda: 7, num_proc=2)))
     assert "run" not in told, "docs/spark/plugin.md says so: a client cannot report its runs"
 
 
-FITS = {
-    "torch": """
-    import torch
-    from farandole.spark.torch import TorchEstimator
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    more = {"optimizer": optimizer, "loss": torch.nn.MSELoss(), "input_shapes": [[-1, 1]]}
-    kind = TorchEstimator
-""",
-    "keras": """
-    import keras
-    from farandole.spark.keras import KerasEstimator
-    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
-    more = {"optimizer": keras.optimizers.SGD(0.001), "loss": "mse"}
-    kind = KerasEstimator
-""",
-    "lightning": """
-    import lightning.pytorch as pl, torch
-    from farandole.spark.lightning import LightningEstimator
-    class Net(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-        def forward(self, x):
-            return self.layer(x)
-        def training_step(self, batch, index):
-            x, y = (batch[name].float().reshape(-1, 1) for name in "xy")
-            return torch.nn.functional.mse_loss(self(x), y)
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.001)
-    model, more, kind = Net(), {"input_shapes": [[-1, 1]]}, LightningEstimator
-""",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", FITS)
+@pytest.mark.parametrize("framework", ["torch", "keras", "lightning"])
 def test_a_fit_shows_its_epochs_and_where_each_ranks_time_goes(framework, tmp_path):
-    body = f"""
-def fit(spark):
-    from farandole.spark.common import LocalStore
-{FITS[framework]}
-    frame = spark.createDataFrame([(float(i % 7), float(i % 7) * 2 + 1) for i in range(800)], ["x", "y"])
-    estimator = kind(num_proc=2, model=model, feature_cols=["x"], label_cols=["y"], batch_size=10, epochs=3, verbose=0,
-        run_id="the run", store=LocalStore(os.getcwd() + "/store"), **more)
-    estimator.fit(frame)
-spark = plugged()
-fit(spark)
-print(json.dumps(until_rows(spark, lambda run, key, body: key == "run" and body["state"] == "ended")))
-"""  # noqa: E501
-    found = json.loads(drive(BEGIN + body, tmp_path, 180).stdout.splitlines()[-1])
+    body = program_path(__file__, "fit_in_tab")
+    found = json.loads(drive(body, tmp_path, 180, framework).stdout.splitlines()[-1])
     (run,) = {of for of, _, _ in found if of}
     of_run = {key: row for of, key, row in found if of == run}
     assert of_run["run"]["name"] == "the run"

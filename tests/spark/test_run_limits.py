@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.programs import program_path
 from tests.spark.deployments import PATIENCE, drive
 
 import farandole.spark
@@ -61,28 +62,7 @@ def test_results_and_functions_beyond_16_megabytes_travel_by_the_store_and_leave
 
 @pytest.mark.timeout(240 * PATIENCE)
 def test_a_model_larger_than_a_row_of_spark_is_fitted_and_such_a_result_names_the_store(tmp_path):
-    body = """
-import torch
-from farandole.spark.common import LocalStore, SparkBackend
-from farandole.spark.torch import TorchEstimator
-spark = session("local[2]", driver_maxResultSize="10m")
-frame = spark.range(8).selectExpr("cast(id as float) as x", "cast(id as float) as y")
-for backend in ({"num_proc": 2}, {"backend": SparkBackend(2)}):
-    model = torch.nn.Sequential(torch.nn.Linear(1, 2_500_000), torch.nn.Flatten(),
-        torch.nn.AvgPool1d(2_500_000))
-    fitted = TorchEstimator(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-9),
-        verbose=0,
-        loss=torch.nn.MSELoss(), feature_cols=["x"], label_cols=["y"], epochs=1, batch_size=1,
-        store=LocalStore(os.getcwd() + "/store"), **backend).fit(frame)
-    print("parameters", sum(one.numel() for one in fitted.getModel().parameters()))
-print("left",
-    [name for name in os.listdir("store/runs") if "spill" in name and os.listdir("store/runs/" + name)])
-try:
-    farandole.spark.run(lambda: os.urandom(20 << 20), num_proc=2, verbose=0)
-except farandole.spark.FarandoleJobError as error:
-    print("told", error)
-spark.stop()
-"""  # noqa: E501
+    body = program_path(__file__, "fit_large_model")
     done = drive(body, tmp_path, 220)
     assert done.stdout.count("parameters 5000000") == 2, done.stdout + done.stderr[-3000:]
     assert "left []" in done.stdout

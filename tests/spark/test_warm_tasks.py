@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.programs import program_path
 from tests.spark.deployments import PATIENCE, drive
 
 import farandole.spark
@@ -61,26 +62,6 @@ def test_workers_of_spark_tasks_come_from_the_one_server_of_their_executor(spark
 
 @pytest.mark.slow
 def test_each_executor_has_a_server_of_its_own_that_dies_with_it(tmp_path):
-    body = """
-import pathlib, signal, time
-from tests.spark.test_warm_tasks import begun, is_gone
-import cloudpickle, tests.spark.test_warm_tasks as module
-cloudpickle.register_pickle_by_value(module)
-spark = session("local-cluster[2,1,1024]", executor_cores="1")
-first = farandole.spark.run(begun, num_proc=2, warm=True)
-second = farandole.spark.run(begun, num_proc=2, warm=True)
-assert all(had for had, _, _ in first + second), (first, second)
-owners, servers = ({line[place] for line in first + second} for place in (1, 2))
-assert len(owners) == len(servers) == 2, (first, second)
-for owner in owners:
-    assert b"CoarseGrainedExecutorBackend" in pathlib.Path(f"/proc/{owner}/cmdline").read_bytes()
-    os.kill(owner, signal.SIGKILL)
-deadline = time.monotonic() + 30
-while not all(map(is_gone, servers)):
-    assert time.monotonic() < deadline, servers
-    time.sleep(0.05)
-print("gone")
-spark.stop()
-"""
+    body = program_path(__file__, "lose_fork_servers")
     done = drive(body, tmp_path, 150, PYTHONPATH=str(Path(__file__).parents[2]))
     assert "gone" in done.stdout, done.stderr[-3000:]

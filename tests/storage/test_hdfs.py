@@ -14,17 +14,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 from farandole._native import store as native
 from farandole.data import ParquetLoader, prepare_data
 from farandole.spark.common import Store
 
 
-def run(program, cluster, **environment):
-    """Returns the output of a program in its own process."""
+def run(program, cluster, *arguments, **environment):
+    """Returns the output of a program, a file or its text, in its own process."""
     env = {**os.environ, **cluster.environment, **environment}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [
+            sys.executable,
+            *([program] if isinstance(program, Path) else ["-c", program]),
+            *arguments,
+        ],
         check=False,
         capture_output=True,
         text=True,
@@ -149,30 +154,10 @@ def test_the_next_preparation_deletes_the_remains_of_killed_uploads(hdfs, prefix
 
 
 def test_forked_processes_are_refused_and_forkservers_read(hdfs, prefix):
-    program = f"""
-import os
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-from torch.utils.data import DataLoader
-from farandole.data import ParquetLoader
-from farandole.spark.common import Store
-
-if __name__ == "__main__":
-    store = Store.create("{hdfs.url}/{prefix}")
-    table = pa.table({{"x": np.arange(1000)}})
-    pq.write_table(table, store.get_train_data_path() + "/0.parquet", filesystem=store.fs)
-    data = ParquetLoader(store.get_train_data_path(), 100, framework="torch").as_torch_dataset()
-    for start in ("forkserver", "fork"):
-        try:
-            loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=start)
-            print(start, sum(len(batch["x"]) for batch in loader))
-        except OSError as error:
-            print(start, "start it by spawn or forkserver" in str(error))
-    child = os.fork()
-    if child == 0:
-        store.write_text(store.prefix_path + "/child", "y")
-        os._exit(0 if store.exists(store.prefix_path + "/child") else 1)
-    print("writes", os.waitpid(child, 0)[1])
-"""
-    assert run(program, hdfs).split("\n") == ["forkserver 1000", "fork True", "writes 0", ""]
+    program = program_path(__file__, "read_in_processes")
+    assert run(program, hdfs, f"{hdfs.url}/{prefix}").split("\n") == [
+        "forkserver 1000",
+        "fork True",
+        "writes 0",
+        "",
+    ]

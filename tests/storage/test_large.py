@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.programs import program_path
 
 MIB = 1 << 20
 BUDGET = 256 * MIB
@@ -18,21 +19,7 @@ BESIDES = 60 * MIB
 hundreds of files.
 """
 
-MEASURE = """
-import re, sys
-from pathlib import Path
-from farandole.data import ParquetLoader
-
-def memory_bytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
-
-before = memory_bytes("VmRSS")
-rows, read = 0, 0
-for batch in ParquetLoader(sys.argv[1], 256, byte_budget=int(sys.argv[2])):
-    rows += len(batch["id"])
-    read += sum(column.nbytes for column in batch.values())
-print(rows, read, memory_bytes("VmHWM") - before)
-"""
+MEASURE = program_path(__file__, "measure_reading")
 
 
 @pytest.mark.slow
@@ -45,7 +32,7 @@ def test_a_budget_holds_for_ten_gigabytes(tmp_path):
     pq.write_table(pa.table(columns), one, row_group_size=2000)
     for number in range(files):
         (tmp_path / f"{number:03}.parquet").hardlink_to(one)
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(BUDGET)]
+    command = [sys.executable, MEASURE, str(tmp_path), str(BUDGET)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
     seen, read, grown = map(int, re.findall(r"\d+", result.stdout))
     assert seen == rows * files

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import pytest
+from tests.programs import program_path
 from tests.storage.trouble_proxy import TROUBLES, TroubleProxy
 
 from farandole._native import store as native
@@ -265,41 +266,14 @@ def test_a_transfer_may_take_longer_than_a_connection_may_be_silent(service):
     assert store.read("x") == LARGE
 
 
-MEASURE = """
-import json, re, sys
-from pathlib import Path
-from farandole._native import store as native
-
-def kilobytes(name):
-    return int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-
-url, options, size = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-native.configure_options(url, options)
-store = native.Store(url)
-store.write("warm", b"x" * (20 << 20))
-store.read("warm")
-data = bytes(range(256)) * (size // 256)
-base = kilobytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-store.write("checkpoint", data)
-store.copy("checkpoint", "checkpoint.previous")
-written = kilobytes("VmHWM") - base
-first, last = data[:1000], data[-1000:]
-del data
-base = kilobytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")
-found = store.read("checkpoint.previous")
-read = kilobytes("VmHWM") - base - size // 1024
-assert len(found) == size and found[:1000] == first and found[-1000:] == last
-print(written, read)
-"""
+MEASURE = program_path(__file__, "measure_checkpoint")
 
 STREAMS = 5
 """Four parts in flight, and the next one."""
 
 
 def measure_memory(options, prefix, size, timeout):
-    command = [sys.executable, "-c", MEASURE, f"s3://bucket/{prefix}", json.dumps(options), size]
+    command = [sys.executable, MEASURE, f"s3://bucket/{prefix}", json.dumps(options), size]
     result = subprocess.run(
         [str(word) for word in command],
         capture_output=True,

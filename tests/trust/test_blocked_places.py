@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tests.needs import skip_without
+from tests.programs import program_path
 from tests.started import environment, together
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,23 +30,7 @@ for _ in range(2):
     print(sum(len(batch["x"]) for batch in loader))
 print(*[name for name in os.listdir("/dev/shm") if name.startswith("farandole-cache-")])
 """
-TAKES = """
-import fcntl, os, sys
-path, how = sys.argv[1:]
-os.setgid(65534)
-os.setuid(65534)
-if how == "link":
-    os.symlink("/etc/passwd", path)
-elif how == "pipe":
-    os.mkfifo(path, 0o666)
-else:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    os.fchmod(file, 0o666)
-    fcntl.flock(file, fcntl.LOCK_EX)
-print("taken", flush=True)
-sys.stdin.read()
-os.unlink(path)
-"""
+TAKES = program_path(__file__, "take_place")
 
 
 def root_reason():
@@ -69,7 +54,7 @@ def test_a_file_in_the_place_of_the_cache_costs_only_the_cache(tmp_path, how):
     assert counts == ["1000", "1000"]
     (name,) = names.split()
     assert "each epoch decodes them again" not in said
-    words = [sys.executable, "-c", TAKES, SHARED_MEMORY / name, how]
+    words = [sys.executable, TAKES, SHARED_MEMORY / name, how]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as taker:
         assert taker.stdout.readline() == "taken\n"
         (*counts, _), said = loaded(path)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from tests.needs import skipped_without
+from tests.programs import program_path
 from tests.started import on_host, together
 
 from farandole.spark.common import LocalBackend
@@ -35,29 +36,7 @@ PATTERN = bytes.fromhex("40490fdb2df854413f8020c44048f5c3")
 TENSOR = len(PATTERN) * 4096
 
 # Two ranks with the names of two hosts, so that links between them are TCP.
-RANKS = f"""
-import sys
-import numpy as np
-import torch
-import torch.distributed as dist
-import farandole.torch as hvd
-import farandole.torch.distributed
-from farandole.torch.distributed import _rendezvous
-hvd.init(process_sets="dynamic")
-assert hvd.cross_size() == 2
-mark = {MARK!r}
-assert hvd.broadcast_object({{"told": mark}} if hvd.rank() == 0 else None, root_rank=0)["told"] == mark
-assert hvd.allgather_object([mark, hvd.rank()]) == [[mark, 0], [mark, 1]]
-pattern = torch.frombuffer(bytearray({PATTERN!r} * 4096), dtype=torch.float32)
-assert torch.equal(hvd.broadcast(pattern if hvd.rank() == 0 else torch.zeros_like(pattern), root_rank=0), pattern)
-assert torch.equal(hvd.allgather(pattern), torch.cat([pattern, pattern]))
-dist.init_process_group("farandole", init_method="farandole://")
-store = dist.distributed_c10d._get_default_store()
-store.set(mark + str(hvd.rank()), mark)
-assert store.get(mark + str(1 - hvd.rank())) == mark.encode()
-dist.destroy_process_group()
-hvd.shutdown()
-"""  # noqa: E501
+RANKS = program_path(__file__, "send_marks")
 
 
 @contextmanager
@@ -128,7 +107,8 @@ def test_between_hosts_no_object_and_no_tensor_is_in_clear():
     }
     with captured() as packets:
         environments = [{"HOROVOD_RANK": str(rank), **told} for rank in range(2)]
-        ended = together(environments, RANKS, [on_host(f"host-{rank}") for rank in range(2)])
+        prefixes = [on_host(f"host-{rank}") for rank in range(2)]
+        ended = together(environments, RANKS, prefixes, [MARK, PATTERN.hex()])
     assert [one.status for one in ended] == [0, 0], ended
     assert bytes_on_the_way(packets) > 3 * TENSOR, "a broadcast, and one tensor of each rank"
     assert not holds(packets, MARK.encode())

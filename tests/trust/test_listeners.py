@@ -14,6 +14,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from tests import sockets
+from tests.programs import program_path
 from tests.started import environment, together
 
 from farandole.spark.common import LocalBackend
@@ -33,6 +34,8 @@ SETTINGS = {
     "dial out": {"FARANDOLE_DIAL_OUT": "1"},
     "no shared memory": {"FARANDOLE_SHARED_MEMORY": "0"},
 }
+MODULES = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+"""Programs find `tests` by this path."""
 
 
 def opened(method):
@@ -172,32 +175,16 @@ def test_the_meeting_point_of_the_data_service_listens_where_it_may():
     assert done.returncode == 0, done.stderr.decode()
 
 
-SERVICE = """
-import threading
-import farandole.tensorflow as hvd
-from farandole.tensorflow.data import compute_service
-from tests.sockets import listening
-hvd.init()
-before = listening()
-with compute_service.serving(1, dispatcher_side="training", timeout=60,
-    open_to_the_network=True) as config:
-    meeting = listening() - before
-    assert len(meeting) == 1, meeting
-    worker = threading.Thread(target=compute_service.compute_worker_fn, args=(config,))
-    worker.start()
-    with compute_service.tf_data_service(config, 0):
-        print("listens", sorted(listening() - before - meeting), flush=True)
-    config.compute_client().shutdown()
-    worker.join(60)
-    assert not worker.is_alive()
-"""
+SERVICE = program_path(__file__, "serve_data")
 
 
 @pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow")
 def test_the_data_service_opens_ports_of_tensorflow_on_all_addresses_after_consent():
-    env = environment({**SETTINGS["bind address"], "KERAS_BACKEND": "tensorflow"})
+    env = environment(
+        {**SETTINGS["bind address"], "KERAS_BACKEND": "tensorflow", "PYTHONPATH": MODULES}
+    )
     done = subprocess.run(
-        [sys.executable, "-c", SERVICE], env=env, capture_output=True, timeout=200, check=False
+        [sys.executable, SERVICE], env=env, capture_output=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr.decode()
     found = addresses_and_ports(done.stdout.decode())
@@ -208,30 +195,12 @@ def test_the_data_service_opens_ports_of_tensorflow_on_all_addresses_after_conse
 
 
 # Groups whose members change, by torch's own interface: no launcher has started them.
-MEMBERS = """
-import os
-from datetime import timedelta
-import torch.distributed as dist
-import farandole.torch.distributed
-from tests.sockets import listening
-rank, limit = int(os.environ["MEMBER"]), timedelta(seconds=60)
-store = dist.FileStore(os.environ["MEETING"], -1)
-dist.init_process_group(
-    "farandole", store=store, rank=rank, world_size=2, timeout=limit, enable_reconfigure=True
-)
-store.set(f"handle/{rank}", dist._get_reconfigure_handle())
-handles = [store.get(f"handle/{one}").decode() for one in range(2)]
-before = listening()
-assert dist._reconfigure(1, handles, timeout=limit).wait()
-dist.barrier()
-print("listens", sorted(listening() - before), flush=True)
-dist.barrier()
-"""
+MEMBERS = program_path(__file__, "reconfigure_group")
 
 
 @pytest.mark.parametrize("setting", ["nothing", "bind address", "port range"])
 def test_groups_of_one_host_that_are_reconfigured_listen_on_loopback_alone(tmp_path, setting):
-    told = {"MEETING": str(tmp_path / "store"), **SETTINGS[setting]}
+    told = {"MEETING": str(tmp_path / "store"), "PYTHONPATH": MODULES, **SETTINGS[setting]}
     ended = together([{"MEMBER": str(rank), **told} for rank in range(2)], MEMBERS)
     assert [one.status for one in ended] == [0, 0], ended
     found = [addresses_and_ports(one.out) for one in ended]
@@ -335,10 +304,7 @@ def test_a_job_of_the_command_line_listens_on_loopback_alone(tmp_path, kind):
         "hvd.allgather_object(None)\n"
     )
     command = [sys.executable, "-m", "farandole", "run", *flags, sys.executable, str(script)]
-    folder = str(Path(__file__).parents[2])
-    env = environment(
-        {"PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]), **told}
-    )
+    env = environment({"PYTHONPATH": MODULES, **told})
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=200, check=False
     )

@@ -3,8 +3,8 @@
 """A relay between two hosts forwards handshakes and then does harm.
 
 The ranks end with an error that names the connection, and no rank returns a sum that its peer did
-not send. `crates/transport/tests/integration/relay` has the same for every offset; here is a whole job, with
-its real network.
+not send. `crates/transport/tests/integration/relay` has the same for every offset; here is a whole
+job, with its real network.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import pytest
 from tests.launch import namespace_cluster
 from tests.needs import skipped_without
+from tests.programs import program_path
 from tests.started import on_host, together
 from tests.trust.between import ACCEPTOR, ADDRESSES, BEAT, DIALER, LINK, PORTS, Harm, hosts
 
@@ -20,27 +21,7 @@ pytestmark = [
     skipped_without(namespace_cluster.missing()),
 ]
 # Sums whose every element is known; a rank that gets another one says so.
-SUMS = """
-import sys, time
-import numpy as np
-import farandole.numpy as hvd
-from farandole.common.exceptions import HorovodInternalError
-hvd.init()
-assert hvd.cross_size() == 2
-try:
-    for _ in range(rounds):
-        total = hvd.allreduce(np.arange(length, dtype=np.float32) + hvd.rank(), op=hvd.Sum)
-        if not np.array_equal(total, 2 * np.arange(length, dtype=np.float32) + 1):
-            print("wrong sum", flush=True)
-        if hvd.broadcast_object({"told": 1} if hvd.rank() == 0 else None,
-            root_rank=0) != {"told": 1}:
-            print("wrong object", flush=True)
-        time.sleep(pause)
-except HorovodInternalError as error:
-    print("error:", error, flush=True)
-else:
-    print("done", flush=True)
-"""
+SUMS = program_path(__file__, "sum_over_relay")
 TOLD = {
     "HOROVOD_SIZE": "2",
     "HOROVOD_LOCAL_SIZE": "1",
@@ -53,11 +34,11 @@ TOLD = {
 
 def job(harm, rounds, length, pause):
     """Returns the outcomes of two ranks, and the relay between them."""
-    code = f"rounds, length, pause = {rounds}, {length}, {pause}\n{SUMS}"
+    arguments = [str(rounds), str(length), str(pause)]
     with hosts(harm) as (relay, inside):
         environments = [{"HOROVOD_RANK": str(rank), **TOLD} for rank in range(2)]
         prefixes = [[*prefix, *on_host(f"host-{rank}")] for rank, prefix in enumerate(inside)]
-        return together(environments, code, prefixes), relay
+        return together(environments, SUMS, prefixes, arguments), relay
 
 
 def test_a_relay_that_only_forwards_is_not_noticed():

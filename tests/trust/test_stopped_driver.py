@@ -16,57 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.programs import program_path
 from tests.started import environment
 
 pytestmark = pytest.mark.timeout(300)
 AFTER = 4.0
 """Seconds that the ranks work on after the driver's stop."""
 
-# Ranks that sum until a file is there; each says how long its longest sum took.
-RANK = """
-def rank(enough):
-    import os, time
-    import numpy as np
-    import farandole.numpy as hvd
-    from farandole.spark import task
-    hvd.init()
-    rounds, longest, more = 0, 0.0, 1.0
-    while more:
-        began = time.monotonic()
-        more = hvd.allreduce(np.array([0.0 if os.path.exists(enough) else 1.0]), op=hvd.Min)[0]
-        longest, rounds = max(longest, time.monotonic() - began), rounds + 1
-        if rounds % 20 == 0:
-            task.report({"rounds": rounds})
-        time.sleep(0.005)
-    hvd.shutdown()
-    return rounds, longest
-"""
-DRIVER = """
-import sys
-told = []
-def progress(rank, record):
-    if len(told) == 0:
-        print("training", flush=True)
-    told.append(record["rounds"])
-results = backend.run(rank, (sys.argv[1],), on_progress=progress)
-print("results", results, "last", told[-1], flush=True)
-"""
-LOCAL = """
-from farandole.spark.common import LocalBackend
-backend = LocalBackend(2, verbose=0, warm=False)
-"""
-SPARK = """
-from pyspark.sql import SparkSession
-from farandole.spark.common import SparkBackend
-session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-backend = SparkBackend(2, verbose=0)
-"""
-# The launcher is the driver; its ranks have no driver's function.
-COMMAND = """
-import sys
-result = rank(sys.argv[1])
-print("results", [result], flush=True)
-"""
+# Ranks that sum until a file is there; each prints how long its longest sum took.
+SUMS = program_path(__file__, "sum_until_enough")
 
 
 @dataclass
@@ -81,17 +39,10 @@ class Ended:
 
 def stopped(folder: Path, kind: str, seconds: float) -> Ended:
     """Runs a job, and stops its driver for some seconds while it trains."""
-    enough, script, output = folder / "enough", folder / "job.py", folder / "said"
-    script.write_text(
-        RANK + {"local": LOCAL + DRIVER, "spark": SPARK + DRIVER, "command": COMMAND}[kind]
-    )
-    command = [sys.executable, str(script), str(enough)]
+    enough, output = folder / "enough", folder / "said"
+    announcement = "training" if kind == "command" else "none"
+    command = [sys.executable, str(SUMS), kind, str(enough), announcement]
     if kind == "command":
-        script.write_text(
-            script.read_text().replace(
-                "    rounds, longest", '    print("training", flush=True)\n    rounds, longest', 1
-            )
-        )
         command = [sys.executable, "-m", "farandole", "run", "-np", "2", *command]
     env = environment({"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"})
     with output.open("wb") as file:
@@ -164,12 +115,8 @@ def test_a_driver_that_was_stopped_for_long_loses_nothing(tmp_path, kind, second
 @pytest.mark.parametrize("kind", ["local", "command"])
 def test_a_driver_that_is_killed_leaves_no_rank(tmp_path, kind):
     """Ranks end sooner than with a stopped driver, because the registrar's port is closed."""
-    script, output = tmp_path / "job.py", tmp_path / "said"
-    body = RANK.replace(
-        "    rounds, longest", '    print("pid", os.getpid(), flush=True)\n    rounds, longest', 1
-    )
-    script.write_text(body + {"local": LOCAL + DRIVER, "command": COMMAND}[kind])
-    command = [sys.executable, str(script), str(tmp_path / "never")]
+    output = tmp_path / "said"
+    command = [sys.executable, str(SUMS), kind, str(tmp_path / "never"), "pid"]
     if kind == "command":
         command = [sys.executable, "-m", "farandole", "run", "-np", "2", *command]
     with output.open("wb") as file:

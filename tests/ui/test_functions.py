@@ -16,6 +16,7 @@ import time
 import types
 from typing import TYPE_CHECKING
 
+from tests.programs import program_path
 from tests.ui.conftest import write_run
 
 if TYPE_CHECKING:
@@ -24,29 +25,7 @@ if TYPE_CHECKING:
 
     from playwright.sync_api import Page
 
-JOB = """
-import os, signal, sys, time
-from pathlib import Path
-
-import farandole
-
-def train(folder):
-    import farandole.numpy as hvd
-    from farandole.spark.task import report
-
-    hvd.init()
-    print("rank", hvd.rank(), "is here", flush=True)
-    for epoch in range(200):
-        if hvd.rank() == 0:
-            report({"kind": "epoch",
-                "entry": {"epoch": epoch, "train": {"loss": 1 / (epoch + 1), "all_metrics": []}}})
-        if hvd.rank() == 1 and Path(folder, "die").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        hvd.barrier()
-        time.sleep(0.5)
-
-farandole.run(train, args=(sys.argv[1],), num_proc=2, ui=sys.argv[1], timeline=True)
-"""
+JOB = program_path(__file__, "report_until_death")
 
 
 def ready(page: Page, link: str) -> None:
@@ -76,8 +55,7 @@ def grows(page: Page, beyond: int) -> int:
 
 
 def test_a_live_job_grows_and_a_killed_rank_appears(page, shown, tmp_path):
-    (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
+    command = [sys.executable, JOB, tmp_path]
     with (
         subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

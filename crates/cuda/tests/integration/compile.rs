@@ -7,6 +7,7 @@
 
 use std::collections::HashSet;
 
+use crate::wheels;
 use farandole_cuda::{
     CudaLibrary, Error, KERNEL_SOURCE, KernelCache, NvrtcCompiler, reduction_kernel_name,
     transfer_kernel_name,

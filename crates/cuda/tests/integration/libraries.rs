@@ -3,6 +3,7 @@
 
 //! The libraries that torch's wheels bring have what is called. No GPU is needed.
 
+use crate::wheels;
 use farandole_cuda::{CudaLibrary, DriverTable, NcclLibrary, NcclTable, collect_inventory};
 
 #[test]

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Trains without torch's compiler until it is needed, in the way that the test names."""
+
+import sys
+
+import torch
+
+from farandole.spark.torch.training import compiler
+
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def import_module_below():
+    import torch._dynamo.utils as utils  # noqa: PLR0402 - another way to import it
+
+    assert utils is torch._dynamo.utils is sys.modules["torch._dynamo.utils"]
+    assert type(utils.__spec__.loader).__name__ == "SourceFileLoader"
+
+
+def compile_function():
+    called = []
+
+    def backend(graph, _inputs):
+        called.append(graph)
+        return graph
+
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)).tolist() == [2, 2]
+    assert called
+
+
+def import_attribute():
+    from torch._dynamo import config  # noqa: F401
+
+    torch._dynamo.reset()
+
+
+NEEDS = {
+    "a module below it": import_module_below,
+    "a compiled function": compile_function,
+    "an attribute": import_attribute,
+}
+compiler.defer_compiler()
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+step()
+optimizer.load_state_dict(optimizer.state_dict())
+assert compiler.is_deferred()
+assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
+NEEDS[sys.argv[1]]()
+step()
+assert not compiler.is_deferred()
+compiler.defer_compiler()
+assert not compiler.is_deferred()
