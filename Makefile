@@ -29,10 +29,12 @@ test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSer
 
 # Python tests spend half of their time waiting, so there are more processes than processors.
 # Deadlines are short and machines are shared, so a failed test runs once more, with a message.
+# Tests that measure time run last and alone.
 PROCESSES ?= $(shell expr $$(nproc) + 1)
 test: bytecode loom
 	.ci/rust-tests
-	$(BIN)/python -m pytest tests -m "not slow" -n $(PROCESSES) --reruns 1 --durations=25
+	$(BIN)/python -m pytest tests -m "not slow and not timing" -n $(PROCESSES) --reruns 1 --durations=40
+	$(BIN)/python -m pytest tests -m "not slow and timing" --reruns 1
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.
