@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -115,8 +117,6 @@ def object_array(batch: Batch, name: str, dtype: str) -> Any:
         name: Name of the column.
         dtype: `utf8` or `binary`.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     ends, values = batch.text_buffers(name)
     pieces = [values[start:end] for start, end in itertools.pairwise(ends.cast("q"))]
     array = np.empty(len(pieces), object)
@@ -142,8 +142,6 @@ def _batch_layout(
 
 
 def _numpy_converter() -> Convert:
-    import numpy as np  # noqa: PLC0415 - optional
-
     def convert_batch(
         batch: Batch, fields: Sequence[DatasetField], weights: str | None
     ) -> dict[str, Any]:
@@ -226,8 +224,6 @@ def result_wrapper(framework: str) -> Wrap:
     Args:
         framework: `numpy` or `torch`, which `batch_converter` has accepted.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     if framework == "torch":
         import torch  # noqa: PLC0415 - optional
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
+from farandole.data.arrow import pa, pc
 from farandole.data.column_accumulators import ExactMean, MaxListLength, QuantileSketch, ValueCounts
 from farandole.data.encoding import (
     ColumnEncoding,
@@ -24,8 +25,6 @@ from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.columns import ColumnRoles
     from farandole.data.inputs.sources import RowSource, SourceUnit
@@ -218,8 +217,6 @@ class EncodingSpec:
         Raises:
             ValueError: A value that cannot be learned from a column; the message names the column.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         if self.split is not None and self.split.column not in schema.names:
             raise ValueError(
                 f"validation_{self.split.by} names a column that the rows do not have: "
@@ -490,14 +487,10 @@ def _check_categories(name: str, value: Any) -> None:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
 
 
 def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     is_text = (
         pa.types.is_string(inner) or pa.types.is_large_string(inner) or inner == pa.string_view()
@@ -510,26 +503,20 @@ def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
 
 
 def _decode_dictionary(column: Any) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _training_mask(column: Any) -> Any:
     """Returns which rows a validation column assigns to training."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.compute as pc  # noqa: PLC0415
-
-    compute: Any = pc
     column = _decode_dictionary(column)
     if pa.types.is_boolean(column.type):
-        found = compute.invert(column)
+        found = pc.invert(column)
     elif _is_number(column.type):
-        found = compute.equal(column.cast(pa.float64()), 0.0)
+        found = pc.equal(column.cast(pa.float64()), 0.0)
     else:
-        texts = compute.utf8_lower(compute.utf8_trim_whitespace(column.cast(pa.large_string())))
-        found = compute.is_in(texts, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
-    return compute.fill_null(found, False)
+        texts = pc.utf8_lower(pc.utf8_trim_whitespace(column.cast(pa.large_string())))
+        found = pc.is_in(texts, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
+    return pc.fill_null(found, False)
 
 
 def needs_encoding(spec: EncodingSpec, names: Iterable[str], present: Iterable[str]) -> bool:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -106,8 +108,6 @@ class Image:
             ValueError: An image that cannot be decoded; the message names the column and the row of
                 the batch.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         if not blobs:
             return np.empty((0, *self._image_shape), self.dtype)
         images, undecoded = self._decode_natively(blobs)
@@ -141,8 +141,6 @@ class Image:
         """Returns the factor of each channel, and the number that is then subtracted:
         (channels,).
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         mean, std = np.empty((2, _CHANNELS_BY_MODE[self.mode]), np.float32)
         mean[:], std[:] = self.mean, self.std
         return 1.0 / (255.0 * std), mean / std
@@ -151,8 +149,6 @@ class Image:
         """Decodes images in Rust; returns them, and the rows that are left to Pillow, with
         reasons.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         if self.mode == "RGBA":
             return np.empty((len(blobs), *self._image_shape), self.dtype), [
                 (row, "RGBA") for row in range(len(blobs))
@@ -184,8 +180,6 @@ class Image:
         Args:
             pixels: From Pillow: uint8 of (height, width), or (height, width, channels).
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         pixels = pixels.reshape(
             self.height, self.width or self.height, _CHANNELS_BY_MODE[self.mode]
         )
@@ -220,7 +214,6 @@ def _to_8_bit(image: Any) -> Any:
     """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16
     bits above 255 white.
     """
-    import numpy as np  # noqa: PLC0415 - optional
     from PIL import Image as Pillow  # noqa: PLC0415
 
     if image.mode in ("I", "F"):
@@ -266,8 +259,6 @@ class Audio:
             ValueError: A sound that cannot be decoded; the message names the column and the row of
                 the batch.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         try:
             import soundfile  # noqa: PLC0415, F401 - optional
         except ImportError as error:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from farandole.data.arrow import pa, pc
+
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
     from farandole._native.reader import Batch
 
@@ -269,8 +270,6 @@ class Ragged:
         Raises:
             ValueError: lists of other things than numbers, or with nulls in them.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         starts, values = self._flatten_arrow_column(column, name)
         size = np.dtype(self.dtype).itemsize
         ends = pa.py_buffer(np.ascontiguousarray((starts - starts[0]) * size))
@@ -281,15 +280,12 @@ class Ragged:
         """Returns the offset of each row's first value, and the values of rows cut to the
         greatest length.
         """
-        import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-        compute: Any = pc
         list_element_dtype(column.type, name)
         lengths = (
             column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         )
         if lengths.max(initial=0) > self.max_length:
-            column = compute.list_slice(column, 0, self.max_length)
+            column = pc.list_slice(column, 0, self.max_length)
             lengths = np.minimum(lengths, self.max_length)
         values = column.flatten()
         if values.null_count:
@@ -332,8 +328,6 @@ def list_element_dtype(kind: pa.DataType, name: str) -> str:
     Raises:
         ValueError: no lists of numbers.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if not (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     ):

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import cloudpickle
+import numpy as np
 
 from farandole._native.store import Store as NativeStore
+from farandole.data.arrow import pa
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.sources import RowSource, open_source
@@ -20,8 +22,6 @@ from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.inputs.sources import SourceUnit
 
@@ -212,8 +212,6 @@ class _StatisticsCollector:
         self.values: dict[str, int] | None = {}
 
     def add(self, column: Any) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         self.rows += len(column)
@@ -308,8 +306,6 @@ def _bin_counts(values: Any, edges: Sequence[float], rows: Any = None) -> list[i
     """Returns the number of rows up to each edge and above the last edge; each value counts for one
     row, or for its entry in `rows`.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
     return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
 
@@ -361,8 +357,6 @@ def _collect_on_spark(
     def count_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - in a task
 
-        import pyarrow as pa  # noqa: PLC0415 - as pickle
-
         found = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
         for batch in batches:
             for column, tally in zip(batch.columns, found.values(), strict=True):
@@ -407,8 +401,6 @@ def _collect_locally(
 
 
 def _statistics_kind(kind: pa.DataType) -> str:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     types: Any = pa.types
     inner = kind.value_type if types.is_dictionary(kind) else kind
     if (

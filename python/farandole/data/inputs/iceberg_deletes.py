@@ -8,6 +8,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from farandole.data.arrow import pa, pc, pq
+from farandole.data.inputs.files import arrow_filesystem
 from farandole.data.inputs.iceberg_values import check_parquet, partition_scalars, schema_columns
 from farandole.data.inputs.table_snapshot import (
     FileColumns,
@@ -18,9 +22,7 @@ from farandole.data.inputs.table_snapshot import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
-    import pyarrow as pa
 
 _POSITION_COLUMNS = ("file_path", "pos")
 
@@ -83,8 +85,6 @@ class DeleteFiles:
             self._add_positions(file.file_path, sequence)
 
     def _add_vectors(self, path: str, sequence: int) -> None:
-        import numpy as np  # noqa: PLC0415 - optional
-
         # A file has the vectors of several data files, and an entry for each.
         if path in self._seen_puffins:
             return
@@ -103,14 +103,10 @@ class DeleteFiles:
             self._vectors[vector.referenced_data_file].append((sequence, positions))
 
     def _add_positions(self, path: str, sequence: int) -> None:
-        import numpy as np  # noqa: PLC0415 - as above
-        import pyarrow.compute as pc  # noqa: PLC0415 - a process that only trains needs none
-
-        compute: Any = pc
         rows = _read_parquet(full_file_path("", path), list(_POSITION_COLUMNS))
         paths, positions = (rows[name].combine_chunks() for name in _POSITION_COLUMNS)
-        for data_file in compute.unique(paths).to_pylist():
-            chosen = positions.filter(compute.equal(paths, data_file))
+        for data_file in pc.unique(paths).to_pylist():
+            chosen = positions.filter(pc.equal(paths, data_file))
             found = chosen.to_numpy(zero_copy_only=False).astype(np.uint64)
             self._positions[data_file].append((sequence, found))
 
@@ -124,8 +120,6 @@ class DeleteFiles:
         Raises:
             ValueError: A data file or delete file that cannot be read.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-
         file, sequence = entry.data_file, entry.sequence_number or 0
         # A vector replaces all positions that were deleted before it.
         listed = self._vectors.get(file.file_path) or self._positions.get(file.file_path, [])
@@ -150,9 +144,6 @@ class DeleteFiles:
         self, file: Any, field_ids: tuple[int, ...], deletes: list[_EqualityDelete]
     ) -> npt.NDArray[np.uint64]:
         """Returns the positions of rows whose columns have the values of some deleted row."""
-        import numpy as np  # noqa: PLC0415 - as above
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         columns = tuple(self._find_column(number) for number in field_ids)
         for deletion in deletes:
             if deletion.values is None:
@@ -188,11 +179,6 @@ class DeleteFiles:
     def _read_columns(
         self, path: str, defaults: dict[str, Any], columns: tuple[TableColumn, ...]
     ) -> pa.Table:
-        import pyarrow as pa  # noqa: PLC0415 - as above
-        import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
-        from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - it imports this module
-
         # Two columns of different schemas may have one name.
         unique = tuple(
             TableColumn(column.arrow_field.with_name(str(column.field_id)), column.stored_names)
@@ -218,10 +204,6 @@ class DeleteFiles:
 
 
 def _read_parquet(path: str, columns: list[str]) -> pa.Table:
-    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
-    from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - as above
-
     # pq.read_table would make columns of names of directories.
     return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
 
@@ -234,20 +216,15 @@ def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
         rows: The rows.
         values: The other rows, of the same columns.
     """
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-    compute: Any = pc
     if not values.num_rows:
         return np.zeros(rows.num_rows, bool)
     codes = np.zeros(rows.num_rows, np.int64)
     wanted = np.zeros(values.num_rows, np.int64)
     possible = np.ones(rows.num_rows, bool)
     for name in values.schema.names:
-        known = compute.unique(values[name])
+        known = pc.unique(values[name])
         mine, theirs = (
-            compute.index_in(table[name], value_set=known).combine_chunks()
-            for table in (rows, values)
+            pc.index_in(table[name], value_set=known).combine_chunks() for table in (rows, values)
         )
         possible &= np.asarray(mine.is_valid())
         # Codes are renumbered for each column, so that their product with the next ones fits.

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import pa
 from farandole.data.inputs.table_snapshot import FIELD_ID_KEY, TableColumn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pyarrow as pa
 
 
 def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
@@ -59,8 +58,6 @@ def typed_scalar(value: Any, kind: pa.DataType) -> Any:
         value: As pyiceberg has it: dates are days, and times are microseconds.
         kind: Type of the column.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     if pa.types.is_temporal(kind) and isinstance(value, int):
         stored = pa.int32() if kind.bit_width == pa.int32().bit_width else pa.int64()
         return pa.scalar(value, stored).cast(kind)

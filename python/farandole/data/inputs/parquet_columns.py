@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from farandole.data.arrow import pa
 
 
 def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
@@ -30,8 +29,6 @@ def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
 
 def is_flat_type(kind: pa.DataType) -> bool:
     """Returns whether a column of this type is its own leaf."""
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     return not (pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))
 
 
@@ -42,8 +39,6 @@ def unnest_values(column: Any) -> Any:
         column: An array. An array without lists, tensors and dictionaries, or of structs, is
             returned unchanged.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     while True:
         if isinstance(column, pa.ExtensionArray):
             column = column.storage

@@ -13,14 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs import files as found_files
-from farandole.data.inputs.frames import (
-    frame_source,
-    is_arrow_dataset,
-    is_spark_dataframe,
-)
+from farandole.data.arrow import ds, pa
+from farandole.data.inputs.files import arrow_filesystem, file_extensions, find_files
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
 from farandole.data.inputs.int96 import (
     check_int96_files,
     check_int96_range,
@@ -42,8 +40,6 @@ from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.inputs.table_snapshot import TableSnapshot
 
@@ -93,22 +89,9 @@ def open_source(
         ValueError: Files that cannot be read, or that disagree; the message names the file.
         TypeError: Nothing that holds rows.
     """
-    try:
-        import pyarrow  # noqa: F401, ICN001, PLC0415 - a process that only trains needs none
-    except ImportError as error:
-        raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
-
-    table = find_table(source)
-    if table is not None:
-        return _plain_columns(table_source(table))
-    found = list_datasets(source, format, types, options)
-    if found is not None:
-        return _plain_columns(_fragments_source(*found))
-    if is_arrow_dataset(source):
-        return _plain_columns(_dataset_source(source))
-    opened = frame_source(source)
+    opened = _open_rows(source, format, types, options)
     if opened is not None:
-        return _plain_columns(opened)
+        return decode_tensors(decode_run_ends(opened))  # types that only Arrow has
     kind = type(source)
     if is_spark_dataframe(source):
         raise TypeError(
@@ -123,9 +106,19 @@ def open_source(
     )
 
 
-def _plain_columns(source: RowSource) -> RowSource:
-    """Returns the source without types that only Arrow has."""
-    return decode_tensors(decode_run_ends(source))
+def _open_rows(
+    source: Any,
+    given: str | None,
+    types: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
+) -> RowSource | None:
+    table = find_table(source)
+    if table is not None:
+        return table_source(table)
+    found = list_datasets(source, given, types, options)
+    if found is not None:
+        return _fragments_source(*found)
+    return _dataset_source(source) if is_arrow_dataset(source) else frame_source(source)
 
 
 def list_datasets(
@@ -150,9 +143,9 @@ def list_datasets(
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
     paths = [os.fspath(one) for one in given_paths]
-    locations = [found_files.find_files(path) for path in paths]
+    locations = [find_files(path) for path in paths]
     everything = [file for location in locations for file in location.files]
-    kind, endings = given, found_files.file_extensions(everything)
+    kind, endings = given, file_extensions(everything)
     if kind is None:
         kinds = {_FORMAT_BY_SUFFIX.get(suffix) for suffix in endings}
         kind = kinds.pop() if len(kinds) == 1 else None
@@ -185,8 +178,6 @@ def list_datasets(
 def _open_dataset_files(
     paths: list[str], base: str, kind: str, reading: Any, types: Mapping[str, Any]
 ) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     given = types if kind in _SELF_DESCRIBING_FORMATS else {}
     try:
         opened = partitioned_dataset(
@@ -204,8 +195,6 @@ def _open_dataset_files(
 
 
 def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     found = {}
     for name, given_type in types.items():
         try:
@@ -217,21 +206,6 @@ def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
                 f"the type of column {name!r} is no type of Arrow: {given_type!r}"
             ) from error
     return found
-
-
-def arrow_filesystem(path: str) -> Any:
-    """Returns the filesystem of pyarrow in which a file is.
-
-    Args:
-        path: Path or URL.
-    """
-    from pyarrow import fs  # noqa: PLC0415 - as above
-
-    if path.startswith("/"):
-        return fs.LocalFileSystem()
-    from farandole.stores.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
-
-    return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 
 
 _CSV_READ_OPTIONS = (
@@ -261,9 +235,7 @@ _CSV_CONVERT_OPTIONS = (
 
 
 def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.csv as csv  # noqa: PLC0415, PLR0402 - as above
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
     import pyarrow.json as json  # noqa: PLC0415, PLR0402 - as above
 
     known = {
@@ -312,14 +284,9 @@ def _dataset_source(dataset: Any) -> RowSource:
         def list_units(columns: list[str]) -> list[SourceUnit]:
             check_int96_files(chosen, columns)
             check_old_files(chosen, columns)
-            return [
-                SourceUnit(
-                    "the dataset",
-                    lambda: chosen.to_batches(
-                        columns=_column_expressions(columns), **_read_ahead_options()
-                    ),
-                )
-            ]
+            options: dict[str, Any] = _read_ahead_options()
+            read = partial(chosen.to_batches, columns=_column_expressions(columns), **options)
+            return [SourceUnit("the dataset", read)]
 
         return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
@@ -341,9 +308,7 @@ def table_source(table: TableSnapshot) -> RowSource:
     Args:
         table: At one version.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
-    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    reading = _file_format("parquet", {}, {})
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
         fragments = [
@@ -367,11 +332,9 @@ def plain_dataset(table: TableSnapshot) -> Any:
     Args:
         table: At one version.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     if not table.is_plain:
         return None
-    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    reading = _file_format("parquet", {}, {})
     fragments = []
     for file in table.files:
         guarantee = ds.scalar(True)
@@ -416,8 +379,6 @@ def _common_schema(
     """Returns the types of columns in all files; if the files have no schema, types that can hold
     the guessed types of all files.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     with ThreadPoolExecutor(8) as pool:
         schemas = list(pool.map(_fragment_schema, fragments))
     files = list(zip(fragments, schemas, strict=True))
@@ -476,8 +437,6 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
 
 def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type for values that differ only in Arrow's storage or time zone."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     plain, other_plain = (
         each.type.value_type if pa.types.is_dictionary(each.type) else each.type
         for each in (first, second)
@@ -496,8 +455,6 @@ def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
 
 def _merge_fields(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type that holds both guesses."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         return pa.unify_schemas(
             [pa.schema([first]), pa.schema([second])], promote_options="permissive"
@@ -511,8 +468,6 @@ def _fragment_path(fragment: Any) -> str:
 
 
 def _fragment_schema(fragment: Any) -> pa.Schema:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         return fragment.physical_schema
     except (pa.ArrowException, OSError) as error:
@@ -568,8 +523,6 @@ def _fragment_units(
 
 
 def _column_expressions(columns: Sequence[str]) -> dict[str, Any]:
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     return {name: ds.field(name) for name in columns}  # as texts, names with dots would be paths
 
 
@@ -580,8 +533,6 @@ def _read_ahead_options(rows: int = MAX_BATCH_ROWS) -> dict[str, int]:
 def _translate_read_errors(
     name: str, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:

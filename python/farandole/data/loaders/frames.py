@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from farandole.data.arrow import pa, pq
 from farandole.data.inputs.frames import is_spark_dataframe
+from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.sources import open_source
+from farandole.data.inputs.tensors import pack_nested_lists
+from farandole.data.inputs.vectors import decode_vectors
 from farandole.data.loader import ParquetLoader
 from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.ragged import Ragged
 
@@ -284,8 +287,6 @@ def _encode_ragged_batches(
     batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]
 ) -> Iterator[pa.RecordBatch]:
     """Record batches whose ragged columns are the bytes of each row's values."""
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     for batch in batches:
         columns = {
             name: lists[name].encode_arrow_column(column, name) if name in lists else column
@@ -349,26 +350,16 @@ def _write_rows(
     types: Mapping[str, Any] | None,
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
-    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
-    from farandole.data.inputs.vectors import (  # noqa: PLC0415 - as above
-        vector_free_batch,
-        vector_free_schema,
-    )
-
-    source = open_source(frame, types=types)
-    schema = vector_free_schema(source.schema)
+    source = decode_vectors(open_source(frame, types=types))
     names = source.schema.names if columns is None else list(columns)
     _check_column_names(names, source.schema.names, wanted)
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    kinds = _element_dtypes(schema, wanted)
+    kinds = _element_dtypes(source.schema, wanted)
     unbounded, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir()
     writer = None
     try:
         for unit in source.units(names):
-            for batch in map(vector_free_batch, unit.batches()):
+            for batch in unit.batches():
                 if not batch.num_rows:
                     continue
                 for name, layout in unbounded.items():
@@ -399,11 +390,6 @@ def _packed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Returns a batch whose times are the numbers of batches, and whose nested lists are tensors:
     Parquet has no seconds, and the reader no nested lists.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    from farandole.data.inputs.number_conversion import to_batch_numbers  # noqa: PLC0415 - as above
-    from farandole.data.inputs.tensors import pack_nested_lists  # noqa: PLC0415 - as above
-
     columns, fields = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         stored = pack_nested_lists(column)
@@ -420,9 +406,6 @@ def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueEr
     """Returns the error for rows that cannot be written, which names the first column that
     cannot.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
     for name in batch.schema.names:
         try:
             pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())

@@ -8,6 +8,8 @@ import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import WEIGHTS_KEY
 
@@ -262,6 +264,5 @@ def _concatenate_column(column: str, batches: Mapping[str, Batch]) -> Any:
         import torch  # noqa: PLC0415 - optional
 
         return torch.cat(parts)
-    import numpy as np  # noqa: PLC0415 - optional
 
     return np.concatenate(parts)

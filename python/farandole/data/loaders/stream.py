@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from farandole.data.arrays import result_wrapper
+from farandole.data.arrow import pa
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
+from farandole.data.inputs.sources import open_source
 from farandole.data.loader import _rank_and_size
 from farandole.data.transform import ResultShapes, _result_arrays, column_from_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     Batch = dict[str, Any]
 
@@ -177,8 +179,6 @@ class StreamLoader(BaseDataLoader):
     def _read_pass(
         self, number: int, start: int, taken: int
     ) -> Iterator[tuple[tuple[int, int, int], Batch]]:
-        import numpy as np  # noqa: PLC0415 - optional
-
         for window in _cut_windows(self._read_tables(start), self._window or self._round):
             rows = window.num_rows
             order = np.arange(rows)
@@ -197,8 +197,6 @@ class StreamLoader(BaseDataLoader):
             start, taken = start + rows, 0
 
     def _read_tables(self, start: int) -> Iterator[pa.Table]:
-        import pyarrow as pa  # noqa: PLC0415 - optional
-
         for part in self._read(start):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             if not isinstance(table, pa.Table):
@@ -284,8 +282,6 @@ def _source_reader(
     source: Any, columns: list[str] | None, size: int
 ) -> Callable[[int], Iterator[Any]]:
     """Returns a function that reads a source of `prepare_data` from any row on."""
-    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
-
     opened = open_source(source)
     if size > 1 and not opened.ordered:
         kind = type(source)
@@ -340,16 +336,12 @@ def _ray_shard_reader(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
 
 
 def _to_record_batch(table: pa.Table) -> pa.RecordBatch:
-    import pyarrow as pa  # noqa: PLC0415 - optional
-
     parts = table.combine_chunks().to_batches()
     return parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _cut_windows(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
     """Tables of so many rows, and the rest."""
-    import pyarrow as pa  # noqa: PLC0415 - optional
-
     held: list[pa.Table] = []
     count = 0
     for table in tables:

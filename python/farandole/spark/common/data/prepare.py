@@ -31,6 +31,7 @@ import cloudpickle
 
 from farandole._native import prepare as native
 from farandole.data import prepared_directories
+from farandole.data.arrow import pa
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.datasets import is_directory_path, linked_dataset_url, open_dataset
 from farandole.data.encoding import ColumnEncoding, source_columns
@@ -56,7 +57,6 @@ from farandole.spark.job.session import SparkCluster
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
     from farandole.data.splits import ValidationSplit
@@ -291,8 +291,6 @@ def _learn_partition(
     batches: Iterator[pa.RecordBatch], names: list[str], learner: EncodingLearner
 ) -> Iterator[pa.RecordBatch]:
     """Learns categories and values from the rows of a partition, in a Spark task."""
-    import pyarrow as pa
-
     error = None
     for batch in batches:
         try:
@@ -308,7 +306,6 @@ def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
     """Returns the Arrow types of the columns. A type that Arrow lacks is replaced by a type from
     which no encoding is learned.
     """
-    import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
 
     def arrow_type(name: str) -> pa.DataType:
@@ -551,7 +548,6 @@ def write_partition(
         One row of (partition, error or null, whether the store failed, argument of
         `commit_partitions`).
     """
-    import pyarrow as pa
     from pyspark import TaskContext
 
     context = TaskContext.get()
