@@ -7,8 +7,8 @@ it writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
@@ -24,10 +24,9 @@ from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_eleme
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from farandole.data.columns import ColumnRoles
-    from farandole.data.inputs.sources import RowSource, SourceUnit
     from farandole.data.prepared_directories import PreparedDirectory
     from farandole.data.splits import ValidationSplit
 
@@ -398,43 +397,38 @@ class EncodingLearner:
 
 
 def learn_encoding(
-    source: RowSource, roles: ColumnRoles, spec: EncodingSpec, threads: int = 2
+    schema: pa.Schema,
+    roles: ColumnRoles,
+    spec: EncodingSpec,
+    count: Callable[[list[str], Callable[[], EncodingLearner]], EncodingLearner],
+    *,
+    is_rereadable: bool = True,
 ) -> ColumnEncoding:
-    """Reads the rows of a source if values must be learned from them.
+    """Returns the encoding of rows, which are counted if values must be learned from them.
 
     Args:
-        source: The rows.
+        schema: Schema of the rows.
         roles: The columns.
         spec: The request.
-        threads: Files read at the same time.
+        count: Counts some columns of all rows, given a function that starts a learner.
+        is_rereadable: Whether the rows can be read once more, to write them.
 
     Raises:
         ValueError: A value cannot be learned; the message names the column.
     """
-    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
-    plan = spec.plan_learning(source.schema, roles)
+    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, schema.names))
+    plan = spec.plan_learning(schema, roles)
     known = spec.encoding_without_learning()
     if known is not None:
         return known
-    if not source.is_rereadable:
+    if not is_rereadable:
         raise ValueError(
             "a stream can be read only once, so nothing can be learned from it before it is "
             "written: give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
-    names = spec.columns_to_read(plan, roles)
-
-    def count_unit(unit: SourceUnit) -> EncodingLearner:
-        learner = EncodingLearner(plan, roles.validation, spec.split)
-        for batch in unit.batches():
-            learner.add(batch)
-        return learner
-
-    whole = EncodingLearner(plan, split=spec.split)
-    with ThreadPoolExecutor(threads, "farandole-learn") as pool:
-        for learner in pool.map(count_unit, source.units(names)):
-            whole.merge(learner)
-    return spec.build_encoding(plan, whole)
+    start = partial(EncodingLearner, plan, roles.validation, spec.split)
+    return spec.build_encoding(plan, count(spec.columns_to_read(plan, roles), start))
 
 
 def write_encoding(

@@ -34,7 +34,7 @@ from farandole.stores import small_files
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -57,7 +57,6 @@ class PreparedDirectory(LeaseFile):
         self.val_url = store.get_val_data_path(index)
         self.finished_partitions: dict[int, bytes] = {}
         self.last_partitions: set[int] = set()
-        self.partition_sources: dict[int, str] = {}
 
     def begin_preparation(self, key: str) -> None:
         """Empties the directory and marks it with the key of the new preparation.
@@ -75,13 +74,16 @@ class PreparedDirectory(LeaseFile):
         train.remove_partial_uploads()
         NativeStore(self.val_url).delete_all()
 
-    def load_finished_partitions(self, spec: str, prefix: str) -> None:
+    def load_finished_partitions(
+        self, spec: str, prefix: str, sources: Sequence[str] | None = None
+    ) -> None:
         """Finds out which partitions a killed preparation had finished; their bytes are read and
         compared.
 
         Args:
             spec: The preparation, as `farandole._native.prepare` has it.
             prefix: URL of the store.
+            sources: Source of each partition, which must be the same as then; `None`: any.
         """
         train = NativeStore(self.train_url)
         for name, _ in train.list():
@@ -95,8 +97,9 @@ class PreparedDirectory(LeaseFile):
                     continue
             except (ValueError, KeyError, TypeError, FileNotFoundError):
                 continue  # half written
+            if sources is not None and source not in sources[partition : partition + 1]:
+                continue
             self.finished_partitions[partition] = part
-            self.partition_sources[partition] = source
             self.last_partitions |= {partition} if last else set()
         for url in (self.train_url, self.val_url):
             NativeStore(url).remove_partial_uploads()

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from farandole.data.arrow import pa, pq
+from farandole.data.batch_counters import quote_column
+from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.number_conversion import to_batch_numbers
 from farandole.data.inputs.sources import open_source
@@ -93,7 +95,7 @@ def frame_loader(
     try:
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
-            chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
+            chosen = frame if columns is None else frame.select(*map(quote_column, columns))
             rows, lists = _write_from_executors(
                 _batch_numbers(chosen, columns), rows_directory, wanted
             )
@@ -191,7 +193,7 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
                 "which no tensor can hold: make numbers, arrays of numbers or Spark ML vectors of "
                 "it, or leave it out of columns=[...]"
             )
-        value = functions.col(_quote_column(field.name))
+        value = functions.col(quote_column(field.name))
         number = convert_column(value, field.dataType)
         changed = changed or number is not None
         converted.append(value if number is None else number.alias(field.name))
@@ -218,7 +220,7 @@ def _write_from_executors(
 
     seen = Observation()
     longest = [
-        functions.max(functions.size(functions.col(_quote_column(name)))).alias(f"longest {number}")
+        functions.max(functions.size(functions.col(quote_column(name)))).alias(f"longest {number}")
         for number, name in enumerate(wanted)
     ]
     kinds = _element_dtypes(frame.limit(0).toArrow().schema, wanted) if wanted else {}
@@ -322,9 +324,7 @@ def _check_row_count(written: int, found: int, directory: Path) -> None:
 def _check_column_names(
     columns: Sequence[str] | None, present: Sequence[str], wanted: Iterable[str]
 ) -> None:
-    lacking = [name for name in columns or () if name not in present]
-    if lacking:
-        raise ValueError(f"the frame has no column {lacking[0]!r}: {', '.join(present)}")
+    refuse_missing_columns(columns or (), present, "the frame")
     counts = Counter(present)
     twice = [name for name in columns or present if counts[name] > 1]
     if twice:
@@ -335,11 +335,6 @@ def _check_column_names(
             f"ragged names a column that is not read: {strange[0]!r}; read: "
             f"{', '.join(columns or present)}"
         )
-
-
-def _quote_column(name: str) -> str:
-    """Returns a column's name in Spark's quotation marks."""
-    return "`" + name.replace("`", "``") + "`"
 
 
 def _write_rows(

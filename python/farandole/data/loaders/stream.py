@@ -15,6 +15,7 @@ import numpy as np
 
 from farandole.data.arrays import result_wrapper
 from farandole.data.arrow import pa
+from farandole.data.columns import refuse_missing_columns
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
 from farandole.data.inputs.sources import open_source
@@ -203,11 +204,7 @@ class StreamLoader(BaseDataLoader):
                 raise TypeError(
                     f"a stream must return pyarrow record batches or tables: {type(part).__name__}"
                 )
-            lacking = [name for name in self._columns or () if name not in table.column_names]
-            if lacking:
-                raise ValueError(
-                    f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}"
-                )
+            refuse_missing_columns(self._columns or (), table.column_names, "the stream")
             yield table if self._columns is None else table.select(self._columns)
 
     def _make_batch(self, table: pa.Table, window: pa.Table) -> Batch:
@@ -295,11 +292,7 @@ def _source_reader(
             "the same rows each time"
         )
     names = opened.schema.names if columns is None else columns
-    lacking = [name for name in names if name not in opened.schema.names]
-    if lacking:
-        raise ValueError(
-            f"the source has no column {lacking[0]!r}: {', '.join(opened.schema.names)}"
-        )
+    refuse_missing_columns(names, opened.schema.names, "the source")
     read = False
 
     def read_batches(start: int) -> Iterator[Any]:
