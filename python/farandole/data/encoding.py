@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.data.arrow import pa, pc
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.ragged import Ragged
 from farandole.stores import small_files
 
@@ -92,9 +93,8 @@ class ColumnEncoding:
             learned: Word of each learned value, by column.
             ragged: Padding of lists of different lengths, by column.
         """
-        filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
         lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
-        return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
+        return cls(categories or {}, values_by_column(fill), learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""

@@ -20,6 +20,7 @@ from farandole.data.encoding import (
     source_column,
     source_columns,
 )
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_element_dtype
 from farandole.stores import small_files
 
@@ -104,7 +105,7 @@ class EncodingSpec:
         )
         for name, value in by_name.items():
             _check_categories(name, value)
-        filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
+        filled = values_by_column(fill)
         lists = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in by_name.items()

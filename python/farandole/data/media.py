@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.common.check import whole_number
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -73,7 +75,7 @@ class Image:
             ("height", self.height),
             ("width", self.height if self.width is None else self.width),
         ):
-            _check_whole_number(name, value, "an image")
+            whole_number(f"{name} of an image", value)
         for name, value, known in (
             ("mode", self.mode, tuple(_CHANNELS_BY_MODE)),
             ("fit", self.fit, _FIT_MODES),
@@ -245,7 +247,7 @@ class Audio:
     def __post_init__(self) -> None:
         """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
-            _check_whole_number(name, getattr(self, name), "a sound")
+            whole_number(f"{name} of a sound", getattr(self, name))
 
     def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
         """Returns the sounds as one array, and the number of samples of each.
@@ -393,8 +395,3 @@ class Decode:
         whole = value if "://" in value else (f"{self.root.rstrip('/')}/{value}")  # pyright: ignore[reportOptionalMemberAccess]
         directory, _, name = native.full_path(whole).rpartition("/")
         return bytes(native.Store(directory).read(name))
-
-
-def _check_whole_number(name: str, value: Any, owner: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} of {owner} must be a whole number, 1 or more: {value!r}")

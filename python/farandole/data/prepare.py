@@ -33,6 +33,7 @@ from farandole.data.learning import (
     read_encoding,
     write_encoding,
 )
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.splits import resolve_split
 from farandole.data.statistics import Statistics, load_or_compute_statistics
 
@@ -284,14 +285,13 @@ def writer_spec(
         split = {"column": roles.validation}
     elif roles.validation is not None and roles.validation != 0:
         split = {"fraction": roles.validation}
-    filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
     return {
         "columns": roles.stored_columns,
         "labels": list(roles.labels),
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": fill_values_as_texts(cast("Mapping[str, Any]", filled)),
+        "fill": fill_values_as_texts(values_by_column(fill)),
         "allow_nan": allow_nan,
     }
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from farandole.common.check import whole_number
 from farandole.data.arrow import pa, pc
 
 if TYPE_CHECKING:
@@ -99,12 +100,8 @@ class Nested:
 
 def _check_whole_numbers(**numbers: Any) -> None:
     for name, number in numbers.items():
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, Integral) or number < 1
-        ):
-            raise ValueError(
-                f"{name} of a ragged column must be a whole number, 1 or more: {number!r}"
-            )
+        if number is not None:
+            whole_number(f"{name} of a ragged column", number)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from farandole.common.check import whole_number
 from farandole.data.arrays import result_wrapper
 from farandole.data.arrow import pa
 from farandole.data.columns import refuse_missing_columns
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
 from farandole.data.inputs.sources import open_source
-from farandole.data.loader import _rank_and_size
+from farandole.data.loader import rank_and_size
 from farandole.data.transform import ResultShapes, _result_arrays, column_from_arrow
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ class StreamLoader(BaseDataLoader):
             ("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch, 1),
             ("shuffle_rows", shuffle_rows, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name} must be a whole number, {minimum} or more: {value!r}")
+            whole_number(name, value, minimum)
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
         shard = is_ray_shard(source)
@@ -99,13 +99,7 @@ class StreamLoader(BaseDataLoader):
                 "a shard of a Ray data set is one rank's already: pass no rank and no size: "
                 f"{rank}, {size}"
             )
-        own_rank, world_size = (
-            (0, 1) if shard else _rank_and_size() if rank is None or size is None else (rank, size)
-        )
-        self.rank, self.size = (
-            own_rank if rank is None else rank,
-            world_size if size is None else size,
-        )
+        self.rank, self.size = (0, 1) if shard else rank_and_size(rank, size)
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
         self._steps = steps_per_epoch
@@ -222,12 +216,6 @@ class StreamLoader(BaseDataLoader):
             for name in table.column_names
         }
         return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - used for weights alone
-
-    def _produced_position(self) -> tuple[int, int, int, int]:
-        return self._produced_at
-
-    def _set_consumer_position(self, position: tuple[int, int, int, int]) -> None:
-        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of

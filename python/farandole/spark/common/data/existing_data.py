@@ -147,12 +147,3 @@ def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
         and is_directory_path(paths)
         and native.read_manifest(paths) is not None
     )
-
-
-def file_format(paths: str | list[str] | TableSnapshot) -> str | None:
-    """Returns the format of files that are not prepared data; `None` if the place states it.
-
-    Args:
-        paths: paths of the files.
-    """
-    return None if isinstance(paths, TableSnapshot) else "parquet"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from farandole.data.columns import PreparedColumn
+from farandole.data.loader_arguments import values_by_column
 from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
@@ -229,14 +230,7 @@ def missing_value_policy(estimator: EstimatorParams, prepared: PreparedData) -> 
         estimator: the estimator, for its parameters.
         prepared: the data. If a fit prepared it, missing values were replaced at that time.
     """
-    fill = estimator.getFill()
-    given = (
-        {}
-        if fill is None or prepared.place is not None
-        else fill
-        if isinstance(fill, dict)
-        else {"*": fill}
-    )
+    given = {} if prepared.place is not None else values_by_column(estimator.getFill())
     numbers: dict[str, float] = {}
     for name, value in given.items():
         # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are
