@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Modules of pyarrow, each imported at its first use: a process that only trains needs none."""
+"""Modules of pyarrow, each imported at its first use: a process that only trains needs none. And
+kinds of its types.
+"""
 
 from __future__ import annotations
 
@@ -57,4 +59,34 @@ else:
         for name in ("pyarrow", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet")
     )
 
-__all__ = ["ds", "pa", "pc", "pq"]
+__all__ = [
+    "decode_dictionary",
+    "ds",
+    "is_list_type",
+    "is_number_type",
+    "is_text_type",
+    "pa",
+    "pc",
+    "pq",
+]
+
+
+def is_number_type(kind: pa.DataType) -> bool:
+    """Returns whether values are integers, floats or decimals."""
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+
+
+def is_text_type(kind: pa.DataType) -> bool:
+    """Returns whether values are texts, in any of Arrow's layouts."""
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def is_list_type(kind: pa.DataType) -> bool:
+    """Returns whether values are lists, of different lengths or of one."""
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def decode_dictionary(column: Any) -> Any:
+    """Returns the values of an array with a dictionary; other arrays as they are."""
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.data.arrow import pa, pc
+from farandole.data.arrow import decode_dictionary, is_text_type, pa, pc
 from farandole.data.loader_arguments import values_by_column
 from farandole.data.ragged import Ragged
 from farandole.stores import small_files
@@ -232,16 +232,13 @@ def normalize_categories(column: Any, name: str) -> Any:
     Raises:
         ValueError: It is of another type.
     """
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    column = decode_dictionary(column)
     kind = column.type
     if pa.types.is_boolean(kind):
         return column
     if pa.types.is_integer(kind):
         return column.cast(pa.int64())
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view():
-        return column.cast(pa.large_string())
-    if pa.types.is_null(kind):
+    if is_text_type(kind) or pa.types.is_null(kind):
         return column.cast(pa.large_string())
     raise ValueError(f"column {name!r} is {kind}: categories are strings, integers or booleans")
 

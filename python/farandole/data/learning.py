@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.arrow import pa, pc
+from farandole.data.arrow import decode_dictionary, is_number_type, is_text_type, pa, pc
 from farandole.data.column_accumulators import ExactMean, MaxListLength, QuantileSketch, ValueCounts
 from farandole.data.encoding import (
     ColumnEncoding,
@@ -260,7 +260,7 @@ class EncodingSpec:
             own = {*self.fill, *self.categories}
             names = [name for name in roles.features if name in schema.names and name not in own]
             fill_words |= {
-                name: everywhere for name in names if _is_number(schema.field(name).type)
+                name: everywhere for name in names if is_number_type(schema.field(name).type)
             }
         return fill_words
 
@@ -379,7 +379,7 @@ class EncodingLearner:
                 tally.add(
                     normalize_categories(column, name)
                     if word == "categories"
-                    else _decode_dictionary(column)
+                    else decode_dictionary(column)
                 )
             except ValueError as error:
                 raise ValueError(
@@ -481,32 +481,22 @@ def _check_categories(name: str, value: Any) -> None:
         )
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-
-
 def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = (
-        pa.types.is_string(inner) or pa.types.is_large_string(inner) or inner == pa.string_view()
-    )
-    if not _is_number(inner) and not (
+    is_text = is_text_type(inner)
+    if not is_number_type(inner) and not (
         word == "most_frequent" and (is_text or pa.types.is_boolean(inner))
     ):
         hint = "; most_frequent is for strings, too" if is_text else ""
         raise ValueError(f"column {name!r} is {kind}, which has no {word} to fill in{hint}")
 
 
-def _decode_dictionary(column: Any) -> Any:
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
 def _training_mask(column: Any) -> Any:
     """Returns which rows a validation column assigns to training."""
-    column = _decode_dictionary(column)
+    column = decode_dictionary(column)
     if pa.types.is_boolean(column.type):
         found = pc.invert(column)
-    elif _is_number(column.type):
+    elif is_number_type(column.type):
         found = pc.equal(column.cast(pa.float64()), 0.0)
     else:
         texts = pc.utf8_lower(pc.utf8_trim_whitespace(column.cast(pa.large_string())))

@@ -26,6 +26,7 @@ import itertools
 import json
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
@@ -34,7 +35,7 @@ from farandole.stores import small_files
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -160,16 +161,12 @@ def find_prepared(
         The prepared directory, or `None`.
     """
     for index in _existing_directory_indices(store):
-        if _is_complete(store, index, key, validates=validates):
-            train = NativeStore(store.get_train_data_path(index))
-            file_name = train.mark_in_use()
-            if file_name is None:
-                continue
-            directory = PreparedDirectory(store, index, file_name)
-            if _is_complete(store, index, key, validates=validates):
-                train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
-                return directory
-            directory.delete_if_held()
+        train = NativeStore(store.get_train_data_path(index))
+        is_complete = partial(_is_complete, store, index, key, validates=validates)
+        directory = _hold_directory(store, index, train.mark_in_use, is_complete)
+        if directory is not None:
+            train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
+            return directory
     return None
 
 
@@ -189,30 +186,36 @@ def acquire_directory(
         emptied.
     """
     for index in _existing_directory_indices(store) if resumable else ():
-        url = store.get_train_data_path(index)
-        if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
-            file_name = NativeStore(url).acquire_lease()
-            if file_name is None:
-                continue
-            directory = PreparedDirectory(store, index, file_name)
-            if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
-                MANIFEST_FILE
-            ):
-                return directory, True
-            directory.delete_if_held()
+        train = NativeStore(store.get_train_data_path(index))
+        is_unfinished = partial(_is_unfinished, train, key)
+        directory = _hold_directory(store, index, train.acquire_lease, is_unfinished)
+        if directory is not None:
+            return directory, True
     for index in itertools.count():
-        own = key if replace else None
-        if not _is_reusable_directory(store, index, own):
-            continue
-        file_name = NativeStore(store.get_train_data_path(index)).acquire_lease()
-        if file_name is None:
-            continue
-        directory = PreparedDirectory(store, index, file_name)
-        if _is_reusable_directory(store, index, own):
+        train = NativeStore(store.get_train_data_path(index))
+        is_reusable = partial(_is_reusable_directory, store, index, key if replace else None)
+        directory = _hold_directory(store, index, train.acquire_lease, is_reusable)
+        if directory is not None:
             directory.begin_preparation(key)
             return directory, False
-        directory.delete_if_held()
     raise AssertionError("numbers do not end")
+
+
+def _hold_directory(
+    store: AbstractFilesystemStore,
+    index: int,
+    hold: Callable[[], str | None],
+    is_suitable: Callable[[], bool],
+) -> PreparedDirectory | None:
+    """Returns a directory that this process holds, if it is suitable, also once it is held."""
+    file_name = hold() if is_suitable() else None
+    if file_name is None:
+        return None
+    directory = PreparedDirectory(store, index, file_name)
+    if is_suitable():
+        return directory
+    directory.delete_if_held()
+    return None
 
 
 def _to_json(value: dict[str, Any]) -> bytes:
@@ -251,13 +254,17 @@ def _is_complete(store: AbstractFilesystemStore, index: int, key: str, *, valida
     return True
 
 
-def _unfinished_preparation_key(url: str) -> str | None:
+def _unfinished_preparation_key(train: NativeStore) -> str | None:
     """Returns the key of a preparation that has not ended."""
     try:
-        found = small_files.read_json(NativeStore(url), _PREPARATION_FILE) or {}
+        found = small_files.read_json(train, _PREPARATION_FILE) or {}
         return str(found["key"])
     except (ValueError, LookupError, TypeError):  # absent, or half written
         return None
+
+
+def _is_unfinished(train: NativeStore, key: str) -> bool:
+    return _unfinished_preparation_key(train) == key and not train.exists(MANIFEST_FILE)
 
 
 def _last_use_time(directory: NativeStore) -> float:
@@ -280,7 +287,9 @@ def _is_reusable_directory(store: AbstractFilesystemStore, index: int, own: str 
         return False
     theirs = [name for name, _ in directory.list() if not name.startswith(_MARK_FILE_PREFIXES)]
     manifest = _read_manifest(url)
-    key = manifest["fingerprint"] if manifest is not None else _unfinished_preparation_key(url)
+    key = (
+        manifest["fingerprint"] if manifest is not None else _unfinished_preparation_key(directory)
+    )
     if key is None:
         return not theirs and (
             not beside.exists() or _read_manifest(store.get_val_data_path(index)) is not None

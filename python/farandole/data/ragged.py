@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from farandole.common.check import whole_number
-from farandole.data.arrow import pa, pc
+from farandole.data.arrow import is_list_type, pa, pc
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -325,9 +325,7 @@ def list_element_dtype(kind: pa.DataType, name: str) -> str:
     Raises:
         ValueError: no lists of numbers.
     """
-    if not (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
+    if not is_list_type(kind):
         raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
     inner = {"halffloat": "float32", "float": "float32", "double": "float64"}.get(
         str(kind.value_type), str(kind.value_type)

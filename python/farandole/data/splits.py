@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from farandole.data.arrow import pa
+from farandole.data.arrow import decode_dictionary, is_list_type, pa
 from farandole.data.column_accumulators import QuantileSketch, finite_numbers
 
 if TYPE_CHECKING:
@@ -115,15 +115,14 @@ def _mix_hashes(values: Hashes) -> Hashes:
 
 
 def _hash_column(column: Any) -> Hashes:
+    column = decode_dictionary(column)
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _hash_column(column.dictionary_decode())
     if pa.types.is_struct(kind):
         found = np.zeros(len(column), np.uint64)
         for part in column.flatten():
             found = _mix_hashes(found ^ _hash_column(part))
         return found
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list_type(kind):
         return _hash_lists(column)
     if pa.types.is_floating(kind):
         found = _mix_hashes(

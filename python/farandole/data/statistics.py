@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from farandole._native.store import Store as NativeStore
-from farandole.data.arrow import pa
+from farandole.data.arrow import decode_dictionary, is_list_type, is_number_type, is_text_type, pa
 from farandole.data.batch_counters import count_on_executors, count_source, numbered_columns
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
 from farandole.data.columns import refuse_missing_columns
@@ -212,8 +212,7 @@ class _StatisticsCollector:
         self.values: dict[str, int] | None = {}
 
     def add(self, column: Any) -> None:
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+        column = decode_dictionary(column)
         self.rows += len(column)
         if self.kind == "list":
             self.missing += column.null_count
@@ -364,25 +363,13 @@ def _column_names(source: Any) -> list[str]:
     return source.schema.names if isinstance(source, RowSource) else source.columns
 
 
-def _statistics_kind(kind: pa.DataType) -> str:
-    types: Any = pa.types
-    inner = kind.value_type if types.is_dictionary(kind) else kind
-    if (
-        types.is_integer(inner)
-        or types.is_floating(inner)
-        or types.is_decimal(inner)
-        or types.is_temporal(inner)
-    ):
+def _statistics_kind(kind: Any) -> str:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if is_number_type(inner) or pa.types.is_temporal(inner):
         return "number"
-    if (
-        types.is_string(inner)
-        or types.is_large_string(inner)
-        or types.is_boolean(inner)
-        or inner == pa.string_view()
-    ):
+    if is_text_type(inner) or pa.types.is_boolean(inner):
         return "value"
-    is_list = types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner)
-    return "list" if is_list else "other"
+    return "list" if is_list_type(inner) else "other"
 
 
 def _column_drift(name: str, before: ColumnStatistics, now: _StatisticsCollector) -> ColumnDrift:

@@ -24,7 +24,7 @@ import numpy as np
 
 from farandole.common import pickling
 from farandole.data.arrays import VARIABLE_WIDTH_DTYPES
-from farandole.data.arrow import pa
+from farandole.data.arrow import is_list_type, pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -272,7 +272,7 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
     if column.null_count:
         raise ValueError(f"{who} left {column.null_count} nulls in column {name}")
     kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list_type(kind):
         lengths = column.value_lengths().unique()
         if len(lengths) > 1:
             raise ValueError(f"{who} made lists of different lengths in column {name}")

@@ -14,7 +14,6 @@ from farandole.data.arrow import pa, pc, pq
 from farandole.data.inputs.files import arrow_filesystem
 from farandole.data.inputs.iceberg_values import check_parquet, partition_scalars, schema_columns
 from farandole.data.inputs.table_snapshot import (
-    FileColumns,
     TableColumn,
     TableFile,
     TableSnapshot,
@@ -179,6 +178,8 @@ class DeleteFiles:
     def _read_columns(
         self, path: str, defaults: dict[str, Any], columns: tuple[TableColumn, ...]
     ) -> pa.Table:
+        from farandole.data.inputs.sources import table_source  # noqa: PLC0415 - it imports this module
+
         # Two columns of different schemas may have one name.
         unique = tuple(
             TableColumn(column.arrow_field.with_name(str(column.field_id)), column.stored_names)
@@ -189,16 +190,8 @@ class DeleteFiles:
             path, {number: defaults[name] for number, name in named.items() if name in defaults}
         )
         snapshot = TableSnapshot(self._name, "", "", unique, (file,), "")
-        reader = pq.ParquetFile(
-            path, filesystem=arrow_filesystem(path), coerce_int96_timestamp_unit="us"
-        )
-        chosen = FileColumns(
-            snapshot, file, reader.schema_arrow, [column.name for column in unique]
-        )
-        batches, first = [], 0
-        for batch in reader.iter_batches(columns=chosen.stored_names):
-            batches.append(chosen.convert_batch(batch, first))
-            first += batch.num_rows
+        units = table_source(snapshot).units([column.name for column in unique])
+        batches = [batch for unit in units for batch in unit.batches()]
         schema = pa.schema([column.with_nullable(True) for column in snapshot.schema])
         return pa.Table.from_batches(batches, schema)
 

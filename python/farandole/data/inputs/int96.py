@@ -15,7 +15,7 @@ import numpy as np
 from farandole.data.arrow import ds, pa
 from farandole.data.inputs.parquet_columns import (
     columns_of_leaf,
-    files_of_dataset,
+    file_fragments,
     unnest_values,
 )
 
@@ -64,7 +64,7 @@ def read_as_microseconds(dataset: Any) -> Any:
     if not isinstance(dataset, ds.FileSystemDataset):
         return dataset
     fragments, fields = [], {}
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         remade = with_int96_unit(fragment, "us")
         fragments.append(remade)
         fields |= {name: remade.physical_schema.field(name) for name in _int96_columns(remade)}
@@ -95,11 +95,7 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
         ValueError: A value that an int64 of microseconds cannot hold; the message names the
             column, the file and the row.
     """
-    for child in getattr(dataset, "children", ()):
-        check_int96_files(child, columns)
-    if not isinstance(dataset, ds.FileSystemDataset):
-        return
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         fine = with_int96_unit(fragment, "us")
         wide = [column for column in _int96_columns(fine) if columns is None or column in columns]
         if not wide:

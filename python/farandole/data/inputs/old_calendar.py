@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import ds, pa, pc
+from farandole.data.arrow import pa, pc
 from farandole.data.inputs.parquet_columns import (
     columns_of_leaf,
-    files_of_dataset,
+    file_fragments,
     unnest_values,
 )
 
@@ -70,11 +70,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
         ValueError: A file that may have values of unclear meaning; the message names the
             column and the file.
     """
-    for child in getattr(dataset, "children", ()):
-        check_old_files(child, columns)
-    if not isinstance(dataset, ds.FileSystemDataset):
-        return
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         found = _first_clear_values(fragment)
         firsts = {one: first for one, first in found.items() if columns is None or one in columns}
         if not firsts:

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import pa
+from farandole.data.arrow import ds, pa
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
@@ -50,12 +53,16 @@ def unnest_values(column: Any) -> Any:
             return column
 
 
-def files_of_dataset(dataset: Any) -> Any:
-    """Returns a dataset of files with all rows: a filtered one does not tell its fragments.
+def file_fragments(dataset: Any) -> Iterator[Any]:
+    """Yields the files of a dataset and of its children, with all rows: a filtered dataset does not
+    tell its fragments.
 
     Args:
         dataset: Dataset of pyarrow.
     """
-    whole = dataset.replace_schema(dataset.schema)
-    whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
-    return whole
+    for child in getattr(dataset, "children", ()):
+        yield from file_fragments(child)
+    if isinstance(dataset, ds.FileSystemDataset):
+        whole: Any = dataset.replace_schema(dataset.schema)
+        whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
+        yield from whole.get_fragments()

@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import reader as native
-from farandole.data.arrow import ds, pa
+from farandole.data.arrow import ds, is_text_type, pa
 from farandole.data.inputs.number_conversion import to_batch_numbers
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def partition_dtype(kind: pa.DataType) -> str:
     Raises:
         ValueError: No batch has such values.
     """
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text_type(kind):
         return "utf8"
     number = to_batch_numbers(pa.array([], kind), "").type
     if not (

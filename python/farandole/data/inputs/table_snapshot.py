@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset
-from farandole.data.arrow import pa
+from farandole.data.arrow import is_list_type, pa
 from farandole.data.inputs.partitions import common_directory, partition_dtype, partition_text
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TableColumn:
     @property
     def is_list(self) -> bool:
         """Whether the values are lists."""
-        return _is_list(self.arrow_field.type)
+        return is_list_type(self.arrow_field.type)
 
     @property
     def dtype(self) -> str | None:
@@ -90,7 +90,7 @@ class TableColumn:
 
     def _element_type(self) -> pa.DataType:
         kind = self.arrow_field.type
-        return kind.value_type if _is_list(kind) else kind
+        return kind.value_type if is_list_type(kind) else kind
 
 
 @dataclass(frozen=True)
@@ -285,11 +285,6 @@ class FileColumns:
 def _field_id(field: pa.Field) -> int | None:
     number = (field.metadata or {}).get(FIELD_ID_KEY)
     return None if number is None else int(number)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(check(kind) for check in checks)
 
 
 def _plain_field(arrow_field: pa.Field) -> pa.Field:
