@@ -204,7 +204,7 @@ def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
         if field.dtype == "bool":
             values = pa.Array.from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
         else:
-            kind = pa.type_for_alias(_ARROW_TYPE_ALIASES.get(field.dtype, field.dtype))
+            kind = pa.type_for_alias(field.dtype)
             values = pa.Array.from_buffers(kind, count, [None, buffer])
         arrays.append(
             pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape))
@@ -212,9 +212,6 @@ def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
             else values
         )
     return pa.RecordBatch.from_arrays(arrays, [field.name for field in fields])
-
-
-_ARROW_TYPE_ALIASES = {"float32": "float", "float64": "double"}
 
 
 def _has_rows(result: dict[str, Any]) -> bool:
