@@ -186,9 +186,9 @@ def acquire_directory(
         emptied.
     """
     for index in _existing_directory_indices(store) if resumable else ():
-        train = NativeStore(store.get_train_data_path(index))
-        is_unfinished = partial(_is_unfinished, train, key)
-        directory = _hold_directory(store, index, train.acquire_lease, is_unfinished)
+        url = store.get_train_data_path(index)
+        is_unfinished = partial(_is_unfinished, url, key)
+        directory = _hold_directory(store, index, NativeStore(url).acquire_lease, is_unfinished)
         if directory is not None:
             return directory, True
     for index in itertools.count():
@@ -254,17 +254,17 @@ def _is_complete(store: AbstractFilesystemStore, index: int, key: str, *, valida
     return True
 
 
-def _unfinished_preparation_key(train: NativeStore) -> str | None:
+def _unfinished_preparation_key(url: str) -> str | None:
     """Returns the key of a preparation that has not ended."""
     try:
-        found = small_files.read_json(train, _PREPARATION_FILE) or {}
+        found = small_files.read_json(NativeStore(url), _PREPARATION_FILE) or {}
         return str(found["key"])
     except (ValueError, LookupError, TypeError):  # absent, or half written
         return None
 
 
-def _is_unfinished(train: NativeStore, key: str) -> bool:
-    return _unfinished_preparation_key(train) == key and not train.exists(MANIFEST_FILE)
+def _is_unfinished(url: str, key: str) -> bool:
+    return _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE)
 
 
 def _last_use_time(directory: NativeStore) -> float:
@@ -287,9 +287,7 @@ def _is_reusable_directory(store: AbstractFilesystemStore, index: int, own: str 
         return False
     theirs = [name for name, _ in directory.list() if not name.startswith(_MARK_FILE_PREFIXES)]
     manifest = _read_manifest(url)
-    key = (
-        manifest["fingerprint"] if manifest is not None else _unfinished_preparation_key(directory)
-    )
+    key = manifest["fingerprint"] if manifest is not None else _unfinished_preparation_key(url)
     if key is None:
         return not theirs and (
             not beside.exists() or _read_manifest(store.get_val_data_path(index)) is not None
