@@ -33,14 +33,11 @@ class LazyModule:
         if attribute.startswith("__"):  # asked for by pickle and inspect, of any object
             raise AttributeError(attribute)
         try:
-            module = import_module(self._name)
+            return getattr(import_module(self._name), attribute)
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"this needs {error.name}, which is not installed: pip install 'farandole[data]'"
             ) from error
-        value = getattr(module, attribute)
-        setattr(self, attribute, value)  # found without this function the next time
-        return value
 
     def __reduce__(self) -> tuple[type[LazyModule], tuple[str]]:
         """Functions of Spark tasks refer to it, and are pickled by value."""
