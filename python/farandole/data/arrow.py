@@ -19,7 +19,7 @@ class LazyModule:
         Args:
             name: Full name of the module.
         """
-        self._name = name
+        self._name, self._module = name, None
 
     def __getattr__(self, attribute: str) -> Any:
         """Returns an attribute of the module.
@@ -32,12 +32,15 @@ class LazyModule:
         """
         if attribute.startswith("__"):  # asked for by pickle and inspect, of any object
             raise AttributeError(attribute)
-        try:
-            return getattr(import_module(self._name), attribute)
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"this needs {error.name}, which is not installed: pip install 'farandole[data]'"
-            ) from error
+        if self._module is None:
+            try:
+                self._module = import_module(self._name)
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    f"this needs {error.name}, which is not installed: "
+                    "pip install 'farandole[data]'"
+                ) from error
+        return getattr(self._module, attribute)
 
     def __reduce__(self) -> tuple[type[LazyModule], tuple[str]]:
         """Functions of Spark tasks refer to it, and are pickled by value."""
