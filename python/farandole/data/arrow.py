@@ -73,7 +73,8 @@ __all__ = [
 
 def is_number_type(kind: pa.DataType) -> bool:
     """Returns whether values are integers, floats or decimals."""
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    types = pa.types
+    return types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
 
 
 def is_text_type(kind: pa.DataType) -> bool:
@@ -83,8 +84,8 @@ def is_text_type(kind: pa.DataType) -> bool:
 
 def is_list_type(kind: pa.DataType) -> bool:
     """Returns whether values are lists, of different lengths or of one."""
-    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_kind(kind) for is_kind in kinds)
+    types = pa.types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
 def decode_dictionary(column: Any) -> Any:

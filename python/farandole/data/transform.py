@@ -192,20 +192,21 @@ def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
         batch: As the reader gives it.
         fields: Its columns.
     """
+    py_buffer, from_buffers = pa.py_buffer, pa.Array.from_buffers
     arrays = []
     for field in fields:
         if field.dtype in VARIABLE_WIDTH_DTYPES:
             kind = pa.large_string() if field.dtype == "utf8" else pa.large_binary()
-            ends, values = (pa.py_buffer(part) for part in batch.text_buffers(field.name))
-            arrays.append(pa.Array.from_buffers(kind, batch.rows, [None, ends, values]))
+            ends, values = (py_buffer(part) for part in batch.text_buffers(field.name))
+            arrays.append(from_buffers(kind, batch.rows, [None, ends, values]))
             continue
         count = batch.rows * math.prod(field.shape)
-        buffer = pa.py_buffer(memoryview(batch.column(field.name)))
+        buffer = py_buffer(memoryview(batch.column(field.name)))
         if field.dtype == "bool":
-            values = pa.Array.from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
+            values = from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
         else:
             kind = pa.type_for_alias(field.dtype)
-            values = pa.Array.from_buffers(kind, count, [None, buffer])
+            values = from_buffers(kind, count, [None, buffer])
         arrays.append(
             pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape))
             if field.shape
