@@ -17,6 +17,7 @@ import threading
 import uuid
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
@@ -343,21 +344,15 @@ def _encoded_units(
     if encoding is None:
         return source.units(roles.source_columns_to_read)
 
-    def encode_unit(unit: SourceUnit) -> SourceUnit:
-        def encode_batches() -> Iterator[pa.RecordBatch]:
-            return (
-                encoding.encode_batch(batch, roles.source_columns_to_read)
-                for batch in unit.batches()
-            )
+    names = roles.source_columns_to_read
 
-        return SourceUnit(unit.name, encode_batches, unit.is_one_partition)
+    def encode_batches(unit: SourceUnit) -> Iterator[pa.RecordBatch]:
+        return (encoding.encode_batch(batch, names) for batch in unit.batches())
 
     side = [] if encoding.sides is None else [encoding.sides.split.column]
     return [
-        encode_unit(unit)
-        for unit in source.units(
-            source_columns([*roles.source_columns_to_read, *side], source.schema.names)
-        )
+        replace(unit, batches=partial(encode_batches, unit))
+        for unit in source.units(source_columns([*names, *side], source.schema.names))
     ]
 
 

@@ -20,6 +20,7 @@ from farandole.data.inputs.table_snapshot import (
     TableFile,
     TableSnapshot,
     full_file_path,
+    stored_name,
 )
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     for index, encoded in enumerate(actions["path"].to_pylist()):
         path = unquote(encoded)
         row = {} if values is None else values[index]
-        defaults = {one: _partition_scalar(row.get(one), kinds[one]) for one in partitions}
+        defaults = {one: pa.scalar(row.get(one), kinds[one]) for one in partitions}
         full = full_file_path(location, path)
         files.append(TableFile(full, defaults, deleted.pop(full, None)))
     if deleted:
@@ -184,12 +185,7 @@ def _table_columns(table: Any, features: set[str], name: str) -> tuple[TableColu
         raise ValueError(f"{name} has a column mapping that is not read: {mode}")
     schema = json.loads(table.schema().to_json())
     fields = [_arrow_field(one, mode, name) for one in schema["fields"]]
-    return tuple(TableColumn(one, (_stored_name(one),)) for one in fields)
-
-
-def _stored_name(field: pa.Field) -> str:
-    stored_name = (field.metadata or {}).get(STORED_NAME_KEY)
-    return field.name if stored_name is None else stored_name.decode()
+    return tuple(TableColumn(one, (stored_name(one),)) for one in fields)
 
 
 def _arrow_field(entry: dict[str, Any], mode: str, table: str) -> pa.Field:
@@ -231,10 +227,6 @@ def _arrow_type(stored_type: Any, mode: str, column_label: str) -> pa.DataType:
     raise ValueError(
         f"{column_label} is a {stored_type}, which is not read: read the table with Spark"
     )
-
-
-def _partition_scalar(value: Any, kind: pa.DataType) -> Any:
-    return pa.scalar(value, kind)
 
 
 def _deleted_rows(table: Any, features: set[str], name: str) -> dict[str, npt.NDArray[np.uint64]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from farandole.data.arrow import pa, pc, pq
 from farandole.data.inputs.files import arrow_filesystem
-from farandole.data.inputs.iceberg_values import check_parquet, partition_scalars, schema_columns
+from farandole.data.inputs.iceberg_values import check_parquet, partition_defaults, schema_columns
 from farandole.data.inputs.table_snapshot import (
     TableColumn,
     TableFile,
@@ -150,15 +150,9 @@ class DeleteFiles:
         values = pa.concat_tables(
             [deletion.values for deletion in deletes if deletion.values is not None]
         )
-        defaults = self._partition_defaults(file, columns)
+        defaults = partition_defaults(self._table, file, columns)
         rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
         return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
-
-    def _partition_defaults(self, file: Any, columns: tuple[TableColumn, ...]) -> dict[str, Any]:
-        kinds = {column.field_id: column.arrow_field.type for column in columns}
-        names = {column.field_id: column.name for column in columns}
-        values = partition_scalars(self._table, file, kinds)
-        return {names[number]: value for number, value in values.items()}
 
     def _find_column(self, number: int) -> TableColumn:
         """Returns a column of the newest schema that has it; it may have been dropped."""

@@ -13,7 +13,7 @@ from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
     check_parquet,
-    partition_scalars,
+    partition_defaults,
     schema_columns,
     typed_scalar,
 )
@@ -167,21 +167,21 @@ def _data_files(
                 data.append(entry)
             else:
                 deletes.add_entry(entry)
-    kinds = {field.field_id: field.arrow_field.type for field in columns}
-    names = {field.field_id: field.name for field in columns}
+    known = {column.field_id: column for column in columns}
     initial = {
-        field.field_id: typed_scalar(field.initial_default, kinds[field.field_id])
+        known[field.field_id].name: typed_scalar(
+            field.initial_default, known[field.field_id].arrow_field.type
+        )
         for field in schema.fields
-        if field.field_id in kinds and getattr(field, "initial_default", None) is not None
+        if field.field_id in known and getattr(field, "initial_default", None) is not None
     }
     files = []
     for entry in sorted(data, key=lambda entry: entry.data_file.file_path):
         file = entry.data_file
-        values = {**initial, **partition_scalars(table, file, kinds)}
         files.append(
             TableFile(
                 full_file_path("", file.file_path),
-                {names[number]: value for number, value in values.items()},
+                initial | partition_defaults(table, file, columns),
                 deletes.deleted_rows(entry),
             )
         )

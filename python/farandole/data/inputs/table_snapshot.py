@@ -282,6 +282,16 @@ class FileColumns:
         return pa.array(keep)
 
 
+def stored_name(field: pa.Field) -> str:
+    """Returns the name of a field of a table in files without numbers.
+
+    Args:
+        field: Field of a column, or of a field within one.
+    """
+    name = (field.metadata or {}).get(STORED_NAME_KEY)
+    return field.name if name is None else name.decode()
+
+
 def _field_id(field: pa.Field) -> int | None:
     number = (field.metadata or {}).get(FIELD_ID_KEY)
     return None if number is None else int(number)
@@ -325,9 +335,8 @@ def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Ar
         arrays, fields = [], []
         for index in range(kind.num_fields):
             child = kind.field(index)
-            stored_name = (child.metadata or {}).get(STORED_NAME_KEY)
-            names = (child.name if stored_name is None else stored_name.decode(),)
-            found = _find_field(TableColumn(child, names), inside, has_ids=has_ids)
+            column = TableColumn(child, (stored_name(child),))
+            found = _find_field(column, inside, has_ids=has_ids)
             arrays.append(
                 pa.nulls(len(array), _plain_type(child.type))
                 if found is None

@@ -74,23 +74,8 @@ class _PreparedDataCache:
     entries: list[_PreparedEntry] = field(default_factory=list)
 
 
-class _PreparationLocks:
-    """Locks by data set: if several threads want the same data prepared, the first thread prepares
-    it and the other threads wait.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-
-    def lock_for(self, key: str) -> threading.Lock:
-        """Returns the lock to hold during the lookup and the preparation."""
-        with self._lock:
-            return self._locks.setdefault(key, threading.Lock())
-
-
 _PREPARED_DATA_CACHE = _PreparedDataCache()
-_PREPARATION_LOCKS = _PreparationLocks()
+_PREPARATION_LOCKS: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _SAME_ROWS_NAME: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
 
 
@@ -184,7 +169,7 @@ def prepare_data(
     plan_text = plan.portable_plan_text(chosen)
     if plan_text is not None:
         key = data_key("fit", encoding_spec, plan_text, options)
-        with _PREPARATION_LOCKS.lock_for(f"{store.prefix_path}\n{key}"):
+        with _preparation_lock(f"{store.prefix_path}\n{key}"):
             validates = options["validation"] is not None
             directory = prepared_directories.find_prepared(store, key, validates=validates)
             prepared = (
@@ -199,7 +184,7 @@ def prepare_data(
     source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
     key_text = json.dumps([options, *encoding_spec.prepared_data_key_values()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{key_text}"
-    with _PREPARATION_LOCKS.lock_for(key) if source is not None else contextlib.nullcontext():
+    with _preparation_lock(key) if source is not None else contextlib.nullcontext():
         entry = None if source is None else _lookup_entry(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
@@ -216,6 +201,14 @@ def prepare_data(
             _forget_entries(
                 [one for one in idle if one.key.startswith("None\n")] + idle[:-_MAX_IDLE_ENTRIES]
             )
+
+
+def _preparation_lock(key: str) -> threading.Lock:
+    """Returns the lock of a data set, to hold during its lookup and preparation: if several threads
+    want the same data prepared, the first thread prepares it and the other threads wait.
+    """
+    with _PREPARED_DATA_CACHE.lock:
+        return _PREPARATION_LOCKS.setdefault(key, threading.Lock())
 
 
 def _learn_on_executors(
