@@ -115,19 +115,19 @@ def _open_rows(
     table = find_table(source)
     if table is not None:
         return table_source(table)
-    found = list_datasets(source, given, types, options)
+    found = open_files(source, given, types, options)
     if found is not None:
         return _fragments_source(*found)
     return _dataset_source(source) if is_arrow_dataset(source) else frame_source(source)
 
 
-def list_datasets(
+def open_files(
     source: Any,
     given: str | None,
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
-) -> tuple[list[Any], str, bool] | None:
-    """Returns the pyarrow datasets behind a path or a list of paths; `None` for other values.
+) -> tuple[Any, str, bool] | None:
+    """Returns the pyarrow dataset behind a path or a list of paths; `None` for other values.
 
     Args:
         source: Perhaps a path.
@@ -136,8 +136,8 @@ def list_datasets(
         options: Options of the format.
 
     Returns:
-        The datasets, a text that identifies their files and versions, and whether the files contain
-        a schema.
+        The dataset, a text that identifies its files and their versions, and whether the files
+        contain a schema.
     """
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
@@ -164,7 +164,7 @@ def list_datasets(
         raise ValueError(f"all files are empty: {', '.join(paths)}")
     base = common_directory(location.base for location in locations)
     chosen = sorted({file.path for file in files})
-    datasets = [_open_dataset_files(chosen, base, kind, reading, types or {})]
+    dataset = _open_dataset_files(chosen, base, kind, reading, types or {})
     version_parts = [
         kind,
         repr(sorted((types or {}).items())),
@@ -172,7 +172,7 @@ def list_datasets(
     ]
     version_parts += sorted(file.version_text for file in everything)
     print_ = "files " + hashlib.sha256("\n".join(version_parts).encode()).hexdigest()
-    return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
+    return dataset, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
 def _open_dataset_files(
@@ -295,7 +295,7 @@ def _dataset_source(dataset: Any) -> RowSource:
         [filesystem.type_name, str(dataset.format), str(dataset.schema), *versions]
     )
     return _fragments_source(
-        [dataset],
+        dataset,
         "files " + hashlib.sha256(version_text.encode()).hexdigest(),
         typed=False,
         declared=True,
@@ -347,34 +347,24 @@ def plain_dataset(table: TableSnapshot) -> Any:
 
 
 def _fragments_source(
-    datasets: list[Any], fingerprint: str, typed: bool, *, declared: bool = False
+    dataset: Any, fingerprint: str, typed: bool, *, declared: bool = False
 ) -> RowSource:
     """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
     there.
     """
-    fragments = [
-        with_int96_unit(fragment, "us")
-        for dataset in datasets
-        for fragment in dataset.get_fragments()
-    ]
-    schema = datasets[0].schema
+    fragments = [with_int96_unit(fragment, "us") for fragment in dataset.get_fragments()]
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
-        whole = _common_schema(fragments, datasets, columns, typed=typed, declared=declared)
+        whole = _common_schema(fragments, dataset.schema, columns, typed=typed, declared=declared)
         return [
             unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
         ]
 
-    return RowSource(schema, fingerprint, list_units)
+    return RowSource(dataset.schema, fingerprint, list_units)
 
 
 def _common_schema(
-    fragments: list[Any],
-    datasets: list[Any],
-    columns: list[str],
-    *,
-    typed: bool,
-    declared: bool,
+    fragments: list[Any], known: pa.Schema, columns: list[str], *, typed: bool, declared: bool
 ) -> pa.Schema:
     """Returns the types of columns in all files; if the files have no schema, types that can hold
     the guessed types of all files.
@@ -387,11 +377,11 @@ def _common_schema(
     for name in columns:
         if any(name in values for values in partitions):
             _check_always_partition(name, files, partitions)
-            fields[name] = datasets[0].schema.field(name)
-        elif declared and name in datasets[0].schema.names:
+            fields[name] = known.field(name)
+        elif declared and name in known.names:
             having = [file for file in files if name in file[1].names]
-            known = datasets[0].schema.field(name)
-            fields[name] = _common_field(name, having, typed=typed) if having else known
+            declared_field = known.field(name)
+            fields[name] = _common_field(name, having, typed=typed) if having else declared_field
         else:
             fields[name] = _common_field(name, files, typed=typed)
     return pa.schema([field.with_nullable(True) for field in fields.values()])

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.arrow import ds, pa
+from farandole.data.arrow import pa
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.int96 import check_int96_files, read_as_microseconds
 from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import list_datasets, plain_dataset, table_source
+from farandole.data.inputs.sources import open_files, plain_dataset, table_source
 from farandole.data.inputs.tables import find_table
 from farandole.data.inputs.units import RowSource, one_stream
 
@@ -117,26 +117,24 @@ def _register_table(
     options: Mapping[str, Any] | None,
 ) -> str | None:
     at_version = find_table(source)
-    plain = None if at_version is None else plain_dataset(at_version)
-    if at_version is not None and plain is not None:
-        check_old_files(plain)
-        context.register_dataset(name, plain)
-        return at_version.fingerprint
     if at_version is not None:
-        rows = table_source(at_version)
-        units = rows.units(rows.schema.names)
-        batches = [batch for unit in units for batch in unit.batches()]
-        context.register_record_batches(name, [batches])
+        plain = plain_dataset(at_version)
+        if plain is not None:
+            check_old_files(plain)
+            context.register_dataset(name, plain)
+        else:
+            rows = table_source(at_version)
+            units = rows.units(rows.schema.names)
+            batches = [batch for unit in units for batch in unit.batches()]
+            context.register_record_batches(name, [batches])
         return at_version.fingerprint
-    found = list_datasets(source, kind, types, options)
+    found = open_files(source, kind, types, options)
     if found is not None:
-        datasets, table_fingerprint, _ = found
-        datasets = [read_as_microseconds(dataset) for dataset in datasets]
-        for dataset in datasets:
-            check_int96_files(dataset)
-            check_old_files(dataset)
-        context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
-        return table_fingerprint
+        dataset = read_as_microseconds(found[0])
+        check_int96_files(dataset)
+        check_old_files(dataset)
+        context.register_dataset(name, dataset)
+        return found[1]
     table = in_memory_table(source)
     if table is None:
         raise TypeError(
