@@ -43,6 +43,11 @@ _THREAD_JOIN_SECONDS = 30.0
 class BaseDataLoader(ABC):
     """An iterable of batches. A subclass defines their number and how they are created."""
 
+    _produced_at: Any = None
+    """Position after the last batch from `_iterate`, in a loader that can be resumed."""
+    _consumed_at: Any = None
+    """Position after the last batch that was returned."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Batches of one epoch."""
@@ -54,11 +59,6 @@ class BaseDataLoader(ABC):
     def _process_batch(self, batch: Any) -> Any:
         """Changes a batch before it is handed out, on the consumer's thread."""
         return batch
-
-    _produced_at: Any = None
-    """Position after the last batch from `_iterate`, in a loader that can be resumed."""
-    _consumed_at: Any = None
-    """Position after the last batch that was returned."""
 
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch."""
