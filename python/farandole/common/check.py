@@ -36,6 +36,13 @@ def integer_at_least(minimum: int) -> Callable[[str, Any], int]:
     return check_integer
 
 
+def whole_number(name: str, value: Any, minimum: int = 1) -> int:
+    """Returns a whole number, `minimum` or more; anything else is a `ValueError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+        raise ValueError(f"{name} must be a whole number, {minimum} or more: {value!r}")
+    return int(value)
+
+
 def byte_count(name: str, value: Any) -> int:
     """Returns a whole number of bytes, which fits 63 bits."""
     number = integer_at_least(0)(name, value)

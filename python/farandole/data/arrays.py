@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -115,8 +117,6 @@ def object_array(batch: Batch, name: str, dtype: str) -> Any:
         name: Name of the column.
         dtype: `utf8` or `binary`.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     ends, values = batch.text_buffers(name)
     pieces = [values[start:end] for start, end in itertools.pairwise(ends.cast("q"))]
     array = np.empty(len(pieces), object)
@@ -142,33 +142,10 @@ def _batch_layout(
 
 
 def _numpy_converter() -> Convert:
-    import numpy as np  # noqa: PLC0415 - optional
+    def read_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
+        return np.frombuffer(memoryview(batch), dtype, count, offset)
 
-    def convert_batch(
-        batch: Batch, fields: Sequence[DatasetField], weights: str | None
-    ) -> dict[str, Any]:
-        rows = batch.rows
-        arrays: dict[str, Any] = {}
-        for run in _batch_layout(batch, fields, weights):
-            if rows == 0:
-                arrays.update((name, np.empty((0, *run.shape), run.dtype)) for name in run.names)
-            elif len(run.names) < MIN_MATRIX_COLUMNS:
-                flat = np.frombuffer(
-                    memoryview(batch), run.dtype, rows * math.prod(run.shape), run.offset
-                )
-                arrays[run.names[0]] = flat.reshape(rows, *run.shape)
-            else:
-                whole = np.frombuffer(
-                    memoryview(batch), run.dtype, len(run.names) * run.stride, run.offset
-                )
-                arrays.update(
-                    zip(run.names, whole.reshape(len(run.names), run.stride)[:, :rows], strict=True)
-                )
-        texts = [field for field in fields if field.dtype in VARIABLE_WIDTH_DTYPES]
-        arrays.update((field.name, object_array(batch, field.name, field.dtype)) for field in texts)
-        return arrays
-
-    return convert_batch
+    return _batch_converter(read_numbers, np.empty)
 
 
 def _torch_converter() -> Convert:
@@ -177,28 +154,44 @@ def _torch_converter() -> Convert:
     except ImportError as error:
         raise ImportError("tensors need torch: pip install 'farandole[torch]'") from error
 
+    def read_numbers(batch: Batch, dtype: str, count: int, offset: int) -> Any:
+        kind = getattr(torch, dtype)
+        return torch.frombuffer(batch, dtype=kind, count=count, offset=offset)
+
+    return _batch_converter(
+        read_numbers, lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype))
+    )
+
+
+def _batch_converter(
+    read_numbers: Callable[[Batch, str, int, int], Any],
+    make_empty: Callable[[tuple[int, ...], str], Any],
+) -> Convert:
+    """Returns the function that turns batches into dicts.
+
+    Args:
+        read_numbers: Returns so many numbers of a type in the memory of a batch, from a byte on.
+        make_empty: Returns an array without elements, of a shape and a type.
+    """
+
     def convert_batch(
         batch: Batch, fields: Sequence[DatasetField], weights: str | None
     ) -> dict[str, Any]:
         rows = batch.rows
-        tensors: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for run in _batch_layout(batch, fields, weights):
-            dtype = getattr(torch, run.dtype)
             if rows == 0:
-                tensors.update(
-                    (name, torch.empty((0, *run.shape), dtype=dtype)) for name in run.names
-                )
+                arrays.update((name, make_empty((0, *run.shape), run.dtype)) for name in run.names)
             elif len(run.names) < MIN_MATRIX_COLUMNS:
-                count = rows * math.prod(run.shape)
-                tensors[run.names[0]] = torch.frombuffer(
-                    batch, dtype=dtype, count=count, offset=run.offset
-                ).view(rows, *run.shape)
+                flat = read_numbers(batch, run.dtype, rows * math.prod(run.shape), run.offset)
+                arrays[run.names[0]] = flat.reshape(rows, *run.shape)
             else:
-                count = len(run.names) * run.stride
-                whole = torch.frombuffer(batch, dtype=dtype, count=count, offset=run.offset)
-                columns = whole.as_strided((len(run.names), rows), (run.stride, 1)).unbind(0)
-                tensors.update(zip(run.names, columns, strict=True))
-        return tensors
+                flat = read_numbers(batch, run.dtype, len(run.names) * run.stride, run.offset)
+                matrix = flat.reshape(len(run.names), run.stride)[:, :rows]
+                arrays.update(zip(run.names, matrix, strict=True))
+        texts = [field for field in fields if field.dtype in VARIABLE_WIDTH_DTYPES]
+        arrays.update((field.name, object_array(batch, field.name, field.dtype)) for field in texts)
+        return arrays
 
     return convert_batch
 
@@ -226,8 +219,6 @@ def result_wrapper(framework: str) -> Wrap:
     Args:
         framework: `numpy` or `torch`, which `batch_converter` has accepted.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     if framework == "torch":
         import torch  # noqa: PLC0415 - optional
 

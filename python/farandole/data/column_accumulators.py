@@ -11,11 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from farandole.data.arrow import pa, pc
 from farandole.data.inputs.number_conversion import to_batch_numbers
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
 MAX_CATEGORY_VALUES = 1_000_000
 """Distinct values that a column of categories may have."""
@@ -33,9 +35,6 @@ def finite_numbers(column: pa.Array) -> npt.NDArray[Any]:
     Args:
         column: integers, floats, booleans, decimals, dates or times.
     """
-    import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
-    import pyarrow as pa  # noqa: PLC0415
-
     column = to_batch_numbers(column.drop_null(), "of numbers")
     values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
     return values[np.isfinite(values)]
@@ -55,8 +54,6 @@ class ExactMean:
         Args:
             column: Column of numbers.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-
         values = finite_numbers(column)
         self.count += len(values)
         mantissas, exponents = np.frexp(values)
@@ -99,8 +96,6 @@ class QuantileSketch:
         Args:
             column: Column of numbers.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-
         bits = (finite_numbers(column) + 0.0).view(np.int64)  # one zero
         ordered = np.where(bits < 0, np.int64(-(2**63)) - bits, bits)
         keys, counts = np.unique(ordered >> self.dropped, return_counts=True)
@@ -136,8 +131,6 @@ class QuantileSketch:
 
     def sorted_numbers(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Returns the numbers in their order, and the rows of each."""
-        import numpy as np  # noqa: PLC0415 - as above
-
         keys = sorted(self.cells)
         return np.array([self._cell_key_to_float(key) for key in keys]), np.array(
             [self.cells[key] for key in keys], np.int64
@@ -194,8 +187,6 @@ class QuantileSketch:
             self.cells[key >> bits] = self.cells.get(key >> bits, 0) + count
 
     def _cell_key_to_float(self, key: int, *, whole: bool = False) -> float:
-        import numpy as np  # noqa: PLC0415 - as above
-
         ordered = key if whole else key << self.dropped
         bits = ordered if ordered >= 0 else -(2**63) - ordered
         return float(np.array([bits], np.int64).view(np.float64)[0])
@@ -213,10 +204,7 @@ class MaxListLength:
         Args:
             column: Column of lists.
         """
-        import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-        compute: Any = pc
-        self.value = max(self.value, compute.max(column.value_lengths()).as_py() or 0)
+        self.value = max(self.value, pc.max(column.value_lengths()).as_py() or 0)
 
     def merge(self, other: MaxListLength) -> None:
         """Adds the result of another task."""
@@ -238,8 +226,6 @@ class ValueCounts:
         Raises:
             ValueError: More distinct values than categories can have.
         """
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         whole = column.drop_null()
         if pa.types.is_floating(whole.type) or pa.types.is_decimal(whole.type):
             whole = pa.array(finite_numbers(whole))

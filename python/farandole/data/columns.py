@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from farandole.data.encoding import MISSING_FLAG_SUFFIX, source_column
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,22 @@ def check_columns_present(roles: ColumnRoles, present: Sequence[str], where: str
         raise ValueError(
             f"validation column {roles.validation!r} is also a feature, label or weight column"
         )
+
+
+def refuse_missing_columns(names: Iterable[str], present: Collection[str], where: str) -> None:
+    """Refuses columns that a source does not have.
+
+    Args:
+        names: the requested columns.
+        present: the existing columns.
+        where: name of the source, for messages.
+
+    Raises:
+        ValueError: naming the first column.
+    """
+    for name in names:
+        if name not in present:
+            raise ValueError(f"{where} has no column {name!r}: {', '.join(present)}")
 
 
 def row_shape(shape: Sequence[int], size: int) -> tuple[int, ...]:

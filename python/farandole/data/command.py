@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import struct
 import sys
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from farandole._native import prepare as native
 from farandole._native import store as native_store
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
 
     from farandole.data import Pad
 
-_STRUCT_FORMATS = {
-    "bool": "?",
-    "int8": "b",
-    "int16": "h",
-    "int32": "i",
-    "int64": "q",
-    "uint8": "B",
-    "uint16": "H",
-    "uint32": "I",
-    "uint64": "Q",
-    "float32": "f",
-    "float64": "d",
-}
 _MAX_SHOWN_ELEMENTS = 8
 _PAD_OPTION_TYPES: dict[str, type[int | float]] = {
     "max_length": int,
@@ -247,9 +235,7 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
     text = native.read_manifest(url)
     if text is None:
         open_dataset(url)  # raises an error that names the fault
-        directory = native_store.Store(url)
-        is_table = directory.exists("_delta_log") or directory.exists("metadata")
-        source = open_source(url, format=None if is_table else "parquet")
+        source = open_source(url, format="parquet")
         shapes: dict[str, tuple[str, list[int]]] = {}
     else:
         manifest = json.loads(text)
@@ -286,11 +272,8 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _unpack_vector(value: bytes, element: str, shape: list[int]) -> Any:
-    letter = _STRUCT_FORMATS[element]
-    flat = list(struct.unpack(f"<{len(value) // struct.calcsize(letter)}{letter}", value))
-    for length in reversed(shape[1:]):
-        flat = [flat[start : start + length] for start in range(0, len(flat), length)]
-    return flat
+    values = np.frombuffer(value, np.dtype(element).newbyteorder("<"))
+    return values.reshape(-1, *shape[1:]).tolist()
 
 
 def _format_cell(value: Any) -> str:

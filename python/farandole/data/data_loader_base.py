@@ -43,6 +43,11 @@ _THREAD_JOIN_SECONDS = 30.0
 class BaseDataLoader(ABC):
     """An iterable of batches. A subclass defines their number and how they are created."""
 
+    _produced_at: Any = None
+    """Position after the last batch from `_iterate`, in a loader that can be resumed."""
+    _consumed_at: Any = None
+    """Position after the last batch that was returned."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Batches of one epoch."""
@@ -55,17 +60,10 @@ class BaseDataLoader(ABC):
         """Changes a batch before it is handed out, on the consumer's thread."""
         return batch
 
-    def _produced_position(self) -> Any:
-        """Returns the loader's position after the last batch from `_iterate`."""
-        return None
-
-    def _set_consumer_position(self, position: Any) -> None:  # noqa: B027 - loaders without a state have nothing to do
-        """Is called before a batch is returned: the consumer is then at `position`."""
-
     def __iter__(self) -> Iterator[Any]:
         """Batches of one epoch."""
         for batch in self._iterate():
-            self._set_consumer_position(self._produced_position())
+            self._consumed_at = self._produced_at
             yield self._process_batch(batch)
 
 
@@ -111,7 +109,7 @@ class AsyncDataLoaderMixin:
         self._prefetch_threads.add(run)
         try:
             for batch, position in run:
-                loader._set_consumer_position(position)  # noqa: SLF001 - internal to this package
+                loader._consumed_at = position  # noqa: SLF001 - internal to this package
                 yield loader._process_batch(batch)  # noqa: SLF001
         finally:
             self._prefetch_threads.discard(run)
@@ -122,6 +120,13 @@ class AsyncDataLoaderMixin:
         for run in list(self._prefetch_threads):
             run.close()
         self._prefetch_threads.clear()
+
+
+def close_iterator(batches: Any) -> None:
+    """Ends an iteration and its threads, if it is a generator."""
+    close = getattr(batches, "close", None)
+    if close is not None:
+        close()
 
 
 class _EndOfEpoch:
@@ -148,14 +153,12 @@ class _PrefetchThread:
         batches = loader._iterate()  # noqa: SLF001 - internal to this package
         try:
             for batch in batches:
-                if not self._put_item((batch, loader._produced_position())):  # noqa: SLF001
+                if not self._put_item((batch, loader._produced_at)):  # noqa: SLF001
                     break
         except BaseException as raised:  # noqa: BLE001 - the consumer raises it
             error = raised
         finally:
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            close_iterator(batches)
         self._log_debug("the thread of an epoch ends")
         self._put_item(_EndOfEpoch(error))
 

@@ -15,13 +15,13 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from farandole.data.arrow import decode_dictionary, is_text_type, pa, pc
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.ragged import Ragged
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.splits import HeldOutRule
 
@@ -93,9 +93,8 @@ class ColumnEncoding:
             learned: Word of each learned value, by column.
             ragged: Padding of lists of different lengths, by column.
         """
-        filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
         lists = {name: Ragged.from_value(one) for name, one in (ragged or {}).items()}
-        return cls(categories or {}, filled, learned=learned or {}, ragged=lists)
+        return cls(categories or {}, values_by_column(fill), learned=learned or {}, ragged=lists)
 
     def to_json(self) -> str:
         """Returns the encoding as text for a file."""
@@ -149,8 +148,6 @@ class ColumnEncoding:
             ValueError: A column that cannot hold its categories, or a label that is none of its
                 classes.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         present = batch.schema.names
         columns = [self.encode_column(name, present, batch.column) for name in names]
         if self.sides is None:
@@ -179,14 +176,10 @@ class ColumnEncoding:
         Raises:
             ValueError: As `encode`.
         """
-        import pyarrow as pa  # noqa: PLC0415 - as above
-        import pyarrow.compute as pc  # noqa: PLC0415
-
-        compute: Any = pc
         source = source_column(name, present)
         column = get(source)
         if source != name:
-            return compute.is_null(column, nan_is_null=True)
+            return pc.is_null(column, nan_is_null=True)
         if name in self.categories:
             return self._category_indices(name, column)
         if name in self.ragged:
@@ -200,25 +193,21 @@ class ColumnEncoding:
         return column
 
     def _category_indices(self, name: str, column: Any) -> Any:
-        import pyarrow as pa  # noqa: PLC0415 - as above
-        import pyarrow.compute as pc  # noqa: PLC0415
-
-        compute: Any = pc
         column = normalize_categories(column, name)
         values = self.categories[name]
         try:
             known = pa.array(values, column.type)
             if name in self.fill:
-                column = compute.fill_null(column, pa.scalar(self.fill[name], column.type))
+                column = pc.fill_null(column, pa.scalar(self.fill[name], column.type))
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
             raise ValueError(
                 f"column {name!r} is {column.type}, which its categories or its fill do not "
                 f"match: {error}"
             ) from None
-        found = compute.index_in(column, value_set=known)
+        found = pc.index_in(column, value_set=known)
         if name in self.labels:
             if found.null_count:
-                strange = column.filter(compute.is_null(found))
+                strange = column.filter(pc.is_null(found))
                 fault = (
                     "nulls"
                     if strange.null_count
@@ -228,11 +217,9 @@ class ColumnEncoding:
                     f"label column {name!r} has {fault} in {found.null_count} of {len(found)} rows"
                 )
             return found.cast(pa.int32())
-        indices = compute.add(found.cast(pa.int32()), pa.scalar(FIRST_CATEGORY_INDEX, pa.int32()))
-        indices = compute.fill_null(indices, UNKNOWN_INDEX)
-        return compute.if_else(
-            compute.is_null(column), pa.scalar(MISSING_INDEX, pa.int32()), indices
-        )
+        indices = pc.add(found.cast(pa.int32()), pa.scalar(FIRST_CATEGORY_INDEX, pa.int32()))
+        indices = pc.fill_null(indices, UNKNOWN_INDEX)
+        return pc.if_else(pc.is_null(column), pa.scalar(MISSING_INDEX, pa.int32()), indices)
 
 
 def normalize_categories(column: Any, name: str) -> Any:
@@ -245,25 +232,18 @@ def normalize_categories(column: Any, name: str) -> Any:
     Raises:
         ValueError: It is of another type.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    column = decode_dictionary(column)
     kind = column.type
     if pa.types.is_boolean(kind):
         return column
     if pa.types.is_integer(kind):
         return column.cast(pa.int64())
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or kind == pa.string_view():
-        return column.cast(pa.large_string())
-    if pa.types.is_null(kind):
+    if is_text_type(kind) or pa.types.is_null(kind):
         return column.cast(pa.large_string())
     raise ValueError(f"column {name!r} is {kind}: categories are strings, integers or booleans")
 
 
 def _integers_as_floats(column: Any, name: str) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         return column.cast(pa.float64())
     except pa.ArrowInvalid as error:

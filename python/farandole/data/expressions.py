@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from farandole.data.arrow import pa
 
 _BATCH_TABLE_NAME = "batch"
 _THREAD_LOCALS = threading.local()
@@ -53,8 +52,6 @@ class SqlExpressions:
         Raises:
             ValueError: A query that does not fit the batch, or that failed.
         """
-        import pyarrow as pa  # noqa: PLC0415 - optional
-
         context = getattr(_THREAD_LOCALS, "context", None)
         if context is None:
             # Rows keep their order where one task does all of the work.

@@ -7,11 +7,12 @@ it writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native.store import Store as NativeStore
+from farandole.data.arrow import decode_dictionary, is_number_type, is_text_type, pa, pc
 from farandole.data.column_accumulators import ExactMean, MaxListLength, QuantileSketch, ValueCounts
 from farandole.data.encoding import (
     ColumnEncoding,
@@ -19,16 +20,14 @@ from farandole.data.encoding import (
     source_column,
     source_columns,
 )
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.ragged import Ragged, check_pad_value, is_nested, list_element_dtype
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import pyarrow as pa
+    from collections.abc import Callable, Iterable, Sequence
 
     from farandole.data.columns import ColumnRoles
-    from farandole.data.inputs.sources import RowSource, SourceUnit
     from farandole.data.prepared_directories import PreparedDirectory
     from farandole.data.splits import ValidationSplit
 
@@ -106,7 +105,7 @@ class EncodingSpec:
         )
         for name, value in by_name.items():
             _check_categories(name, value)
-        filled = {} if fill is None else dict(fill) if isinstance(fill, Mapping) else {"*": fill}
+        filled = values_by_column(fill)
         lists = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in by_name.items()
@@ -218,8 +217,6 @@ class EncodingSpec:
         Raises:
             ValueError: A value that cannot be learned from a column; the message names the column.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         if self.split is not None and self.split.column not in schema.names:
             raise ValueError(
                 f"validation_{self.split.by} names a column that the rows do not have: "
@@ -263,7 +260,7 @@ class EncodingSpec:
             own = {*self.fill, *self.categories}
             names = [name for name in roles.features if name in schema.names and name not in own]
             fill_words |= {
-                name: everywhere for name in names if _is_number(schema.field(name).type)
+                name: everywhere for name in names if is_number_type(schema.field(name).type)
             }
         return fill_words
 
@@ -382,7 +379,7 @@ class EncodingLearner:
                 tally.add(
                     normalize_categories(column, name)
                     if word == "categories"
-                    else _decode_dictionary(column)
+                    else decode_dictionary(column)
                 )
             except ValueError as error:
                 raise ValueError(
@@ -401,43 +398,38 @@ class EncodingLearner:
 
 
 def learn_encoding(
-    source: RowSource, roles: ColumnRoles, spec: EncodingSpec, threads: int = 2
+    schema: pa.Schema,
+    roles: ColumnRoles,
+    spec: EncodingSpec,
+    count: Callable[[list[str], Callable[[], EncodingLearner]], EncodingLearner],
+    *,
+    is_rereadable: bool = True,
 ) -> ColumnEncoding:
-    """Reads the rows of a source if values must be learned from them.
+    """Returns the encoding of rows, which are counted if values must be learned from them.
 
     Args:
-        source: The rows.
+        schema: Schema of the rows.
         roles: The columns.
         spec: The request.
-        threads: Files read at the same time.
+        count: Counts some columns of all rows, given a function that starts a learner.
+        is_rereadable: Whether the rows can be read once more, to write them.
 
     Raises:
         ValueError: A value cannot be learned; the message names the column.
     """
-    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, source.schema.names))
-    plan = spec.plan_learning(source.schema, roles)
+    spec = spec.with_hashed_columns(source_columns(roles.stored_columns, schema.names))
+    plan = spec.plan_learning(schema, roles)
     known = spec.encoding_without_learning()
     if known is not None:
         return known
-    if not source.is_rereadable:
+    if not is_rereadable:
         raise ValueError(
             "a stream can be read only once, so nothing can be learned from it before it is "
             "written: give the values for "
             f"{', '.join(plan) or 'validation'}, or write the stream to files first"
         )
-    names = spec.columns_to_read(plan, roles)
-
-    def count_unit(unit: SourceUnit) -> EncodingLearner:
-        learner = EncodingLearner(plan, roles.validation, spec.split)
-        for batch in unit.batches():
-            learner.add(batch)
-        return learner
-
-    whole = EncodingLearner(plan, split=spec.split)
-    with ThreadPoolExecutor(threads, "farandole-learn") as pool:
-        for learner in pool.map(count_unit, source.units(names)):
-            whole.merge(learner)
-    return spec.build_encoding(plan, whole)
+    start = partial(EncodingLearner, plan, roles.validation, spec.split)
+    return spec.build_encoding(plan, count(spec.columns_to_read(plan, roles), start))
 
 
 def write_encoding(
@@ -489,47 +481,27 @@ def _check_categories(name: str, value: Any) -> None:
         )
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
-
-
 def _check_fill_word(name: str, word: str, kind: pa.DataType) -> None:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = (
-        pa.types.is_string(inner) or pa.types.is_large_string(inner) or inner == pa.string_view()
-    )
-    if not _is_number(inner) and not (
+    is_text = is_text_type(inner)
+    if not is_number_type(inner) and not (
         word == "most_frequent" and (is_text or pa.types.is_boolean(inner))
     ):
         hint = "; most_frequent is for strings, too" if is_text else ""
         raise ValueError(f"column {name!r} is {kind}, which has no {word} to fill in{hint}")
 
 
-def _decode_dictionary(column: Any) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-
-
 def _training_mask(column: Any) -> Any:
     """Returns which rows a validation column assigns to training."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.compute as pc  # noqa: PLC0415
-
-    compute: Any = pc
-    column = _decode_dictionary(column)
+    column = decode_dictionary(column)
     if pa.types.is_boolean(column.type):
-        found = compute.invert(column)
-    elif _is_number(column.type):
-        found = compute.equal(column.cast(pa.float64()), 0.0)
+        found = pc.invert(column)
+    elif is_number_type(column.type):
+        found = pc.equal(column.cast(pa.float64()), 0.0)
     else:
-        texts = compute.utf8_lower(compute.utf8_trim_whitespace(column.cast(pa.large_string())))
-        found = compute.is_in(texts, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
-    return compute.fill_null(found, False)
+        texts = pc.utf8_lower(pc.utf8_trim_whitespace(column.cast(pa.large_string())))
+        found = pc.is_in(texts, value_set=pa.array(_TRAINING_WORDS, pa.large_string()))
+    return pc.fill_null(found, False)
 
 
 def needs_encoding(spec: EncodingSpec, names: Iterable[str], present: Iterable[str]) -> bool:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import operator
 import os
 import sys
+from contextlib import closing
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from farandole._native.reader import Dataset, Reader
@@ -19,7 +21,7 @@ from farandole.data.arrays import (
     nested_column,
     result_wrapper,
 )
-from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+from farandole.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader, close_iterator
 from farandole.data.datasets import open_parquet, refuse_types_of_table
 from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.learning import read_encoding
@@ -30,7 +32,7 @@ from farandole.data.skipped_columns import add_advice, is_unreadable_column, war
 from farandole.data.transform import BatchTransform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.data.ragged import Ragged
@@ -139,10 +141,8 @@ class ParquetLoader(BaseDataLoader):
             raise ValueError(f"tail must be keep, pad, drop_last or join: {tail}")
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
-        own_rank, world_size = _rank_and_size() if rank is None or size is None else (rank, size)
         self._given = rank, size
-        self.rank = own_rank if rank is None else rank
-        self.size = world_size if size is None else size
+        self.rank, self.size = rank_and_size(rank, size)
         self.batch_size, self.seed = (
             _whole_number("batch_size", batch_size, 1),
             _whole_number("seed", seed),
@@ -438,20 +438,9 @@ class ParquetLoader(BaseDataLoader):
         The next iteration continues after the last batch that was handed out. For elastic jobs: a
         `State` that has the loader calls it.
         """
-        rank, size = self._given
-        own_rank, world_size = _rank_and_size()
-        self.rank, self.size = (
-            own_rank if rank is None else rank,
-            world_size if size is None else size,
-        )
+        self.rank, self.size = rank_and_size(*self._given)
         self._reader = self._make_reader(self.rank, self.size)
         self._start_at(*self._consumed_at)
-
-    def _produced_position(self) -> tuple[int, int]:
-        return self._produced_at
-
-    def _set_consumer_position(self, position: tuple[int, int]) -> None:
-        self._consumed_at = position
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         """Reads an epoch; threads end with the iteration, also when it is left early."""
@@ -478,7 +467,7 @@ class ParquetLoader(BaseDataLoader):
             while (piece := turns.next_piece(epoch)) is not None:
                 base = piece._replace(offset=0, stride=1)
                 if base != goes_on:
-                    _close_iterator(batches)
+                    close_iterator(batches)
                     batches = self._read_batches(
                         self._make_reader(piece.rank, piece.size), piece.epoch, piece.start
                     )
@@ -490,9 +479,9 @@ class ParquetLoader(BaseDataLoader):
                     }
                 yield batch
         finally:
-            _close_iterator(batches)
+            close_iterator(batches)
 
-    def _read_batches(self, reader: Reader, epoch: int, start: int) -> Iterator[dict[str, Any]]:
+    def _read_batches(self, reader: Reader, epoch: int, start: int) -> Generator[dict[str, Any]]:
         """Batches of a reader from a row of an epoch on."""
         batches = reader.read_epoch(epoch, start)
         weights = WEIGHTS_KEY if self.tail == "pad" else None
@@ -550,19 +539,12 @@ class ParquetLoader(BaseDataLoader):
         rounds = (self.dataset.rows - start) // round_rows
         if skip < rounds:
             reader = self._make_reader(self.rank * workers + worker, self.size * workers)
-            batches = self._read_batches(reader, epoch, start + skip * round_rows)
-            try:
-                for _, batch in zip(range(rounds - skip), batches, strict=False):
-                    yield batch
-            finally:
-                batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            with closing(self._read_batches(reader, epoch, start + skip * round_rows)) as batches:
+                yield from islice(batches, rounds - skip)
         rest = start + rounds * round_rows + worker * self.size * self.batch_size
         if skip <= rounds and rest < self.dataset.rows and self._reader.step_count(rest) > 0:
-            batches = self._read_batches(self._reader, epoch, rest)
-            try:
-                yield from _first_batch(batches)
-            finally:
-                batches.close()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+            with closing(self._read_batches(self._reader, epoch, rest)) as batches:
+                yield from islice(batches, 1)
 
     def as_torch_dataset(self) -> Any:
         """Returns a `torch.utils.data.IterableDataset` of whole batches, for `DataLoader(...,
@@ -656,28 +638,18 @@ def _parse_piece(values: Any) -> RowPiece:
     return piece
 
 
-def _close_iterator(batches: Iterator[Any]) -> None:
-    """Ends the threads of an iteration."""
-    close = getattr(batches, "close", None)
-    if close is not None:
-        close()
-
-
-def _first_batch(batches: Iterator[Any]) -> Iterator[Any]:
-    """Returns the first batch, if there is one."""
-    for batch in batches:
-        yield batch
-        return
-
-
-def _rank_and_size() -> tuple[int, int]:
-    """Returns rank and size of the running job, of Farandole or else of `torch.distributed`."""
+def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
+    """Returns rank and size, where they are not given those of the running job, of Farandole or
+    else of `torch.distributed`.
+    """
+    if rank is not None and size is not None:
+        return rank, size
     from farandole._native import engine  # noqa: PLC0415 - only a loader without its own rank asks
 
-    if engine.is_initialized():
-        world = engine.world()
-        return world.rank, world.size
+    own_rank, world_size = 0, 1
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    if engine.is_initialized():
+        own_rank, world_size = engine.world().rank, engine.world().size
+    elif dist is not None and dist.is_available() and dist.is_initialized():
+        own_rank, world_size = dist.get_rank(), dist.get_world_size()
+    return own_rank if rank is None else rank, world_size if size is None else size

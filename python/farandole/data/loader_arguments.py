@@ -21,6 +21,17 @@ _NAMES_OF_READER = {
 }
 
 
+def values_by_column(fill: Any) -> dict[str, Any]:
+    """Returns the argument `fill` as values by column.
+
+    Args:
+        fill: Values by column; or one value, for `"*"`: all columns; or `None`.
+    """
+    if fill is None:
+        return {}
+    return dict(fill) if isinstance(fill, Mapping) else {"*": fill}
+
+
 def fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
     """Returns the values that replace missing ones, by column.
 
@@ -30,9 +41,7 @@ def fill_by_column(fill: Mapping[str, Any] | float | None) -> dict[str, Any]:
     Raises:
         ValueError: A value is no number; names the column.
     """
-    if fill is None:
-        return {}
-    values = dict(fill) if isinstance(fill, Mapping) else {"*": fill}
+    values = values_by_column(fill)
     for name, value in values.items():
         if not isinstance(value, numbers.Number | decimal.Decimal) and not hasattr(
             value, "__float__"

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from farandole.common.check import whole_number
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -71,7 +75,7 @@ class Image:
             ("height", self.height),
             ("width", self.height if self.width is None else self.width),
         ):
-            _check_whole_number(name, value, "an image")
+            whole_number(f"{name} of an image", value)
         for name, value, known in (
             ("mode", self.mode, tuple(_CHANNELS_BY_MODE)),
             ("fit", self.fit, _FIT_MODES),
@@ -106,8 +110,6 @@ class Image:
             ValueError: An image that cannot be decoded; the message names the column and the row of
                 the batch.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         if not blobs:
             return np.empty((0, *self._image_shape), self.dtype)
         images, undecoded = self._decode_natively(blobs)
@@ -141,8 +143,6 @@ class Image:
         """Returns the factor of each channel, and the number that is then subtracted:
         (channels,).
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         mean, std = np.empty((2, _CHANNELS_BY_MODE[self.mode]), np.float32)
         mean[:], std[:] = self.mean, self.std
         return 1.0 / (255.0 * std), mean / std
@@ -151,8 +151,6 @@ class Image:
         """Decodes images in Rust; returns them, and the rows that are left to Pillow, with
         reasons.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         if self.mode == "RGBA":
             return np.empty((len(blobs), *self._image_shape), self.dtype), [
                 (row, "RGBA") for row in range(len(blobs))
@@ -184,8 +182,6 @@ class Image:
         Args:
             pixels: From Pillow: uint8 of (height, width), or (height, width, channels).
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         pixels = pixels.reshape(
             self.height, self.width or self.height, _CHANNELS_BY_MODE[self.mode]
         )
@@ -220,7 +216,6 @@ def _to_8_bit(image: Any) -> Any:
     """Returns an image with 8 bits a channel. Pillow itself would make every gray value of 16
     bits above 255 white.
     """
-    import numpy as np  # noqa: PLC0415 - optional
     from PIL import Image as Pillow  # noqa: PLC0415
 
     if image.mode in ("I", "F"):
@@ -252,7 +247,7 @@ class Audio:
     def __post_init__(self) -> None:
         """Refuses impossible values."""
         for name in ("samples", "rate", "channels"):
-            _check_whole_number(name, getattr(self, name), "a sound")
+            whole_number(f"{name} of a sound", getattr(self, name))
 
     def decode(self, blobs: Sequence[Any], column: str) -> tuple[Array, Array]:
         """Returns the sounds as one array, and the number of samples of each.
@@ -266,8 +261,6 @@ class Audio:
             ValueError: A sound that cannot be decoded; the message names the column and the row of
                 the batch.
         """
-        import numpy as np  # noqa: PLC0415 - optional
-
         try:
             import soundfile  # noqa: PLC0415, F401 - optional
         except ImportError as error:
@@ -402,8 +395,3 @@ class Decode:
         whole = value if "://" in value else (f"{self.root.rstrip('/')}/{value}")  # pyright: ignore[reportOptionalMemberAccess]
         directory, _, name = native.full_path(whole).rpartition("/")
         return bytes(native.Store(directory).read(name))
-
-
-def _check_whole_number(name: str, value: Any, owner: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} of {owner} must be a whole number, 1 or more: {value!r}")

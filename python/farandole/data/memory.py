@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from farandole.common.logs import start_logging
 from farandole.common.resource_limits import available_memory_bytes, memory_limit_bytes
+from farandole.data.arrays import ELEMENT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,17 +38,6 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _CACHE_FILE_PREFIX = "farandole-cache-"
 """Begin of the names of the native reader's cache files."""
 _STAT_BLOCK_BYTES = 512
-
-DECODED_ELEMENT_BYTES = {
-    "bool": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-}
 
 
 def default_byte_budget() -> int:
@@ -141,7 +131,7 @@ def cache_directory(dataset: Dataset, columns: Sequence[str] | None) -> str | No
     start_logging()
     cached = [field for field in dataset.columns if columns is None or field.name in columns]
     needed = dataset.rows * sum(
-        DECODED_ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in cached
+        ELEMENT_BYTES.get(field.dtype, 8) * math.prod(field.shape) for field in cached
     )
     if _SHARED_MEMORY_PATH.is_dir() and os.access(_SHARED_MEMORY_PATH, os.W_OK):
         free = _free_cache_bytes(_SHARED_MEMORY_PATH)

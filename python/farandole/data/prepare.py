@@ -17,10 +17,12 @@ import threading
 import uuid
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from farandole._native import prepare as native
 from farandole.data import prepared_directories
+from farandole.data.batch_counters import count_source
 from farandole.data.columns import ColumnRoles, PreparedColumn, check_columns_present
 from farandole.data.encoding import source_columns
 from farandole.data.inputs.sources import RowSource, SourceUnit, open_source
@@ -32,11 +34,12 @@ from farandole.data.learning import (
     read_encoding,
     write_encoding,
 )
+from farandole.data.loader_arguments import values_by_column
 from farandole.data.splits import resolve_split
 from farandole.data.statistics import Statistics, load_or_compute_statistics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
 
@@ -283,14 +286,13 @@ def writer_spec(
         split = {"column": roles.validation}
     elif roles.validation is not None and roles.validation != 0:
         split = {"fraction": roles.validation}
-    filled = {} if fill is None else fill if hasattr(fill, "items") else {"*": fill}
     return {
         "columns": roles.stored_columns,
         "labels": list(roles.labels),
         "weight": roles.weight,
         "validation": split,
         "seed": seed,
-        "fill": fill_values_as_texts(cast("Mapping[str, Any]", filled)),
+        "fill": fill_values_as_texts(values_by_column(fill)),
         "allow_nan": allow_nan,
     }
 
@@ -342,21 +344,15 @@ def _encoded_units(
     if encoding is None:
         return source.units(roles.source_columns_to_read)
 
-    def encode_unit(unit: SourceUnit) -> SourceUnit:
-        def encode_batches() -> Iterator[pa.RecordBatch]:
-            return (
-                encoding.encode_batch(batch, roles.source_columns_to_read)
-                for batch in unit.batches()
-            )
+    names = roles.source_columns_to_read
 
-        return SourceUnit(unit.name, encode_batches, unit.is_one_partition)
+    def encode_batches(unit: SourceUnit) -> Iterator[pa.RecordBatch]:
+        return (encoding.encode_batch(batch, names) for batch in unit.batches())
 
     side = [] if encoding.sides is None else [encoding.sides.split.column]
     return [
-        encode_unit(unit)
-        for unit in source.units(
-            source_columns([*roles.source_columns_to_read, *side], source.schema.names)
-        )
+        replace(unit, batches=partial(encode_batches, unit))
+        for unit in source.units(source_columns([*names, *side], source.schema.names))
     ]
 
 
@@ -389,51 +385,114 @@ def prepare_source(
     if source.fingerprint is None:
         key = f"once-{uuid.uuid4().hex}"
     else:
-        key_text = json.dumps(
-            [_FORMAT_VERSION, source.fingerprint, spec, *encoding_spec.prepared_data_key_values()],
-            sort_keys=True,
-        )
-        key = f"{kind}-{hashlib.sha256(key_text.encode()).hexdigest()[:32]}"
+        key = data_key(kind, encoding_spec, _FORMAT_VERSION, source.fingerprint, spec)
         directory = (
             prepared_directories.find_prepared(store, key, validates=validates) if reuse else None
         )
         if directory is not None:
             return describe_prepared(directory, validates=validates, reused=True)
-    encoding = learn_encoding(source, roles, encoding_spec, threads) if encodes else None
-    units = _encoded_units(source, roles, encoding)
+    encoding = None
+    if encodes:
+        encoding = learn_encoding(
+            source.schema,
+            roles,
+            encoding_spec,
+            lambda names, start: count_source(source, names, start, threads),
+            is_rereadable=source.is_rereadable,
+        )
+
+    def write_units(directory: prepared_directories.PreparedDirectory, text: str) -> list[bytes]:
+        writing = _PartitionedWrite(directory, store.prefix_path, text)
+        return writing.write_units(_encoded_units(source, roles, encoding), threads)
+
+    return write_prepared_data(
+        store,
+        key,
+        spec,
+        encoding,
+        write_units,
+        resumable=source.fingerprint is not None and source.ordered,
+        replace=not reuse,
+        # a stream cannot be read again
+        may_write_again=source.fingerprint is not None,
+    )
+
+
+def data_key(kind: str, encoding_spec: EncodingSpec, *identity: Any) -> str:
+    """Returns the key of data that other processes find again.
+
+    Args:
+        kind: First word of the key, see `prepared_directories`.
+        encoding_spec: The requested encoding.
+        identity: Plain values that identify the rows and what is written of them.
+    """
+    text = json.dumps([*identity, *encoding_spec.prepared_data_key_values()], sort_keys=True)
+    return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def write_prepared_data(
+    store: AbstractFilesystemStore,
+    key: str,
+    spec: Mapping[str, Any],
+    encoding: ColumnEncoding | None,
+    write_partitions: Callable[[prepared_directories.PreparedDirectory, str], list[bytes]],
+    *,
+    resumable: bool,
+    replace: bool = False,
+    sources: Sequence[str] | None = None,
+    may_write_again: bool = True,
+    writers_may_outlive: bool = False,
+) -> PreparedData:
+    """Writes rows to a directory that this process acquires.
+
+    Args:
+        store: The store for the prepared data.
+        key: The key of the data.
+        spec: The result of `writer_spec`, with further entries.
+        encoding: Encoding of the rows, if they are encoded.
+        write_partitions: Writes the partitions that a directory lacks, by the native writer's
+            specification; returns the results of all writers.
+        resumable: Whether to resume a killed preparation of the same key.
+        replace: Whether complete data of the same key may be emptied.
+        sources: Source of each partition, if it decides whether a finished partition is the same.
+        may_write_again: Whether the rows can be written again with another split.
+        writers_may_outlive: Whether something may still write after an interrupt.
+    """
     if encoding is not None:
         spec = {
             **spec,
             "fill": fill_values_as_texts(encoding.uncategorized_fill),
             **encoding.writer_split_arguments,
         }
-    resumable = source.fingerprint is not None and source.ordered
+    validates = spec["validation"] is not None
     directory, begun = prepared_directories.acquire_directory(
-        store, key, resumable=resumable, replace=not reuse
+        store, key, resumable=resumable, replace=replace
     )
     val_url = directory.val_url if validates else None
     text = json.dumps({**spec, "train": directory.train_url, "val": val_url, "fingerprint": key})
+    let_go = directory.delete_if_held if resumable else directory.discard_data
     try:
         if begun:
-            directory.load_finished_partitions(text, store.prefix_path)
+            directory.load_finished_partitions(text, store.prefix_path, sources)
         write_encoding(directory, encoding, validates=validates)
         found = len(directory.finished_partitions)
-        parts = _PartitionedWrite(directory, store.prefix_path, text).write_units(units, threads)
+        parts = write_partitions(directory, text)
         other = nonempty_split(parts, spec)
-        if other is not None and source.fingerprint is not None:  # a stream cannot be read again
+        if other is not None and may_write_again:
             text = json.dumps({**json.loads(text), "validation": other})
             directory.finished_partitions.clear()
-            parts = _PartitionedWrite(directory, store.prefix_path, text).write_units(
-                _encoded_units(source, roles, encoding), threads
-            )
+            parts = write_partitions(directory, text)
         committed = json.loads(native.commit_partitions(store.prefix_path, text, parts))
         directory.mark_complete()
     except ValueError:
         directory.discard_data()
         raise
+    except OSError:
+        let_go()  # the store may be back, or have room, next time
+        raise
     except BaseException:
-        # The store may be back, or have room, next time.
-        (directory.delete_if_held if resumable else directory.discard_data)()
+        # Not discarded while tasks may still write. The next owner of the directory empties it.
+        (directory.delete_if_held if writers_may_outlive else let_go)()
         raise
     return describe_prepared(
         directory, validates=validates, resumed=found, dropped=committed["dropped"]

@@ -26,6 +26,7 @@ import itertools
 import json
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import prepare as native
@@ -34,7 +35,7 @@ from farandole.stores import small_files
 from farandole.stores.lease_files import LeaseFile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -57,7 +58,6 @@ class PreparedDirectory(LeaseFile):
         self.val_url = store.get_val_data_path(index)
         self.finished_partitions: dict[int, bytes] = {}
         self.last_partitions: set[int] = set()
-        self.partition_sources: dict[int, str] = {}
 
     def begin_preparation(self, key: str) -> None:
         """Empties the directory and marks it with the key of the new preparation.
@@ -75,13 +75,16 @@ class PreparedDirectory(LeaseFile):
         train.remove_partial_uploads()
         NativeStore(self.val_url).delete_all()
 
-    def load_finished_partitions(self, spec: str, prefix: str) -> None:
+    def load_finished_partitions(
+        self, spec: str, prefix: str, sources: Sequence[str] | None = None
+    ) -> None:
         """Finds out which partitions a killed preparation had finished; their bytes are read and
         compared.
 
         Args:
             spec: The preparation, as `farandole._native.prepare` has it.
             prefix: URL of the store.
+            sources: Source of each partition, which must be the same as then; `None`: any.
         """
         train = NativeStore(self.train_url)
         for name, _ in train.list():
@@ -95,8 +98,9 @@ class PreparedDirectory(LeaseFile):
                     continue
             except (ValueError, KeyError, TypeError, FileNotFoundError):
                 continue  # half written
+            if sources is not None and source not in sources[partition : partition + 1]:
+                continue
             self.finished_partitions[partition] = part
-            self.partition_sources[partition] = source
             self.last_partitions |= {partition} if last else set()
         for url in (self.train_url, self.val_url):
             NativeStore(url).remove_partial_uploads()
@@ -157,16 +161,12 @@ def find_prepared(
         The prepared directory, or `None`.
     """
     for index in _existing_directory_indices(store):
-        if _is_complete(store, index, key, validates=validates):
-            train = NativeStore(store.get_train_data_path(index))
-            file_name = train.mark_in_use()
-            if file_name is None:
-                continue
-            directory = PreparedDirectory(store, index, file_name)
-            if _is_complete(store, index, key, validates=validates):
-                train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
-                return directory
-            directory.delete_if_held()
+        train = NativeStore(store.get_train_data_path(index))
+        is_complete = partial(_is_complete, store, index, key, validates=validates)
+        directory = _hold_directory(store, index, train.mark_in_use, is_complete)
+        if directory is not None:
+            train.write(_LAST_USE_FILE, _to_json({"time": time.time()}))
+            return directory
     return None
 
 
@@ -187,29 +187,35 @@ def acquire_directory(
     """
     for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
-        if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE):
-            file_name = NativeStore(url).acquire_lease()
-            if file_name is None:
-                continue
-            directory = PreparedDirectory(store, index, file_name)
-            if _unfinished_preparation_key(url) == key and not NativeStore(url).exists(
-                MANIFEST_FILE
-            ):
-                return directory, True
-            directory.delete_if_held()
+        is_unfinished = partial(_is_unfinished, url, key)
+        directory = _hold_directory(store, index, NativeStore(url).acquire_lease, is_unfinished)
+        if directory is not None:
+            return directory, True
     for index in itertools.count():
-        own = key if replace else None
-        if not _is_reusable_directory(store, index, own):
-            continue
-        file_name = NativeStore(store.get_train_data_path(index)).acquire_lease()
-        if file_name is None:
-            continue
-        directory = PreparedDirectory(store, index, file_name)
-        if _is_reusable_directory(store, index, own):
+        train = NativeStore(store.get_train_data_path(index))
+        is_reusable = partial(_is_reusable_directory, store, index, key if replace else None)
+        directory = _hold_directory(store, index, train.acquire_lease, is_reusable)
+        if directory is not None:
             directory.begin_preparation(key)
             return directory, False
-        directory.delete_if_held()
     raise AssertionError("numbers do not end")
+
+
+def _hold_directory(
+    store: AbstractFilesystemStore,
+    index: int,
+    hold: Callable[[], str | None],
+    is_suitable: Callable[[], bool],
+) -> PreparedDirectory | None:
+    """Returns a directory that this process holds, if it is suitable, also once it is held."""
+    file_name = hold() if is_suitable() else None
+    if file_name is None:
+        return None
+    directory = PreparedDirectory(store, index, file_name)
+    if is_suitable():
+        return directory
+    directory.delete_if_held()
+    return None
 
 
 def _to_json(value: dict[str, Any]) -> bytes:
@@ -255,6 +261,10 @@ def _unfinished_preparation_key(url: str) -> str | None:
         return str(found["key"])
     except (ValueError, LookupError, TypeError):  # absent, or half written
         return None
+
+
+def _is_unfinished(url: str, key: str) -> bool:
+    return _unfinished_preparation_key(url) == key and not NativeStore(url).exists(MANIFEST_FILE)
 
 
 def _last_use_time(directory: NativeStore) -> float:

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from farandole.common.check import whole_number
+from farandole.data.arrow import is_list_type, pa, pc
+
 if TYPE_CHECKING:
     import numpy.typing as npt
-    import pyarrow as pa
 
     from farandole._native.reader import Batch
 
@@ -98,12 +100,8 @@ class Nested:
 
 def _check_whole_numbers(**numbers: Any) -> None:
     for name, number in numbers.items():
-        if number is not None and (
-            isinstance(number, bool) or not isinstance(number, Integral) or number < 1
-        ):
-            raise ValueError(
-                f"{name} of a ragged column must be a whole number, 1 or more: {number!r}"
-            )
+        if number is not None:
+            whole_number(f"{name} of a ragged column", number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,8 +267,6 @@ class Ragged:
         Raises:
             ValueError: lists of other things than numbers, or with nulls in them.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         starts, values = self._flatten_arrow_column(column, name)
         size = np.dtype(self.dtype).itemsize
         ends = pa.py_buffer(np.ascontiguousarray((starts - starts[0]) * size))
@@ -281,15 +277,12 @@ class Ragged:
         """Returns the offset of each row's first value, and the values of rows cut to the
         greatest length.
         """
-        import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-        compute: Any = pc
         list_element_dtype(column.type, name)
         lengths = (
             column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
         )
         if lengths.max(initial=0) > self.max_length:
-            column = compute.list_slice(column, 0, self.max_length)
+            column = pc.list_slice(column, 0, self.max_length)
             lengths = np.minimum(lengths, self.max_length)
         values = column.flatten()
         if values.null_count:
@@ -332,11 +325,7 @@ def list_element_dtype(kind: pa.DataType, name: str) -> str:
     Raises:
         ValueError: no lists of numbers.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    if not (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
+    if not is_list_type(kind):
         raise ValueError(f"column {name!r} is {kind}: ragged columns are lists of numbers")
     inner = {"halffloat": "float32", "float": "float32", "double": "float64"}.get(
         str(kind.value_type), str(kind.value_type)

@@ -81,19 +81,23 @@ def is_unreadable_column(dataset: Dataset, name: str) -> bool:
         dataset: The opened data set.
         name: Name of the column.
     """
+    return _REFUSAL_PHRASE in _refusal(dataset, name)
+
+
+def _refusal(dataset: Dataset, name: str) -> str:
+    """Returns the native reader's error about a column; an empty text if it reads the column."""
     try:
         Reader(dataset, columns=[name], batch_size=1)
     except ValueError as error:
-        return _REFUSAL_PHRASE in str(error)
-    return False
+        return str(error)
+    return ""
 
 
 def _skip_reason(dataset: Dataset, name: str, dtype: str) -> tuple[str, str]:
     """Returns the reason why a column is left out, and a description of its type."""
-    try:
-        Reader(dataset, columns=[name], batch_size=1)
-    except ValueError as error:
-        reason = str(error).partition(_REFUSAL_PHRASE)[2] or str(error)
+    refusal = _refusal(dataset, name)
+    if refusal:
+        reason = refusal.partition(_REFUSAL_PHRASE)[2] or refusal
         type_text = (
             f"lists of {dtype} of different lengths"
             if reason == _RAGGED_REASON

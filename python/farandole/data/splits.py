@@ -12,13 +12,15 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from farandole.data.arrow import decode_dictionary, is_list_type, pa
 from farandole.data.column_accumulators import QuantileSketch, finite_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
 
     Hashes = npt.NDArray[Any]
 
@@ -96,8 +98,6 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hash
         columns: Columns that the hash includes.
         seed: Seed of the hash.
     """
-    import numpy as np  # noqa: PLC0415 - as pyarrow, only who prepares data needs it
-
     found = np.full(
         batch.num_rows, _mix_hashes(np.array([seed % _HASH_SPACE], np.uint64))[0], np.uint64
     )
@@ -107,8 +107,6 @@ def row_hashes(batch: pa.RecordBatch, columns: Sequence[str], seed: int) -> Hash
 
 
 def _mix_hashes(values: Hashes) -> Hashes:
-    import numpy as np  # noqa: PLC0415 - as above
-
     with np.errstate(over="ignore"):
         values = values + np.uint64(_MIX_CONSTANTS[0])
         values = (values ^ (values >> np.uint64(30))) * np.uint64(_MIX_CONSTANTS[1])
@@ -117,18 +115,14 @@ def _mix_hashes(values: Hashes) -> Hashes:
 
 
 def _hash_column(column: Any) -> Hashes:
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415
-
+    column = decode_dictionary(column)
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        return _hash_column(column.dictionary_decode())
     if pa.types.is_struct(kind):
         found = np.zeros(len(column), np.uint64)
         for part in column.flatten():
             found = _mix_hashes(found ^ _hash_column(part))
         return found
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if is_list_type(kind):
         return _hash_lists(column)
     if pa.types.is_floating(kind):
         found = _mix_hashes(
@@ -152,8 +146,6 @@ def _hash_column(column: Any) -> Hashes:
 
 def _hash_lists(column: Any) -> Hashes:
     """Sums of the hashes of values and their places; lengths count too."""
-    import numpy as np  # noqa: PLC0415 - as above
-
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     ends = np.cumsum(lengths)
     places = np.arange(ends[-1] if len(ends) else 0, dtype=np.int64) - np.repeat(
@@ -171,9 +163,6 @@ def _hash_text(text: str) -> int:
 
 def _column_texts(column: Any) -> tuple[list[str | None], Hashes]:
     """Returns the values of a column as texts, and which of them each row has."""
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415
-
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     values = [None if value is None else str(value) for value in coded.dictionary.to_pylist()]
     places = coded.indices.fill_null(len(values)).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -203,8 +192,6 @@ class _ClassHashes:
             self._add_class(value, count, other.smallest[value])
 
     def _add_class(self, value: str | None, count: int, own: Hashes) -> None:
-        import numpy as np  # noqa: PLC0415 - as above
-
         self.counts[value] = self.counts.get(value, 0) + count
         whole = np.sort(
             np.concatenate([self.smallest[value], own]) if value in self.smallest else own
@@ -335,9 +322,6 @@ class HeldOutRule:
         Args:
             batch: With the columns that the split reads.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-        import pyarrow as pa  # noqa: PLC0415
-
         split = self.split
         if split.by == "time":
             return pa.array(

@@ -6,24 +6,24 @@ from __future__ import annotations
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-import cloudpickle
+import numpy as np
 
 from farandole._native.store import Store as NativeStore
+from farandole.data.arrow import decode_dictionary, is_list_type, is_number_type, is_text_type, pa
+from farandole.data.batch_counters import count_on_executors, count_source, numbered_columns
 from farandole.data.column_accumulators import ExactMean, QuantileSketch, finite_numbers
+from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
 from farandole.data.inputs.sources import RowSource, open_source
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    import pyarrow as pa
-
-    from farandole.data.inputs.sources import SourceUnit
 
 _STATISTICS_FILE = "_statistics.json"
 _DECILE_BINS = 10
@@ -212,10 +212,7 @@ class _StatisticsCollector:
         self.values: dict[str, int] | None = {}
 
     def add(self, column: Any) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
+        column = decode_dictionary(column)
         self.rows += len(column)
         if self.kind == "list":
             self.missing += column.null_count
@@ -308,10 +305,25 @@ def _bin_counts(values: Any, edges: Sequence[float], rows: Any = None) -> list[i
     """Returns the number of rows up to each edge and above the last edge; each value counts for one
     row, or for its entry in `rows`.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     places = np.searchsorted(np.asarray(edges, np.float64), values, side="left")
     return np.bincount(places, rows, len(edges) + 1).astype(np.int64).tolist()
+
+
+class _ColumnCollectors:
+    """A collector for each column of a source."""
+
+    def __init__(self, kinds: Mapping[str, str], before: Mapping[str, ColumnStatistics]) -> None:
+        self.columns = {
+            name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()
+        }
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        for column, tally in zip(batch.columns, self.columns.values(), strict=True):
+            tally.add(column)
+
+    def merge(self, other: _ColumnCollectors) -> None:
+        for name, tally in other.columns.items():
+            self.columns[name].merge(tally)
 
 
 def _collect_statistics(
@@ -323,11 +335,19 @@ def _collect_statistics(
     """Counts in this process, or the rows of a Spark DataFrame on its executors; `before` for a
     drift.
     """
-    if not isinstance(source, RowSource):
-        return _collect_on_spark(source, columns, before or {})
-    return _collect_locally(
-        source, source.schema.names if columns is None else columns, threads, before or {}
-    )
+    names = _column_names(source)
+    if columns is not None:
+        refuse_missing_columns(columns, names, "the source")
+        names = columns
+    if isinstance(source, RowSource):
+        kinds = [_statistics_kind(source.schema.field(name).type) for name in names]
+        start = partial(_ColumnCollectors, dict(zip(names, kinds, strict=True)), before or {})
+        return count_source(source, names, start, threads).columns
+    chosen = numbered_columns(source, names)
+    types = [field.dataType.typeName() for field in chosen.schema.fields]
+    kinds = [_SPARK_KINDS.get(kind, "other") for kind in types]
+    start = partial(_ColumnCollectors, dict(zip(names, kinds, strict=True)), before or {})
+    return count_on_executors(chosen, names, start, lambda frame: frame.collect()).columns
 
 
 def _open_rows(source: Any, reading: dict[str, Any]) -> Any:
@@ -343,90 +363,13 @@ def _column_names(source: Any) -> list[str]:
     return source.schema.names if isinstance(source, RowSource) else source.columns
 
 
-def _collect_on_spark(
-    frame: Any, columns: list[str] | None, before: Mapping[str, ColumnStatistics]
-) -> dict[str, _StatisticsCollector]:
-    names = _check_present_columns(columns, frame.columns)
-    # Spark would read a dot in a name as the field of a struct, so the columns have numbers until
-    # they are counted.
-    quoted = [frame["`" + name.replace("`", "``") + "`"] for name in names]
-    chosen = frame.select(
-        *(column.alias(f"column{number}") for number, column in enumerate(quoted))
-    )
-    of_spark = [
-        _SPARK_KINDS.get(field.dataType.typeName(), "other") for field in chosen.schema.fields
-    ]
-    kinds = dict(zip(names, of_spark, strict=True))
-
-    def count_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pickle  # noqa: PLC0415 - in a task
-
-        import pyarrow as pa  # noqa: PLC0415 - as pickle
-
-        found = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
-        for batch in batches:
-            for column, tally in zip(batch.columns, found.values(), strict=True):
-                tally.add(column)
-        yield pa.RecordBatch.from_arrays(
-            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
-        )
-
-    whole = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
-    for row in chosen.mapInArrow(count_batches, "part binary").collect():
-        for name, tally in cloudpickle.loads(bytes(row.part)).items():
-            whole[name].merge(tally)
-    return whole
-
-
-def _check_present_columns(columns: list[str] | None, present: list[str]) -> list[str]:
-    lacking = [name for name in columns or () if name not in present]
-    if lacking:
-        raise ValueError(f"the source has no column {lacking[0]!r}: {', '.join(present)}")
-    return present if columns is None else columns
-
-
-def _collect_locally(
-    source: RowSource, columns: list[str], threads: int, before: Mapping[str, ColumnStatistics]
-) -> dict[str, _StatisticsCollector]:
-    columns = _check_present_columns(columns, source.schema.names)
-    kinds = {name: _statistics_kind(source.schema.field(name).type) for name in columns}
-
-    def count_unit(unit: SourceUnit) -> dict[str, _StatisticsCollector]:
-        found = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
-        for batch in unit.batches():
-            for column, tally in zip(batch.columns, found.values(), strict=True):
-                tally.add(column)
-        return found
-
-    whole = {name: _StatisticsCollector(kind, before.get(name)) for name, kind in kinds.items()}
-    with ThreadPoolExecutor(threads, "farandole-statistics") as pool:
-        for part in pool.map(count_unit, source.units(columns)):
-            for name, tally in part.items():
-                whole[name].merge(tally)
-    return whole
-
-
-def _statistics_kind(kind: pa.DataType) -> str:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    types: Any = pa.types
-    inner = kind.value_type if types.is_dictionary(kind) else kind
-    if (
-        types.is_integer(inner)
-        or types.is_floating(inner)
-        or types.is_decimal(inner)
-        or types.is_temporal(inner)
-    ):
+def _statistics_kind(kind: Any) -> str:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if is_number_type(inner) or pa.types.is_temporal(inner):
         return "number"
-    if (
-        types.is_string(inner)
-        or types.is_large_string(inner)
-        or types.is_boolean(inner)
-        or inner == pa.string_view()
-    ):
+    if is_text_type(inner) or pa.types.is_boolean(inner):
         return "value"
-    is_list = types.is_list(inner) or types.is_large_list(inner) or types.is_fixed_size_list(inner)
-    return "list" if is_list else "other"
+    return "list" if is_list_type(inner) else "other"
 
 
 def _column_drift(name: str, before: ColumnStatistics, now: _StatisticsCollector) -> ColumnDrift:

@@ -20,9 +20,11 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import numpy as np
 
 from farandole.common import pickling
 from farandole.data.arrays import VARIABLE_WIDTH_DTYPES
+from farandole.data.arrow import is_list_type, pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -190,33 +192,27 @@ def batch_to_arrow(batch: Batch, fields: Sequence[DatasetField]) -> Any:
         batch: As the reader gives it.
         fields: Its columns.
     """
-    try:
-        import pyarrow as pa  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise ImportError("transformation_fn needs pyarrow: pip install pyarrow") from error
+    py_buffer, from_buffers = pa.py_buffer, pa.Array.from_buffers
     arrays = []
     for field in fields:
         if field.dtype in VARIABLE_WIDTH_DTYPES:
             kind = pa.large_string() if field.dtype == "utf8" else pa.large_binary()
-            ends, values = (pa.py_buffer(part) for part in batch.text_buffers(field.name))
-            arrays.append(pa.Array.from_buffers(kind, batch.rows, [None, ends, values]))
+            ends, values = (py_buffer(part) for part in batch.text_buffers(field.name))
+            arrays.append(from_buffers(kind, batch.rows, [None, ends, values]))
             continue
         count = batch.rows * math.prod(field.shape)
-        buffer = pa.py_buffer(memoryview(batch.column(field.name)))
+        buffer = py_buffer(memoryview(batch.column(field.name)))
         if field.dtype == "bool":
-            values = pa.Array.from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
+            values = from_buffers(pa.uint8(), count, [None, buffer]).cast(pa.bool_())
         else:
-            kind = pa.type_for_alias(_ARROW_TYPE_ALIASES.get(field.dtype, field.dtype))
-            values = pa.Array.from_buffers(kind, count, [None, buffer])
+            kind = pa.type_for_alias(field.dtype)
+            values = from_buffers(kind, count, [None, buffer])
         arrays.append(
             pa.FixedSizeListArray.from_arrays(values, math.prod(field.shape))
             if field.shape
             else values
         )
     return pa.RecordBatch.from_arrays(arrays, [field.name for field in fields])
-
-
-_ARROW_TYPE_ALIASES = {"float32": "float", "float64": "double"}
 
 
 def _has_rows(result: dict[str, Any]) -> bool:
@@ -227,8 +223,6 @@ def _without_rows(result: dict[str, Any]) -> dict[str, Any]:
     """Returns copies of the arrays or tensors with zero rows; arrays that cannot be sliced by rows
     are left out.
     """
-    import numpy as np  # noqa: PLC0415 - optional
-
     none = {}
     for name, values in result.items():
         # Sparse and nested tensors have no slices of rows.
@@ -267,9 +261,6 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
     Raises:
         ValueError: Nulls, lists of different lengths, types that are no numbers.
     """
-    import pyarrow as pa  # noqa: PLC0415 - optional
-    import pyarrow.types as kinds  # noqa: PLC0415
-
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
         if isinstance(column, pa.ChunkedArray):
@@ -279,7 +270,7 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
     if column.null_count:
         raise ValueError(f"{who} left {column.null_count} nulls in column {name}")
     kind = column.type
-    if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
+    if is_list_type(kind):
         lengths = column.value_lengths().unique()
         if len(lengths) > 1:
             raise ValueError(f"{who} made lists of different lengths in column {name}")
@@ -289,7 +280,7 @@ def column_from_arrow(name: str, column: Any, who: str = "transformation_fn") ->
             if len(column)
             else values.reshape(0, getattr(kind, "list_size", 0))
         )
-    if not (kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind)):
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise ValueError(
             f"{who} made column {name} of {kind}, which is neither a number nor a list of numbers"
         )

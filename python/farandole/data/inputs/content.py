@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+from farandole.data.arrow import pa
 
 
 class _HashingSink:
@@ -38,8 +37,6 @@ def table_digest(table: pa.Table) -> str:
     Args:
         table: Any.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     file = _HashingSink()
     with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), table.schema.remove_metadata()) as stream:
         for batch in table.replace_schema_metadata(None).to_batches():

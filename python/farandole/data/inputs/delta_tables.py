@@ -8,7 +8,11 @@ import json
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import numpy as np
+
 from farandole._native import store as native
+from farandole.data.arrow import pa
+from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.table_snapshot import (
     FIELD_ID_KEY,
     STORED_NAME_KEY,
@@ -16,14 +20,13 @@ from farandole.data.inputs.table_snapshot import (
     TableFile,
     TableSnapshot,
     full_file_path,
+    stored_name,
 )
 
 if TYPE_CHECKING:
     import datetime as dt
 
-    import numpy as np
     import numpy.typing as npt
-    import pyarrow as pa
 
 _KNOWN_READER_FEATURES = {
     "columnMapping",
@@ -57,10 +60,7 @@ def is_delta_table(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(
-        kind.__name__ == "DeltaTable" and kind.__module__.partition(".")[0] == "deltalake"
-        for kind in type(value).__mro__
-    )
+    return is_instance_by_name(value, "deltalake", "DeltaTable")
 
 
 def open_delta_table(
@@ -126,8 +126,6 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     Raises:
         ValueError: The table has a feature that is not read; the message names both.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     location = full_file_path("", unquote(table.table_uri)).rstrip("/")
     name = f"the Delta table {location}"
     try:
@@ -144,7 +142,7 @@ def delta_snapshot(table: Any) -> TableSnapshot:
     for index, encoded in enumerate(actions["path"].to_pylist()):
         path = unquote(encoded)
         row = {} if values is None else values[index]
-        defaults = {one: _partition_scalar(row.get(one), kinds[one]) for one in partitions}
+        defaults = {one: pa.scalar(row.get(one), kinds[one]) for one in partitions}
         full = full_file_path(location, path)
         files.append(TableFile(full, defaults, deleted.pop(full, None)))
     if deleted:
@@ -187,17 +185,10 @@ def _table_columns(table: Any, features: set[str], name: str) -> tuple[TableColu
         raise ValueError(f"{name} has a column mapping that is not read: {mode}")
     schema = json.loads(table.schema().to_json())
     fields = [_arrow_field(one, mode, name) for one in schema["fields"]]
-    return tuple(TableColumn(one, (_stored_name(one),)) for one in fields)
-
-
-def _stored_name(field: pa.Field) -> str:
-    stored_name = (field.metadata or {}).get(STORED_NAME_KEY)
-    return field.name if stored_name is None else stored_name.decode()
+    return tuple(TableColumn(one, (stored_name(one),)) for one in fields)
 
 
 def _arrow_field(entry: dict[str, Any], mode: str, table: str) -> pa.Field:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     metadata: dict[bytes, bytes] = {}
     if mode != "none":
         stored = entry["metadata"].get("delta.columnMapping.physicalName", entry["name"])
@@ -210,8 +201,6 @@ def _arrow_field(entry: dict[str, Any], mode: str, table: str) -> pa.Field:
 
 
 def _arrow_type(stored_type: Any, mode: str, column_label: str) -> pa.DataType:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if isinstance(stored_type, dict):
         kind = stored_type["type"]
         if kind == "struct":
@@ -240,17 +229,8 @@ def _arrow_type(stored_type: Any, mode: str, column_label: str) -> pa.DataType:
     )
 
 
-def _partition_scalar(value: Any, kind: pa.DataType) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    return pa.scalar(value, kind)
-
-
 def _deleted_rows(table: Any, features: set[str], name: str) -> dict[str, npt.NDArray[np.uint64]]:
     """Returns the positions of deleted rows by file."""
-    import numpy as np  # noqa: PLC0415 - optional
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if "deletionVectors" not in features:
         return {}
     if not hasattr(table, "deletion_vectors"):

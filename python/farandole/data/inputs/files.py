@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from farandole._native import store as native
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _GLOB_PATTERN = re.compile(r"[*?\[]")
 _PREPARED_DATA_FILES = ("_manifest.json", "_preparation.json")
@@ -71,20 +71,21 @@ def find_files(path: str) -> FoundFiles:
                 [SourceFile(_join_path(_display_path(base), name), item[1], item[2])],
             )
         base = base.open_child(name) if name else base
-        walked = list(_walk_files(base))
-        files = [file for relative, file in walked if not _is_hidden(relative)]
-        if not files:
-            raise FileNotFoundError(f"no files in the directory: {path}")
-        return FoundFiles(_display_path(base), files, _prepared_directories(walked))
+        return _matching_files(base, lambda _: True, f"no files in the directory: {path}")
     if not _GLOB_PATTERN.search(path):
         raise FileNotFoundError(f"no such file or directory: {path}")
     fixed, pattern = _split_glob_prefix(path)
     matches = re.compile(_glob_to_regex(pattern)).fullmatch
-    base = native.Store(fixed)
+    return _matching_files(native.Store(fixed), matches, f"no file matches the pattern: {path}")
+
+
+def _matching_files(
+    base: native.Store, matches: Callable[[str], object], absence: str
+) -> FoundFiles:
     walked = list(_walk_files(base))
     files = [file for relative, file in walked if matches(relative) and not _is_hidden(relative)]
     if not files:
-        raise FileNotFoundError(f"no file matches the pattern: {path}")
+        raise FileNotFoundError(absence)
     return FoundFiles(_display_path(base), files, _prepared_directories(walked))
 
 
@@ -116,6 +117,21 @@ def file_extensions(files: Iterable[SourceFile]) -> set[str]:
     names = (file.path.rpartition("/")[2].lower() for file in files)
     plain = (re.sub(r"\.(gz|bz2|zst|lz4|br)$", "", name) for name in names)
     return {name.rpartition(".")[2] if "." in name else "" for name in plain}
+
+
+def arrow_filesystem(path: str) -> Any:
+    """Returns the filesystem of pyarrow in which a file is.
+
+    Args:
+        path: Path or URL.
+    """
+    from pyarrow import fs  # noqa: PLC0415 - a process that only trains needs none
+
+    if path.startswith("/"):
+        return fs.LocalFileSystem()
+    from farandole.stores.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
+
+    return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 
 
 def _split_path(path: str) -> tuple[str, str]:

@@ -4,22 +4,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import pa
+from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.content import table_digest
-from farandole.data.inputs.lazy import is_lazy_frame, lazy_frame_batches, lazy_frame_schema
 from farandole.data.inputs.tables import (
     is_duckdb_relation,
     is_table,
     relation_batches,
     relation_schema,
 )
-from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
+from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, one_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pyarrow as pa
 
 
 def holds_rows(value: Any) -> bool:
@@ -30,7 +30,7 @@ def holds_rows(value: Any) -> bool:
         _is_pandas_dataframe,
         is_arrow_dataset,
         _is_ray_dataset,
-        is_lazy_frame,
+        _is_lazy_frame,
         is_table,
     )
     return any(kind(value) for kind in kinds) or hasattr(value, "__arrow_c_stream__")
@@ -42,10 +42,7 @@ def is_arrow_dataset(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(
-        f"{kind.__module__}.{kind.__name__}" == "pyarrow._dataset.Dataset"
-        for kind in type(value).__mro__
-    )
+    return is_instance_by_name(value, "pyarrow", "Dataset")
 
 
 def is_spark_dataframe(value: Any) -> bool:
@@ -54,10 +51,7 @@ def is_spark_dataframe(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(
-        kind.__name__ == "DataFrame" and kind.__module__.startswith("pyspark.")
-        for kind in type(value).__mro__
-    )
+    return is_instance_by_name(value, "pyspark", "DataFrame")
 
 
 def frame_source(value: Any) -> RowSource | None:
@@ -69,12 +63,10 @@ def frame_source(value: Any) -> RowSource | None:
     Raises:
         ValueError: A Ray data set without rows.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     for is_kind, opened in (
         (is_duckdb_relation, _relation_source),
         (_is_ray_dataset, _ray_dataset_source),
-        (is_lazy_frame, _lazy_frame_source),
+        (_is_lazy_frame, _lazy_frame_source),
     ):
         if is_kind(value):
             return opened(value)
@@ -90,8 +82,6 @@ def frame_source(value: Any) -> RowSource | None:
 
 def in_memory_table(source: Any) -> pa.Table | None:
     """Returns the rows that are in memory already, and stay there; `None` for a stream."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if _is_pandas_dataframe(source):
         return pa.Table.from_pandas(source, preserve_index=False)
     if isinstance(source, pa.RecordBatch):
@@ -103,22 +93,28 @@ def in_memory_table(source: Any) -> pa.Table | None:
     return None
 
 
+def _is_lazy_frame(value: Any) -> bool:
+    return is_instance_by_name(value, "polars", "LazyFrame")
+
+
 def _lazy_frame_source(frame: Any) -> RowSource:
     """Returns a polars query, which is run once for each pass over its rows."""
 
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the lazy frame", lambda: lazy_frame_batches(frame, columns))]
+    def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
+        chosen = frame.select(columns)
+        # Earlier versions of polars have the whole result alone.
+        has_batches = hasattr(chosen, "collect_batches")
+        for part in chosen.collect_batches() if has_batches else [chosen.collect()]:
+            yield from part.to_arrow().to_batches()
 
-    return RowSource(lazy_frame_schema(frame), None, list_units, ordered=False)
+    schema = frame.collect_schema().to_frame().to_arrow().schema
+    return RowSource(schema, None, one_stream("the lazy frame", read_batches), ordered=False)
 
 
 def _relation_source(relation: Any) -> RowSource:
     """Returns a query of DuckDB, which is run once for each pass over its rows."""
-
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the relation", lambda: relation_batches(relation, columns))]
-
-    return RowSource(relation_schema(relation), None, list_units, ordered=False)
+    units = one_stream("the relation", partial(relation_batches, relation))
+    return RowSource(relation_schema(relation), None, units, ordered=False)
 
 
 def _is_pandas_dataframe(value: Any) -> bool:
@@ -127,10 +123,7 @@ def _is_pandas_dataframe(value: Any) -> bool:
 
 
 def _is_ray_dataset(value: Any) -> bool:
-    return any(
-        f"{kind.__module__}.{kind.__name__}" == "ray.data.dataset.Dataset"
-        for kind in type(value).__mro__
-    )
+    return is_instance_by_name(value, "ray", "Dataset")
 
 
 def is_ray_shard(value: Any) -> bool:
@@ -140,10 +133,7 @@ def is_ray_shard(value: Any) -> bool:
     Args:
         value: Anything.
     """
-    return any(
-        f"{kind.__module__}.{kind.__name__}" == "ray.data.iterator.DataIterator"
-        for kind in type(value).__mro__
-    )
+    return is_instance_by_name(value, "ray", "DataIterator")
 
 
 def ray_tables(rows: Any) -> Iterator[pa.Table]:
@@ -158,8 +148,6 @@ def ray_tables(rows: Any) -> Iterator[pa.Table]:
 
 def _without_ray_tensors(table: pa.Table) -> pa.Table:
     """Returns a Ray table whose tensor columns, a Ray extension type, are plain list columns."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     for index, column in enumerate(table.columns):
         if isinstance(column.type, pa.BaseExtensionType):
             chunks = [chunk.storage for chunk in column.chunks]
@@ -176,27 +164,23 @@ def _ray_dataset_source(dataset: Any) -> RowSource:
         for table in ray_tables(dataset.select_columns(columns)):
             yield from table.to_batches(max_chunksize=MAX_BATCH_ROWS)
 
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the Ray data set", lambda: read_batches(columns))]
-
     first = next(iter(dataset.limit(1).iter_batches(batch_format="pyarrow", batch_size=1)), None)
     if first is None:
         raise ValueError("the Ray data set has no rows")
-    return RowSource(_without_ray_tensors(first).schema, None, list_units, ordered=False)
+    units = one_stream("the Ray data set", read_batches)
+    return RowSource(_without_ray_tensors(first).schema, None, units, ordered=False)
 
 
 def _table_source(table: pa.Table) -> RowSource:
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        chosen = table.select(columns)
-        return [
-            SourceUnit("the table", lambda: iter(chosen.to_batches(max_chunksize=MAX_BATCH_ROWS)))
-        ]
+    def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
+        return iter(table.select(columns).to_batches(max_chunksize=MAX_BATCH_ROWS))
 
-    return RowSource(table.schema, table_digest(table), list_units)
+    return RowSource(table.schema, table_digest(table), one_stream("the table", read_batches))
 
 
 def _stream_source(reader: pa.RecordBatchReader) -> RowSource:
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the stream", lambda: (batch.select(columns) for batch in reader))]
+    def read_batches(columns: list[str]) -> Iterator[pa.RecordBatch]:
+        return (batch.select(columns) for batch in reader)
 
-    return RowSource(reader.schema, None, list_units, is_rereadable=False)
+    units = one_stream("the stream", read_batches)
+    return RowSource(reader.schema, None, units, is_rereadable=False)

@@ -8,9 +8,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs.iceberg_values import check_parquet, partition_scalars, schema_columns
+import numpy as np
+
+from farandole.data.arrow import pa, pc, pq
+from farandole.data.inputs.files import arrow_filesystem
+from farandole.data.inputs.iceberg_values import check_parquet, partition_defaults, schema_columns
 from farandole.data.inputs.table_snapshot import (
-    FileColumns,
     TableColumn,
     TableFile,
     TableSnapshot,
@@ -18,9 +21,7 @@ from farandole.data.inputs.table_snapshot import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
-    import pyarrow as pa
 
 _POSITION_COLUMNS = ("file_path", "pos")
 
@@ -83,8 +84,6 @@ class DeleteFiles:
             self._add_positions(file.file_path, sequence)
 
     def _add_vectors(self, path: str, sequence: int) -> None:
-        import numpy as np  # noqa: PLC0415 - optional
-
         # A file has the vectors of several data files, and an entry for each.
         if path in self._seen_puffins:
             return
@@ -103,14 +102,10 @@ class DeleteFiles:
             self._vectors[vector.referenced_data_file].append((sequence, positions))
 
     def _add_positions(self, path: str, sequence: int) -> None:
-        import numpy as np  # noqa: PLC0415 - as above
-        import pyarrow.compute as pc  # noqa: PLC0415 - a process that only trains needs none
-
-        compute: Any = pc
         rows = _read_parquet(full_file_path("", path), list(_POSITION_COLUMNS))
         paths, positions = (rows[name].combine_chunks() for name in _POSITION_COLUMNS)
-        for data_file in compute.unique(paths).to_pylist():
-            chosen = positions.filter(compute.equal(paths, data_file))
+        for data_file in pc.unique(paths).to_pylist():
+            chosen = positions.filter(pc.equal(paths, data_file))
             found = chosen.to_numpy(zero_copy_only=False).astype(np.uint64)
             self._positions[data_file].append((sequence, found))
 
@@ -124,8 +119,6 @@ class DeleteFiles:
         Raises:
             ValueError: A data file or delete file that cannot be read.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-
         file, sequence = entry.data_file, entry.sequence_number or 0
         # A vector replaces all positions that were deleted before it.
         listed = self._vectors.get(file.file_path) or self._positions.get(file.file_path, [])
@@ -150,9 +143,6 @@ class DeleteFiles:
         self, file: Any, field_ids: tuple[int, ...], deletes: list[_EqualityDelete]
     ) -> npt.NDArray[np.uint64]:
         """Returns the positions of rows whose columns have the values of some deleted row."""
-        import numpy as np  # noqa: PLC0415 - as above
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         columns = tuple(self._find_column(number) for number in field_ids)
         for deletion in deletes:
             if deletion.values is None:
@@ -160,15 +150,9 @@ class DeleteFiles:
         values = pa.concat_tables(
             [deletion.values for deletion in deletes if deletion.values is not None]
         )
-        defaults = self._partition_defaults(file, columns)
+        defaults = partition_defaults(self._table, file, columns)
         rows = self._read_columns(full_file_path("", file.file_path), defaults, columns)
         return np.flatnonzero(find_equal_rows(rows, values)).astype(np.uint64)
-
-    def _partition_defaults(self, file: Any, columns: tuple[TableColumn, ...]) -> dict[str, Any]:
-        kinds = {column.field_id: column.arrow_field.type for column in columns}
-        names = {column.field_id: column.name for column in columns}
-        values = partition_scalars(self._table, file, kinds)
-        return {names[number]: value for number, value in values.items()}
 
     def _find_column(self, number: int) -> TableColumn:
         """Returns a column of the newest schema that has it; it may have been dropped."""
@@ -188,10 +172,7 @@ class DeleteFiles:
     def _read_columns(
         self, path: str, defaults: dict[str, Any], columns: tuple[TableColumn, ...]
     ) -> pa.Table:
-        import pyarrow as pa  # noqa: PLC0415 - as above
-        import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
-        from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - it imports this module
+        from farandole.data.inputs.sources import table_source  # noqa: PLC0415 - it imports this module
 
         # Two columns of different schemas may have one name.
         unique = tuple(
@@ -203,25 +184,13 @@ class DeleteFiles:
             path, {number: defaults[name] for number, name in named.items() if name in defaults}
         )
         snapshot = TableSnapshot(self._name, "", "", unique, (file,), "")
-        reader = pq.ParquetFile(
-            path, filesystem=arrow_filesystem(path), coerce_int96_timestamp_unit="us"
-        )
-        chosen = FileColumns(
-            snapshot, file, reader.schema_arrow, [column.name for column in unique]
-        )
-        batches, first = [], 0
-        for batch in reader.iter_batches(columns=chosen.stored_names):
-            batches.append(chosen.convert_batch(batch, first))
-            first += batch.num_rows
+        units = table_source(snapshot).units([column.name for column in unique])
+        batches = [batch for unit in units for batch in unit.batches()]
         schema = pa.schema([column.with_nullable(True) for column in snapshot.schema])
         return pa.Table.from_batches(batches, schema)
 
 
 def _read_parquet(path: str, columns: list[str]) -> pa.Table:
-    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
-    from farandole.data.inputs.sources import arrow_filesystem  # noqa: PLC0415 - as above
-
     # pq.read_table would make columns of names of directories.
     return pq.ParquetFile(path, filesystem=arrow_filesystem(path)).read(columns=columns)
 
@@ -234,20 +203,15 @@ def find_equal_rows(rows: pa.Table, values: pa.Table) -> npt.NDArray[np.bool_]:
         rows: The rows.
         values: The other rows, of the same columns.
     """
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-    compute: Any = pc
     if not values.num_rows:
         return np.zeros(rows.num_rows, bool)
     codes = np.zeros(rows.num_rows, np.int64)
     wanted = np.zeros(values.num_rows, np.int64)
     possible = np.ones(rows.num_rows, bool)
     for name in values.schema.names:
-        known = compute.unique(values[name])
+        known = pc.unique(values[name])
         mine, theirs = (
-            compute.index_in(table[name], value_set=known).combine_chunks()
-            for table in (rows, values)
+            pc.index_in(table[name], value_set=known).combine_chunks() for table in (rows, values)
         )
         possible &= np.asarray(mine.is_valid())
         # Codes are renumbered for each column, so that their product with the next ones fits.

@@ -9,10 +9,11 @@ import re
 from typing import Any
 
 from farandole._native import store as native
+from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.iceberg_deletes import DeleteFiles
 from farandole.data.inputs.iceberg_values import (
     check_parquet,
-    partition_scalars,
+    partition_defaults,
     schema_columns,
     typed_scalar,
 )
@@ -26,17 +27,13 @@ from farandole.data.inputs.table_snapshot import (
 _METADATA_FILE_PATTERN = re.compile(r"(?:v(\d+)|(\d+)-[^/]+?)(?:\.gz)?\.metadata\.json(?:\.gz)?")
 
 
-def _is_instance_by_name(value: Any, *names: str) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" in names for kind in type(value).__mro__)
-
-
 def is_iceberg_table(value: Any) -> bool:
     """Returns whether a value is a table of pyiceberg, or a scan of one: its rows at a snapshot.
 
     Args:
         value: Anything.
     """
-    return _is_instance_by_name(value, "pyiceberg.table.Table", "pyiceberg.table.TableScan")
+    return is_instance_by_name(value, "pyiceberg", "Table", "TableScan")
 
 
 def open_iceberg_table(path: str) -> Any:
@@ -116,7 +113,7 @@ def iceberg_snapshot(
 
 def _scanned_table(source: Any, version: int | None) -> tuple[Any, set[str] | None, int | None]:
     """Returns the table of a scan, the columns that it selects, and its snapshot."""
-    if not _is_instance_by_name(source, "pyiceberg.table.TableScan"):
+    if not is_instance_by_name(source, "pyiceberg", "TableScan"):
         return source, None, version
     from pyiceberg.expressions import AlwaysTrue  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
     from pyiceberg.table import StaticTable  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
@@ -170,21 +167,21 @@ def _data_files(
                 data.append(entry)
             else:
                 deletes.add_entry(entry)
-    kinds = {field.field_id: field.arrow_field.type for field in columns}
-    names = {field.field_id: field.name for field in columns}
+    known = {column.field_id: column for column in columns}
     initial = {
-        field.field_id: typed_scalar(field.initial_default, kinds[field.field_id])
+        known[field.field_id].name: typed_scalar(
+            field.initial_default, known[field.field_id].arrow_field.type
+        )
         for field in schema.fields
-        if field.field_id in kinds and getattr(field, "initial_default", None) is not None
+        if field.field_id in known and getattr(field, "initial_default", None) is not None
     }
     files = []
     for entry in sorted(data, key=lambda entry: entry.data_file.file_path):
         file = entry.data_file
-        values = {**initial, **partition_scalars(table, file, kinds)}
         files.append(
             TableFile(
                 full_file_path("", file.file_path),
-                {names[number]: value for number, value in values.items()},
+                initial | partition_defaults(table, file, columns),
                 deletes.deleted_rows(entry),
             )
         )

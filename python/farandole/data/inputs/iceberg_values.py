@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import pa
 from farandole.data.inputs.table_snapshot import FIELD_ID_KEY, TableColumn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pyarrow as pa
+    from collections.abc import Iterable, Iterator
 
 
 def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
@@ -31,24 +30,24 @@ def schema_columns(table: Any, schema: Any) -> Iterator[TableColumn]:
         yield TableColumn(field, names.get(int(field.metadata[FIELD_ID_KEY]), ()))
 
 
-def partition_scalars(
-    table: Any, file: Any, kinds: dict[int | None, pa.DataType]
-) -> dict[int, Any]:
-    """Returns the values of the columns whose values partition a file as they are.
+def partition_defaults(table: Any, file: Any, columns: Iterable[TableColumn]) -> dict[str, Any]:
+    """Returns the values of the columns whose values partition a file as they are, by name.
 
     Args:
         table: Table of pyiceberg.
         file: A data file.
-        kinds: Types by the number of the column.
+        columns: Columns of the table.
     """
     from pyiceberg.transforms import (  # noqa: PLC0415 # pyright: ignore[reportMissingImports]
         IdentityTransform,
     )
 
-    values = {}
+    known, values = {column.field_id: column for column in columns}, {}
     for index, field in enumerate(table.specs()[file.spec_id].fields):
-        if isinstance(field.transform, IdentityTransform) and field.source_id in kinds:
-            values[field.source_id] = typed_scalar(file.partition[index], kinds[field.source_id])
+        column = known.get(field.source_id)
+        if isinstance(field.transform, IdentityTransform) and column is not None:
+            kind = column.arrow_field.type
+            values[column.name] = typed_scalar(file.partition[index], kind)
     return values
 
 
@@ -59,8 +58,6 @@ def typed_scalar(value: Any, kind: pa.DataType) -> Any:
         value: As pyiceberg has it: dates are days, and times are microseconds.
         kind: Type of the column.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     if pa.types.is_temporal(kind) and isinstance(value, int):
         stored = pa.int32() if kind.bit_width == pa.int32().bit_width else pa.int64()
         return pa.scalar(value, stored).cast(kind)

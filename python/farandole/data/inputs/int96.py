@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from farandole.data.arrow import ds, pa
 from farandole.data.inputs.parquet_columns import (
     columns_of_leaf,
-    files_of_dataset,
+    file_fragments,
     unnest_values,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import pyarrow as pa
 
 _MICROSECONDS_PER_MILLISECOND = 1000
 _CHECKED_ROWS = 65536
@@ -32,8 +33,6 @@ def with_int96_unit(fragment: Any, unit: str) -> Any:
         fragment: Fragment of a pyarrow dataset.
         unit: `us` or `ms`.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
-
     if not isinstance(fragment, ds.ParquetFileFragment):
         return fragment
     options = fragment.format.read_options
@@ -59,16 +58,13 @@ def read_as_microseconds(dataset: Any) -> Any:
     Args:
         dataset: Dataset of pyarrow.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     if isinstance(dataset, ds.UnionDataset):
         remade = ds.dataset([read_as_microseconds(child) for child in dataset.children])
         return _with_filter_of(dataset, remade)
     if not isinstance(dataset, ds.FileSystemDataset):
         return dataset
     fragments, fields = [], {}
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         remade = with_int96_unit(fragment, "us")
         fragments.append(remade)
         fields |= {name: remade.physical_schema.field(name) for name in _int96_columns(remade)}
@@ -99,13 +95,7 @@ def check_int96_files(dataset: Any, columns: Sequence[str] | None = None) -> Non
         ValueError: A value that an int64 of microseconds cannot hold; the message names the
             column, the file and the row.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
-    for child in getattr(dataset, "children", ()):
-        check_int96_files(child, columns)
-    if not isinstance(dataset, ds.FileSystemDataset):
-        return
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         fine = with_int96_unit(fragment, "us")
         wide = [column for column in _int96_columns(fine) if columns is None or column in columns]
         if not wide:
@@ -131,8 +121,6 @@ def check_int96_range(
         ValueError: A value that an int64 of microseconds cannot hold; the message names the
             column, the file and the row.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     wide = _int96_columns(fragment)
     if not wide:
         yield from batches
@@ -159,9 +147,6 @@ def _int96_columns(fragment: Any) -> list[str]:
 
 
 def _check_column(fine: Any, coarse: Any, column: str, name: str, row: int) -> None:
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     is_nested = pa.types.is_nested(fine.type)
     fine, coarse = unnest_values(fine), unnest_values(coarse)
     if not pa.types.is_timestamp(fine.type):

@@ -11,6 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from farandole.data.arrow import pa
+
 _MICROSECONDS_PER_UNIT = {"s": 1_000_000, "ms": 1000, "us": 1}
 _NANOSECONDS_PER_MICROSECOND = 1000
 _MILLISECONDS_PER_DAY = 86_400_000
@@ -29,8 +33,6 @@ def to_batch_numbers(column: Any, name: str) -> Any:
     Raises:
         ValueError: A time is more microseconds than an int64 can hold; naming column and row.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     kind = column.type
     if pa.types.is_decimal(kind):
         # Arrow's own conversion multiplies by a rounded power of ten.
@@ -41,8 +43,6 @@ def to_batch_numbers(column: Any, name: str) -> Any:
 
 def _times_as_integers(column: Any, name: str) -> Any:
     """Returns dates as days, and other times as microseconds."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     kind = column.type
     narrow = column.cast(pa.int32()) if kind.bit_width == pa.int32().bit_width else column
     stored = narrow.cast(pa.int64())
@@ -61,16 +61,12 @@ def _times_as_integers(column: Any, name: str) -> Any:
 
 def _map_integers(column: Any, convert: Any) -> Any:
     """Returns an int64 array with converted values and the same nulls."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     values = convert(column.fill_null(0).to_numpy(zero_copy_only=False))
     missing = column.is_null().to_numpy(zero_copy_only=False)
     return pa.array(values, pa.int64(), mask=missing)
 
 
 def _check_product_range(stored: Any, factor: int, name: str, kind: Any) -> None:
-    import numpy as np  # noqa: PLC0415 - optional
-
     values = stored.fill_null(0).to_numpy(zero_copy_only=False)
     limits = np.iinfo(np.int64)
     max_value = int(limits.max) // factor

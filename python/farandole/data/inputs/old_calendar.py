@@ -11,16 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import pa, pc
 from farandole.data.inputs.parquet_columns import (
     columns_of_leaf,
-    files_of_dataset,
+    file_fragments,
     unnest_values,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import pyarrow as pa
 
 _FIRST_GREGORIAN_DAY = -141_427
 _FIRST_COMMON_MICROSECOND = -2_208_988_800_000_000
@@ -71,13 +70,7 @@ def check_old_files(dataset: Any, columns: Sequence[str] | None = None) -> None:
         ValueError: A file that may have values of unclear meaning; the message names the
             column and the file.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
-
-    for child in getattr(dataset, "children", ()):
-        check_old_files(child, columns)
-    if not isinstance(dataset, ds.FileSystemDataset):
-        return
-    for fragment in files_of_dataset(dataset).get_fragments():
+    for fragment in file_fragments(dataset):
         found = _first_clear_values(fragment)
         firsts = {one: first for one, first in found.items() if columns is None or one in columns}
         if not firsts:
@@ -108,10 +101,6 @@ def _is_clear(statistics: Any, first: int) -> bool:
 
 
 def _check_column(values: Any, first: int, column_label: str, row: int) -> None:
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-    import pyarrow.compute as pc  # noqa: PLC0415 - as above
-
-    compute: Any = pc
     is_list = pa.types.is_nested(values.type)
     flat = unnest_values(values)
     if not pa.types.is_temporal(flat.type):
@@ -122,7 +111,7 @@ def _check_column(values: Any, first: int, column_label: str, row: int) -> None:
         if is_date
         else flat.cast(pa.timestamp("us", flat.type.tz)).cast(pa.int64())
     )
-    odd = compute.indices_nonzero(compute.less(numbers, first))
+    odd = pc.indices_nonzero(pc.less(numbers, first))
     if len(odd):
         moment = _timestamp_text(flat[odd[0].as_py()])
         when = "1582-10-15" if is_date else "1900-01-01"

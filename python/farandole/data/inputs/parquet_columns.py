@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import ds, pa
+
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from collections.abc import Iterator
 
 
 def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
@@ -30,8 +32,6 @@ def columns_of_leaf(path: str, schema: pa.Schema) -> list[str]:
 
 def is_flat_type(kind: pa.DataType) -> bool:
     """Returns whether a column of this type is its own leaf."""
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     return not (pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType))
 
 
@@ -42,8 +42,6 @@ def unnest_values(column: Any) -> Any:
         column: An array. An array without lists, tensors and dictionaries, or of structs, is
             returned unchanged.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     while True:
         if isinstance(column, pa.ExtensionArray):
             column = column.storage
@@ -55,12 +53,16 @@ def unnest_values(column: Any) -> Any:
             return column
 
 
-def files_of_dataset(dataset: Any) -> Any:
-    """Returns a dataset of files with all rows: a filtered one does not tell its fragments.
+def file_fragments(dataset: Any) -> Iterator[Any]:
+    """Yields the files of a dataset and of its children, with all rows: a filtered dataset does not
+    tell its fragments.
 
     Args:
         dataset: Dataset of pyarrow.
     """
-    whole = dataset.replace_schema(dataset.schema)
-    whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
-    return whole
+    for child in getattr(dataset, "children", ()):
+        yield from file_fragments(child)
+    if isinstance(dataset, ds.FileSystemDataset):
+        whole: Any = dataset.replace_schema(dataset.schema)
+        whole._scan_options = {}  # noqa: SLF001 - there is no public API to remove a filter
+        yield from whole.get_fragments()

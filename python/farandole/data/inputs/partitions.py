@@ -12,12 +12,11 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from farandole._native import reader as native
+from farandole.data.arrow import ds, is_text_type, pa
 from farandole.data.inputs.number_conversion import to_batch_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    import pyarrow as pa
 
 _ARROW_TYPES = {"int64": "int64", "float64": "float64", "utf8": "string"}
 _FLOAT_DTYPES = {"halffloat": "float32", "float": "float32", "double": "float64"}
@@ -53,9 +52,6 @@ def partitioned_dataset(
     Raises:
         ValueError: A value of a directory is not of the column's type; names column and file.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     prefix = len(base.rstrip("/")) + 1
     values = [native.partition_values(path[prefix:]) for path in paths]
     names = sorted({name for one in values for name in one})
@@ -79,8 +75,6 @@ def partitioned_dataset(
 
 
 def _typed_value(text: str | None, kind: pa.DataType, name: str, path: str) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if text is None:
         return None
     try:
@@ -97,8 +91,6 @@ def fragment_partitions(fragment: Any) -> dict[str, Any]:
     Args:
         fragment: Fragment of a pyarrow dataset.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     return ds.get_partition_keys(fragment.partition_expression)
 
 
@@ -122,8 +114,6 @@ def partition_text(value: Any, kind: pa.DataType, name: str) -> str | None:
         kind: Type of the column.
         name: Name of the column, for messages.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     number = to_batch_numbers(pa.array([value], kind), name)[0].as_py()
     if number is None:
         return None
@@ -139,9 +129,7 @@ def partition_dtype(kind: pa.DataType) -> str:
     Raises:
         ValueError: No batch has such values.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if is_text_type(kind):
         return "utf8"
     number = to_batch_numbers(pa.array([], kind), "").type
     if not (

@@ -13,14 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.inputs import files as found_files
-from farandole.data.inputs.frames import (
-    frame_source,
-    is_arrow_dataset,
-    is_spark_dataframe,
-)
+from farandole.data.arrow import ds, pa
+from farandole.data.inputs.files import arrow_filesystem, file_extensions, find_files
+from farandole.data.inputs.frames import frame_source, is_arrow_dataset, is_spark_dataframe
 from farandole.data.inputs.int96 import (
     check_int96_files,
     check_int96_range,
@@ -42,8 +40,6 @@ from farandole.data.inputs.units import MAX_BATCH_ROWS, RowSource, SourceUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.inputs.table_snapshot import TableSnapshot
 
@@ -93,22 +89,9 @@ def open_source(
         ValueError: Files that cannot be read, or that disagree; the message names the file.
         TypeError: Nothing that holds rows.
     """
-    try:
-        import pyarrow  # noqa: F401, ICN001, PLC0415 - a process that only trains needs none
-    except ImportError as error:
-        raise ImportError("preparing data needs pyarrow: pip install 'farandole[data]'") from error
-
-    table = find_table(source)
-    if table is not None:
-        return _plain_columns(table_source(table))
-    found = list_datasets(source, format, types, options)
-    if found is not None:
-        return _plain_columns(_fragments_source(*found))
-    if is_arrow_dataset(source):
-        return _plain_columns(_dataset_source(source))
-    opened = frame_source(source)
+    opened = _open_rows(source, format, types, options)
     if opened is not None:
-        return _plain_columns(opened)
+        return decode_tensors(decode_run_ends(opened))  # types that only Arrow has
     kind = type(source)
     if is_spark_dataframe(source):
         raise TypeError(
@@ -123,18 +106,28 @@ def open_source(
     )
 
 
-def _plain_columns(source: RowSource) -> RowSource:
-    """Returns the source without types that only Arrow has."""
-    return decode_tensors(decode_run_ends(source))
-
-
-def list_datasets(
+def _open_rows(
     source: Any,
     given: str | None,
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
-) -> tuple[list[Any], str, bool] | None:
-    """Returns the pyarrow datasets behind a path or a list of paths; `None` for other values.
+) -> RowSource | None:
+    table = find_table(source)
+    if table is not None:
+        return table_source(table)
+    found = open_files(source, given, types, options)
+    if found is not None:
+        return _fragments_source(*found)
+    return _dataset_source(source) if is_arrow_dataset(source) else frame_source(source)
+
+
+def open_files(
+    source: Any,
+    given: str | None,
+    types: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[Any, str, bool] | None:
+    """Returns the pyarrow dataset behind a path or a list of paths; `None` for other values.
 
     Args:
         source: Perhaps a path.
@@ -143,16 +136,16 @@ def list_datasets(
         options: Options of the format.
 
     Returns:
-        The datasets, a text that identifies their files and versions, and whether the files contain
-        a schema.
+        The dataset, a text that identifies its files and their versions, and whether the files
+        contain a schema.
     """
     given_paths = list(source) if isinstance(source, list | tuple) else [source]
     if not given_paths or not all(isinstance(one, str | os.PathLike) for one in given_paths):
         return None
     paths = [os.fspath(one) for one in given_paths]
-    locations = [found_files.find_files(path) for path in paths]
+    locations = [find_files(path) for path in paths]
     everything = [file for location in locations for file in location.files]
-    kind, endings = given, found_files.file_extensions(everything)
+    kind, endings = given, file_extensions(everything)
     if kind is None:
         kinds = {_FORMAT_BY_SUFFIX.get(suffix) for suffix in endings}
         kind = kinds.pop() if len(kinds) == 1 else None
@@ -171,7 +164,7 @@ def list_datasets(
         raise ValueError(f"all files are empty: {', '.join(paths)}")
     base = common_directory(location.base for location in locations)
     chosen = sorted({file.path for file in files})
-    datasets = [_open_dataset_files(chosen, base, kind, reading, types or {})]
+    dataset = _open_dataset_files(chosen, base, kind, reading, types or {})
     version_parts = [
         kind,
         repr(sorted((types or {}).items())),
@@ -179,14 +172,12 @@ def list_datasets(
     ]
     version_parts += sorted(file.version_text for file in everything)
     print_ = "files " + hashlib.sha256("\n".join(version_parts).encode()).hexdigest()
-    return datasets, print_, kind in _SELF_DESCRIBING_FORMATS
+    return dataset, print_, kind in _SELF_DESCRIBING_FORMATS
 
 
 def _open_dataset_files(
     paths: list[str], base: str, kind: str, reading: Any, types: Mapping[str, Any]
 ) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     given = types if kind in _SELF_DESCRIBING_FORMATS else {}
     try:
         opened = partitioned_dataset(
@@ -204,8 +195,6 @@ def _open_dataset_files(
 
 
 def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     found = {}
     for name, given_type in types.items():
         try:
@@ -217,21 +206,6 @@ def _arrow_types(types: Mapping[str, Any]) -> dict[str, Any]:
                 f"the type of column {name!r} is no type of Arrow: {given_type!r}"
             ) from error
     return found
-
-
-def arrow_filesystem(path: str) -> Any:
-    """Returns the filesystem of pyarrow in which a file is.
-
-    Args:
-        path: Path or URL.
-    """
-    from pyarrow import fs  # noqa: PLC0415 - as above
-
-    if path.startswith("/"):
-        return fs.LocalFileSystem()
-    from farandole.stores.filesystem import StoreFileSystem  # noqa: PLC0415 - only for other stores
-
-    return fs.PyFileSystem(fs.FSSpecHandler(StoreFileSystem()))
 
 
 _CSV_READ_OPTIONS = (
@@ -261,9 +235,7 @@ _CSV_CONVERT_OPTIONS = (
 
 
 def _file_format(kind: str, types: Mapping[str, Any], options: dict[str, Any]) -> Any:
-    import pyarrow as pa  # noqa: PLC0415 - as above
     import pyarrow.csv as csv  # noqa: PLC0415, PLR0402 - as above
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
     import pyarrow.json as json  # noqa: PLC0415, PLR0402 - as above
 
     known = {
@@ -312,14 +284,9 @@ def _dataset_source(dataset: Any) -> RowSource:
         def list_units(columns: list[str]) -> list[SourceUnit]:
             check_int96_files(chosen, columns)
             check_old_files(chosen, columns)
-            return [
-                SourceUnit(
-                    "the dataset",
-                    lambda: chosen.to_batches(
-                        columns=_column_expressions(columns), **_read_ahead_options()
-                    ),
-                )
-            ]
+            options: dict[str, Any] = _read_ahead_options()
+            read = partial(chosen.to_batches, columns=_column_expressions(columns), **options)
+            return [SourceUnit("the dataset", read)]
 
         return RowSource(chosen.schema, None, list_units)
     infos = filesystem.get_file_info(dataset.files)
@@ -328,7 +295,7 @@ def _dataset_source(dataset: Any) -> RowSource:
         [filesystem.type_name, str(dataset.format), str(dataset.schema), *versions]
     )
     return _fragments_source(
-        [dataset],
+        dataset,
         "files " + hashlib.sha256(version_text.encode()).hexdigest(),
         typed=False,
         declared=True,
@@ -341,9 +308,7 @@ def table_source(table: TableSnapshot) -> RowSource:
     Args:
         table: At one version.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
-    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    reading = _file_format("parquet", {}, {})
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
         fragments = [
@@ -367,11 +332,9 @@ def plain_dataset(table: TableSnapshot) -> Any:
     Args:
         table: At one version.
     """
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     if not table.is_plain:
         return None
-    reading: Any = ds.ParquetFileFormat(coerce_int96_timestamp_unit="us")
+    reading = _file_format("parquet", {}, {})
     fragments = []
     for file in table.files:
         guarantee = ds.scalar(True)
@@ -384,40 +347,28 @@ def plain_dataset(table: TableSnapshot) -> Any:
 
 
 def _fragments_source(
-    datasets: list[Any], fingerprint: str, typed: bool, *, declared: bool = False
+    dataset: Any, fingerprint: str, typed: bool, *, declared: bool = False
 ) -> RowSource:
     """Returns the rows of files; with `declared`, a column of the schema that a file lacks is null
     there.
     """
-    fragments = [
-        with_int96_unit(fragment, "us")
-        for dataset in datasets
-        for fragment in dataset.get_fragments()
-    ]
-    schema = datasets[0].schema
+    fragments = [with_int96_unit(fragment, "us") for fragment in dataset.get_fragments()]
 
     def list_units(columns: list[str]) -> list[SourceUnit]:
-        whole = _common_schema(fragments, datasets, columns, typed=typed, declared=declared)
+        whole = _common_schema(fragments, dataset.schema, columns, typed=typed, declared=declared)
         return [
             unit for fragment in fragments for unit in _fragment_units(fragment, whole, columns)
         ]
 
-    return RowSource(schema, fingerprint, list_units)
+    return RowSource(dataset.schema, fingerprint, list_units)
 
 
 def _common_schema(
-    fragments: list[Any],
-    datasets: list[Any],
-    columns: list[str],
-    *,
-    typed: bool,
-    declared: bool,
+    fragments: list[Any], known: pa.Schema, columns: list[str], *, typed: bool, declared: bool
 ) -> pa.Schema:
     """Returns the types of columns in all files; if the files have no schema, types that can hold
     the guessed types of all files.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     with ThreadPoolExecutor(8) as pool:
         schemas = list(pool.map(_fragment_schema, fragments))
     files = list(zip(fragments, schemas, strict=True))
@@ -426,11 +377,11 @@ def _common_schema(
     for name in columns:
         if any(name in values for values in partitions):
             _check_always_partition(name, files, partitions)
-            fields[name] = datasets[0].schema.field(name)
-        elif declared and name in datasets[0].schema.names:
+            fields[name] = known.field(name)
+        elif declared and name in known.names:
             having = [file for file in files if name in file[1].names]
-            known = datasets[0].schema.field(name)
-            fields[name] = _common_field(name, having, typed=typed) if having else known
+            declared_field = known.field(name)
+            fields[name] = _common_field(name, having, typed=typed) if having else declared_field
         else:
             fields[name] = _common_field(name, files, typed=typed)
     return pa.schema([field.with_nullable(True) for field in fields.values()])
@@ -476,8 +427,6 @@ def _common_field(name: str, files: list[tuple[Any, pa.Schema]], *, typed: bool)
 
 def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type for values that differ only in Arrow's storage or time zone."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     plain, other_plain = (
         each.type.value_type if pa.types.is_dictionary(each.type) else each.type
         for each in (first, second)
@@ -496,8 +445,6 @@ def _same_value_field(first: pa.Field, second: pa.Field) -> pa.Field | None:
 
 def _merge_fields(first: pa.Field, second: pa.Field) -> pa.Field | None:
     """Returns a type that holds both guesses."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         return pa.unify_schemas(
             [pa.schema([first]), pa.schema([second])], promote_options="permissive"
@@ -511,8 +458,6 @@ def _fragment_path(fragment: Any) -> str:
 
 
 def _fragment_schema(fragment: Any) -> pa.Schema:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         return fragment.physical_schema
     except (pa.ArrowException, OSError) as error:
@@ -568,8 +513,6 @@ def _fragment_units(
 
 
 def _column_expressions(columns: Sequence[str]) -> dict[str, Any]:
-    import pyarrow.dataset as ds  # noqa: PLC0415 - as above
-
     return {name: ds.field(name) for name in columns}  # as texts, names with dots would be paths
 
 
@@ -580,8 +523,6 @@ def _read_ahead_options(rows: int = MAX_BATCH_ROWS) -> dict[str, int]:
 def _translate_read_errors(
     name: str, batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         yield from batches
     except (pa.ArrowException, OSError) as error:

@@ -17,22 +17,16 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.arrow import pa
 from farandole.data.inputs.frames import in_memory_table
 from farandole.data.inputs.int96 import check_int96_files, read_as_microseconds
 from farandole.data.inputs.old_calendar import check_old_files
-from farandole.data.inputs.sources import (
-    RowSource,
-    SourceUnit,
-    list_datasets,
-    plain_dataset,
-    table_source,
-)
+from farandole.data.inputs.sources import open_files, plain_dataset, table_source
 from farandole.data.inputs.tables import find_table
+from farandole.data.inputs.units import RowSource, one_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pyarrow as pa
 
 QUERY_MEMORY_BYTES = 256 << 20
 """Bytes that sorts, joins and groups may hold before they spill."""
@@ -109,11 +103,9 @@ def query_source(
         "\n".join([sql, *(f"{name} {text}" for name, text in prints)]).encode()
     ).hexdigest()
 
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [SourceUnit("the query", lambda: _stream_query(frame, columns, spill))]
-
+    units = one_stream("the query", lambda columns: _stream_query(frame, columns, spill))
     # Without ORDER BY, a query may return its rows in a different order each time.
-    return RowSource(schema, f"query {digest}" if fixed else None, list_units, ordered=False)
+    return RowSource(schema, f"query {digest}" if fixed else None, units, ordered=False)
 
 
 def _register_table(
@@ -124,29 +116,25 @@ def _register_table(
     types: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> str | None:
-    import pyarrow.dataset as ds  # noqa: PLC0415 - a process that only trains needs none
-
     at_version = find_table(source)
-    plain = None if at_version is None else plain_dataset(at_version)
-    if at_version is not None and plain is not None:
-        check_old_files(plain)
-        context.register_dataset(name, plain)
-        return at_version.fingerprint
     if at_version is not None:
-        rows = table_source(at_version)
-        units = rows.units(rows.schema.names)
-        batches = [batch for unit in units for batch in unit.batches()]
-        context.register_record_batches(name, [batches])
+        plain = plain_dataset(at_version)
+        if plain is not None:
+            check_old_files(plain)
+            context.register_dataset(name, plain)
+        else:
+            rows = table_source(at_version)
+            units = rows.units(rows.schema.names)
+            batches = [batch for unit in units for batch in unit.batches()]
+            context.register_record_batches(name, [batches])
         return at_version.fingerprint
-    found = list_datasets(source, kind, types, options)
+    found = open_files(source, kind, types, options)
     if found is not None:
-        datasets, table_fingerprint, _ = found
-        datasets = [read_as_microseconds(dataset) for dataset in datasets]
-        for dataset in datasets:
-            check_int96_files(dataset)
-            check_old_files(dataset)
-        context.register_dataset(name, datasets[0] if len(datasets) == 1 else ds.dataset(datasets))
-        return table_fingerprint
+        dataset = read_as_microseconds(found[0])
+        check_int96_files(dataset)
+        check_old_files(dataset)
+        context.register_dataset(name, dataset)
+        return found[1]
     table = in_memory_table(source)
     if table is None:
         raise TypeError(
@@ -159,8 +147,6 @@ def _register_table(
 def _stream_query(
     frame: Any, columns: list[str], spill: _SpillDirectory
 ) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     try:
         for batch in pa.RecordBatchReader.from_stream(frame):
             yield batch.select(columns)

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from farandole._native.reader import Dataset
+from farandole.data.arrow import is_list_type, pa
 from farandole.data.inputs.partitions import common_directory, partition_dtype, partition_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
     import numpy.typing as npt
-    import pyarrow as pa
 
 FIELD_ID_KEY = b"PARQUET:field_id"
 """Metadata of a field of Arrow: the number of the column, as pyarrow reads it from a file."""
@@ -55,15 +56,13 @@ class TableColumn:
     @property
     def is_list(self) -> bool:
         """Whether the values are lists."""
-        return _is_list(self.arrow_field.type)
+        return is_list_type(self.arrow_field.type)
 
     @property
     def dtype(self) -> str | None:
         """NumPy's name of the elements in batches, `utf8` or `binary`; `None` if no batch can
         contain them.
         """
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
         kind = self._element_type()
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             return "binary"
@@ -79,8 +78,6 @@ class TableColumn:
     @property
     def unit(self) -> str | None:
         """Unit of dates and times in batches."""
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         kind = self._element_type()
         if pa.types.is_date(kind):
             return "days"
@@ -93,7 +90,7 @@ class TableColumn:
 
     def _element_type(self) -> pa.DataType:
         kind = self.arrow_field.type
-        return kind.value_type if _is_list(kind) else kind
+        return kind.value_type if is_list_type(kind) else kind
 
 
 @dataclass(frozen=True)
@@ -136,8 +133,6 @@ class TableSnapshot:
     @property
     def schema(self) -> pa.Schema:
         """Types of the columns."""
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         return pa.schema([_plain_field(one.arrow_field) for one in self.columns])
 
     @property
@@ -218,8 +213,6 @@ class FileColumns:
     def __init__(
         self, snapshot: TableSnapshot, file: TableFile, stored: pa.Schema, names: Sequence[str]
     ) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         columns = {column.name: column for column in snapshot.columns}
         missing = [name for name in names if name not in columns]
         if missing:
@@ -252,8 +245,6 @@ class FileColumns:
         Raises:
             ValueError: A value that the table's type cannot hold; names column and file.
         """
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         keep, rows = self._living_rows(first, batch.num_rows), batch.num_rows
         if keep is not None:
             # A batch without columns cannot be filtered: the file has none of the columns.
@@ -281,9 +272,6 @@ class FileColumns:
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
     def _living_rows(self, first: int, rows: int) -> Any:
-        import numpy as np  # noqa: PLC0415 - optional
-        import pyarrow as pa  # noqa: PLC0415 - as above
-
         if self._file.deleted is None:
             return None
         start, end = np.searchsorted(self._file.deleted, [first, first + rows])
@@ -294,28 +282,27 @@ class FileColumns:
         return pa.array(keep)
 
 
+def stored_name(field: pa.Field) -> str:
+    """Returns the name of a field of a table in files without numbers.
+
+    Args:
+        field: Field of a column, or of a field within one.
+    """
+    name = (field.metadata or {}).get(STORED_NAME_KEY)
+    return field.name if name is None else name.decode()
+
+
 def _field_id(field: pa.Field) -> int | None:
     number = (field.metadata or {}).get(FIELD_ID_KEY)
     return None if number is None else int(number)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(check(kind) for check in checks)
-
-
 def _plain_field(arrow_field: pa.Field) -> pa.Field:
     """Returns a field without metadata, also in the fields within it."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     return pa.field(arrow_field.name, _plain_type(arrow_field.type), arrow_field.nullable)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if pa.types.is_struct(kind):
         return pa.struct([_plain_field(kind.field(index)) for index in range(kind.num_fields)])
     if pa.types.is_list(kind):
@@ -341,8 +328,6 @@ def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Ar
     """Returns an array of a file in the type of the table; fields within it are found like
     columns.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     kind = wanted.type
     if pa.types.is_struct(kind) and pa.types.is_struct(stored.type):
         inside = [stored.type.field(index) for index in range(stored.type.num_fields)]
@@ -350,9 +335,8 @@ def _convert_array(array: pa.Array, stored: pa.Field, wanted: pa.Field) -> pa.Ar
         arrays, fields = [], []
         for index in range(kind.num_fields):
             child = kind.field(index)
-            stored_name = (child.metadata or {}).get(STORED_NAME_KEY)
-            names = (child.name if stored_name is None else stored_name.decode(),)
-            found = _find_field(TableColumn(child, names), inside, has_ids=has_ids)
+            column = TableColumn(child, (stored_name(child),))
+            found = _find_field(column, inside, has_ids=has_ids)
             arrays.append(
                 pa.nulls(len(array), _plain_type(child.type))
                 if found is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from farandole.data.inputs.class_names import is_instance_by_name
 from farandole.data.inputs.delta_tables import delta_snapshot, is_delta_table, open_delta_table
 from farandole.data.inputs.iceberg_tables import (
     iceberg_snapshot,
@@ -27,22 +28,13 @@ _FILE_SUFFIXES = (".parquet", ".pq")
 """Endings of names in a list of paths that are not looked up as tables."""
 
 
-def _is_instance_by_name(value: Any, *names: str) -> bool:
-    return any(f"{kind.__module__}.{kind.__name__}" in names for kind in type(value).__mro__)
-
-
 def is_duckdb_relation(value: Any) -> bool:
     """Returns whether a value is a relation of DuckDB.
 
     Args:
         value: Anything.
     """
-    return _is_instance_by_name(
-        value,
-        "duckdb._relation.DuckDBPyRelation",
-        "duckdb.duckdb.DuckDBPyRelation",
-        "_duckdb.DuckDBPyRelation",
-    )
+    return is_instance_by_name(value, "duckdb", "DuckDBPyRelation")
 
 
 def relation_schema(relation: Any) -> pa.Schema:

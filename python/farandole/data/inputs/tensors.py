@@ -6,15 +6,15 @@ and list views.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from farandole.data.arrow import pa
+from farandole.data.inputs.units import convert_columns
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pyarrow as pa
-
-    from farandole.data.inputs.units import RowSource, SourceUnit
+    from farandole.data.inputs.units import RowSource
 
 
 def decode_tensors(source: RowSource) -> RowSource:
@@ -24,42 +24,18 @@ def decode_tensors(source: RowSource) -> RowSource:
     Args:
         source: As it was opened.
     """
-    if not any(_is_tensor(field.type) or _is_view(field.type) for field in source.schema):
-        return source
-
-    def list_units(columns: list[str]) -> list[SourceUnit]:
-        return [replace(unit, batches=_NestedBatches(unit)) for unit in source.units(columns)]
-
-    return replace(source, schema=_nested_schema(source.schema), units=list_units)
-
-
-class _NestedBatches:
-    """The record batches of a unit, with plain lists."""
-
-    def __init__(self, unit: SourceUnit) -> None:
-        self._unit = unit
-
-    def __call__(self) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
-        for batch in self._unit.batches():
-            columns = [_plain_column(column) for column in batch.columns]
-            yield pa.RecordBatch.from_arrays(columns, schema=_nested_schema(batch.schema))
+    return convert_columns(source, _plain_type, _plain_column)
 
 
 def _is_tensor(kind: Any) -> bool:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     return isinstance(kind, pa.FixedShapeTensorType)
 
 
 def _is_view(kind: Any) -> bool:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
 
 
-def _plain_column(column: Any) -> Any:
+def _plain_column(column: Any, _name: str) -> Any:
     if _is_tensor(column.type):
         return _nest_tensors(column)
     return _flat_lists(column) if _is_view(column.type) else column
@@ -67,9 +43,6 @@ def _plain_column(column: Any) -> Any:
 
 def _flat_lists(column: Any) -> pa.Array:
     """Returns the lists one after the other; Arrow's own conversion of views breaks the offsets."""
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     missing = column.is_null() if column.null_count else None
@@ -77,18 +50,9 @@ def _flat_lists(column: Any) -> pa.Array:
 
 
 def _plain_type(kind: Any) -> pa.DataType:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if _is_tensor(kind):
         return _nested_type(kind)
     return pa.large_list(kind.value_type) if _is_view(kind) else kind
-
-
-def _nested_schema(schema: pa.Schema) -> pa.Schema:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    fields: list[Any] = [field.with_type(_plain_type(field.type)) for field in schema]
-    return pa.schema(fields, metadata=schema.metadata)
 
 
 def _logical_shape(kind: Any) -> list[int]:
@@ -97,8 +61,6 @@ def _logical_shape(kind: Any) -> list[int]:
 
 
 def _nested_type(kind: Any) -> pa.DataType:
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     nested = kind.value_type
     for length in reversed(_logical_shape(kind)):
         nested = pa.list_(nested, length)
@@ -107,9 +69,6 @@ def _nested_type(kind: Any) -> pa.DataType:
 
 def _nest_tensors(column: Any) -> pa.Array:
     """Returns the tensors as nested lists; a null stays a null."""
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     kind, rows = column.type, len(column)
     values = column.storage.values[column.storage.offset * kind.storage_type.list_size :].slice(
         0, rows * kind.storage_type.list_size
@@ -131,8 +90,6 @@ def pack_nested_lists(column: pa.Array) -> pa.Array:
     Args:
         column: Column of a record batch.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     shape, values = [], column
     while pa.types.is_fixed_size_list(values.type) and not values.null_count:
         shape.append(values.type.list_size)

@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from farandole.data.arrow import pa
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import pyarrow as pa
 
 MAX_BATCH_ROWS = 65536
 """Rows of a record batch, at most."""
@@ -39,3 +40,48 @@ class RowSource:
     """Whether a stream has the same rows in the same order each time it is read."""
     is_rereadable: bool = True
     """Whether rows can be read more than once."""
+
+
+def one_stream(
+    name: str, read_batches: Callable[[list[str]], Iterator[pa.RecordBatch]]
+) -> Callable[[list[str]], list[SourceUnit]]:
+    """Returns the units of a source that is a single stream.
+
+    Args:
+        name: Name of the stream, for messages.
+        read_batches: Reads some columns, from the first row on.
+    """
+    return lambda columns: [SourceUnit(name, partial(read_batches, columns))]
+
+
+def convert_columns(
+    source: RowSource,
+    plain_type: Callable[[Any], pa.DataType],
+    plain_column: Callable[[Any, str], Any],
+) -> RowSource:
+    """Returns the source with converted columns; the source itself where no type changes.
+
+    Args:
+        source: As it was opened.
+        plain_type: Returns the type that columns of a type become.
+        plain_column: Returns an array in that type, given an array and the name of its column.
+    """
+
+    def plain_schema(schema: pa.Schema) -> pa.Schema:
+        fields: list[Any] = [field.with_type(plain_type(field.type)) for field in schema]
+        return pa.schema(fields, metadata=schema.metadata)
+
+    def plain_batches(unit: SourceUnit) -> Iterator[pa.RecordBatch]:
+        for batch in unit.batches():
+            named = zip(batch.columns, batch.schema.names, strict=True)
+            columns = [plain_column(column, name) for column, name in named]
+            yield pa.RecordBatch.from_arrays(columns, schema=plain_schema(batch.schema))
+
+    def list_units(columns: list[str]) -> list[SourceUnit]:
+        return [
+            replace(unit, batches=partial(plain_batches, unit)) for unit in source.units(columns)
+        ]
+
+    if all(plain_type(kind) == kind for kind in source.schema.types):
+        return source
+    return replace(source, schema=plain_schema(source.schema), units=list_units)

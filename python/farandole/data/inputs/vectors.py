@@ -8,7 +8,15 @@ and has `values` only, type 0 is sparse.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from farandole.data.arrow import pa
+from farandole.data.inputs.units import convert_columns
+
+if TYPE_CHECKING:
+    from farandole.data.inputs.units import RowSource
 
 VECTOR_FIELDS = ("type", "size", "indices", "values")
 _DENSE = 1
@@ -20,8 +28,6 @@ def is_vector_type(kind: Any) -> bool:
     Args:
         kind: The type.
     """
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     return pa.types.is_struct(kind) and tuple(field.name for field in kind) == VECTOR_FIELDS
 
 
@@ -38,9 +44,6 @@ def vectors_as_lists(column: Any, name: str) -> Any:
     Raises:
         ValueError: A sparse vector has an index outside of its size; naming the column.
     """
-    import numpy as np  # noqa: PLC0415 - as above
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     if not is_vector_type(column.type):
         return column
     kinds, sizes, indices, values = column.flatten()
@@ -65,31 +68,14 @@ def vectors_as_lists(column: Any, name: str) -> Any:
     return pa.LargeListArray.from_arrays(pa.array(starts), pa.array(numbers), mask=missing)
 
 
-def vector_free_batch(batch: Any) -> Any:
-    """Returns a record batch with lists of float64 in place of vectors.
+def decode_vectors(source: RowSource) -> RowSource:
+    """Returns the source with lists of float64 instead of vectors.
 
     Args:
-        batch: The record batch.
+        source: As it was opened.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
 
-    if not any(is_vector_type(kind) for kind in batch.schema.types):
-        return batch
-    named = zip(batch.columns, batch.schema.names, strict=True)
-    columns = [vectors_as_lists(column, name) for column, name in named]
-    return pa.RecordBatch.from_arrays(columns, schema=vector_free_schema(batch.schema))
+    def plain_type(kind: Any) -> pa.DataType:
+        return pa.large_list(pa.float64()) if is_vector_type(kind) else kind
 
-
-def vector_free_schema(schema: Any) -> Any:
-    """Returns a schema with lists of float64 in place of vectors.
-
-    Args:
-        schema: The schema of a source.
-    """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    lists = pa.large_list(pa.float64())
-    return pa.schema(
-        [field.with_type(lists) if is_vector_type(field.type) else field for field in schema],
-        metadata=schema.metadata,
-    )
+    return convert_columns(source, plain_type, vectors_as_lists)

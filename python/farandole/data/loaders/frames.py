@@ -19,14 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from farandole.data.arrow import pa, pq
+from farandole.data.batch_counters import quote_column
+from farandole.data.columns import refuse_missing_columns
 from farandole.data.inputs.frames import is_spark_dataframe
+from farandole.data.inputs.number_conversion import to_batch_numbers
+from farandole.data.inputs.sources import open_source
+from farandole.data.inputs.tensors import pack_nested_lists
+from farandole.data.inputs.vectors import decode_vectors
 from farandole.data.loader import ParquetLoader
 from farandole.data.ragged import Nested, Pad, check_pad_value, list_element_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    import pyarrow as pa
 
     from farandole.data.ragged import Ragged
 
@@ -90,7 +95,7 @@ def frame_loader(
     try:
         if is_spark_dataframe(frame):
             _check_column_names(columns, frame.columns, wanted)
-            chosen = frame if columns is None else frame.select(*map(_quote_column, columns))
+            chosen = frame if columns is None else frame.select(*map(quote_column, columns))
             rows, lists = _write_from_executors(
                 _batch_numbers(chosen, columns), rows_directory, wanted
             )
@@ -188,7 +193,7 @@ def _batch_numbers(frame: Any, columns: Sequence[str] | None) -> Any:
                 "which no tensor can hold: make numbers, arrays of numbers or Spark ML vectors of "
                 "it, or leave it out of columns=[...]"
             )
-        value = functions.col(_quote_column(field.name))
+        value = functions.col(quote_column(field.name))
         number = convert_column(value, field.dataType)
         changed = changed or number is not None
         converted.append(value if number is None else number.alias(field.name))
@@ -215,7 +220,7 @@ def _write_from_executors(
 
     seen = Observation()
     longest = [
-        functions.max(functions.size(functions.col(_quote_column(name)))).alias(f"longest {number}")
+        functions.max(functions.size(functions.col(quote_column(name)))).alias(f"longest {number}")
         for number, name in enumerate(wanted)
     ]
     kinds = _element_dtypes(frame.limit(0).toArrow().schema, wanted) if wanted else {}
@@ -284,8 +289,6 @@ def _encode_ragged_batches(
     batches: Iterable[pa.RecordBatch], lists: Mapping[str, Ragged]
 ) -> Iterator[pa.RecordBatch]:
     """Record batches whose ragged columns are the bytes of each row's values."""
-    import pyarrow as pa  # noqa: PLC0415 - a process that only trains needs none
-
     for batch in batches:
         columns = {
             name: lists[name].encode_arrow_column(column, name) if name in lists else column
@@ -321,9 +324,7 @@ def _check_row_count(written: int, found: int, directory: Path) -> None:
 def _check_column_names(
     columns: Sequence[str] | None, present: Sequence[str], wanted: Iterable[str]
 ) -> None:
-    lacking = [name for name in columns or () if name not in present]
-    if lacking:
-        raise ValueError(f"the frame has no column {lacking[0]!r}: {', '.join(present)}")
+    refuse_missing_columns(columns or (), present, "the frame")
     counts = Counter(present)
     twice = [name for name in columns or present if counts[name] > 1]
     if twice:
@@ -336,11 +337,6 @@ def _check_column_names(
         )
 
 
-def _quote_column(name: str) -> str:
-    """Returns a column's name in Spark's quotation marks."""
-    return "`" + name.replace("`", "``") + "`"
-
-
 def _write_rows(
     frame: Any,
     columns: Sequence[str] | None,
@@ -349,26 +345,16 @@ def _write_rows(
     types: Mapping[str, Any] | None,
 ) -> dict[str, Ragged]:
     """Writes the rows, and returns their ragged columns."""
-    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
-    from farandole.data.inputs.vectors import (  # noqa: PLC0415 - as above
-        vector_free_batch,
-        vector_free_schema,
-    )
-
-    source = open_source(frame, types=types)
-    schema = vector_free_schema(source.schema)
+    source = decode_vectors(open_source(frame, types=types))
     names = source.schema.names if columns is None else list(columns)
     _check_column_names(names, source.schema.names, wanted)
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.parquet as pq  # noqa: PLC0415
-
-    kinds = _element_dtypes(schema, wanted)
+    kinds = _element_dtypes(source.schema, wanted)
     unbounded, longest = _unbounded_ragged_columns(wanted, kinds), dict.fromkeys(wanted, 1)
     directory.mkdir()
     writer = None
     try:
         for unit in source.units(names):
-            for batch in map(vector_free_batch, unit.batches()):
+            for batch in unit.batches():
                 if not batch.num_rows:
                     continue
                 for name, layout in unbounded.items():
@@ -399,11 +385,6 @@ def _packed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Returns a batch whose times are the numbers of batches, and whose nested lists are tensors:
     Parquet has no seconds, and the reader no nested lists.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
-    from farandole.data.inputs.number_conversion import to_batch_numbers  # noqa: PLC0415 - as above
-    from farandole.data.inputs.tensors import pack_nested_lists  # noqa: PLC0415 - as above
-
     columns, fields = [], []
     for field, column in zip(batch.schema, batch.columns, strict=True):
         stored = pack_nested_lists(column)
@@ -420,9 +401,6 @@ def _unwritable_column_error(batch: pa.RecordBatch, error: Exception) -> ValueEr
     """Returns the error for rows that cannot be written, which names the first column that
     cannot.
     """
-    import pyarrow as pa  # noqa: PLC0415 - as above
-    import pyarrow.parquet as pq  # noqa: PLC0415 - as above
-
     for name in batch.schema.names:
         try:
             pq.write_table(pa.Table.from_batches([batch.select([name])]), pa.BufferOutputStream())

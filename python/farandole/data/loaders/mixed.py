@@ -8,7 +8,10 @@ import math
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from farandole.data.data_loader_base import BaseDataLoader
+import numpy as np
+
+from farandole.common.check import whole_number
+from farandole.data.data_loader_base import BaseDataLoader, close_iterator
 from farandole.data.loader import WEIGHTS_KEY
 
 if TYPE_CHECKING:
@@ -53,10 +56,8 @@ class MixedLoader(BaseDataLoader):
         """
         if not loaders:
             raise ValueError("MixedLoader needs at least one loader")
-        if steps is not None and (
-            isinstance(steps, bool) or not isinstance(steps, int) or steps < 1
-        ):
-            raise ValueError(f"steps must be a whole number, 1 or more: {steps!r}")
+        if steps is not None:
+            steps = whole_number("steps", steps)
         self.loaders = dict(loaders)
         self._ratios = None if ratios is None else _normalize_ratios(ratios, self.loaders)
         lengths = []
@@ -149,12 +150,6 @@ class MixedLoader(BaseDataLoader):
                 )
         return {column: _concatenate_column(column, batches) for column in batches[first]}
 
-    def _produced_position(self) -> dict[str, Any]:
-        return self._produced_at
-
-    def _set_consumer_position(self, position: dict[str, Any]) -> None:
-        self._consumed_at = position
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer: the states of all loaders, and the number of
         batches of each.
@@ -189,9 +184,7 @@ class MixedLoader(BaseDataLoader):
     def close(self) -> None:
         """Ends the iterations of all loaders, and their threads."""
         for batches in self._open_iterators.values():
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            close_iterator(batches)
         self._open_iterators.clear()
         for loader in self.loaders.values():
             loader.close()
@@ -262,6 +255,5 @@ def _concatenate_column(column: str, batches: Mapping[str, Batch]) -> Any:
         import torch  # noqa: PLC0415 - optional
 
         return torch.cat(parts)
-    import numpy as np  # noqa: PLC0415 - optional
 
     return np.concatenate(parts)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.common.check import whole_number
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.loader import WEIGHTS_KEY, ParquetLoader
 
@@ -49,15 +50,12 @@ class PoolLoader(BaseDataLoader):
         """
         if not isinstance(loader, ParquetLoader):
             raise TypeError(f"loader must be a ParquetLoader: {type(loader).__name__}")
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number, 1 or more: {batch_size!r}")
         if lists := loader._nested_columns():  # noqa: SLF001 - internal to this package
             raise ValueError(f"rows of a pool must be padded: prepare {', '.join(lists)} with Pad")
-        self.loader, self.batch_size = loader, batch_size
+        self.loader, self.batch_size = loader, whole_number("batch_size", batch_size)
         self._skipped_batches = 0
         """Batches of the first pool that the next iteration passes over."""
-        self._consumed_at: tuple[dict[str, Any], int] = (self._pool_state(), 0)
-        self._produced_at = self._consumed_at
+        self._produced_at = self._consumed_at = (self._pool_state(), 0)
 
     @property
     def columns(self) -> list[str]:
@@ -127,12 +125,6 @@ class PoolLoader(BaseDataLoader):
                     self._produced_at = (before, number) if number < len(parts) else (after, 0)
                     yield part
                 before, skipped = after, 0
-
-    def _produced_position(self) -> tuple[dict[str, Any], int]:
-        return self._produced_at
-
-    def _set_consumer_position(self, position: tuple[dict[str, Any], int]) -> None:
-        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -228,7 +220,12 @@ class WeightedLoader(PoolLoader):
         else:
             self._column = weights or balanced or ""
         self._balanced = balanced is not None
-        _check_column_read(self._column, loader, "balanced" if self._balanced else "weights")
+        if self._column not in loader.columns:
+            option = "balanced" if self._balanced else "weights"
+            raise ValueError(
+                f"{option} names column {self._column!r}, which the loader does not read: "
+                f"{', '.join(loader.columns)}"
+            )
 
     def _batch_count(self, start: int) -> int:
         del start
@@ -410,11 +407,3 @@ def balance_batch_sizes(widths: Array, count: int) -> list[int]:
         largest = found.index(max(found))
         found[largest : largest + 1] = [found[largest] // 2, found[largest] - found[largest] // 2]
     return found
-
-
-def _check_column_read(column: str, loader: ParquetLoader, option: str) -> None:
-    if column not in loader.columns:
-        raise ValueError(
-            f"{option} names column {column!r}, which the loader does not read: "
-            f"{', '.join(loader.columns)}"
-        )

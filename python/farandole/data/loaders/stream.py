@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from farandole.common.check import whole_number
 from farandole.data.arrays import result_wrapper
+from farandole.data.arrow import pa
+from farandole.data.columns import refuse_missing_columns
 from farandole.data.data_loader_base import BaseDataLoader
 from farandole.data.inputs.frames import is_ray_shard, ray_tables
-from farandole.data.loader import _rank_and_size
+from farandole.data.inputs.sources import open_source
+from farandole.data.loader import rank_and_size
 from farandole.data.transform import ResultShapes, _result_arrays, column_from_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     Batch = dict[str, Any]
 
@@ -86,8 +90,7 @@ class StreamLoader(BaseDataLoader):
             ("steps_per_epoch", 1 if steps_per_epoch is None else steps_per_epoch, 1),
             ("shuffle_rows", shuffle_rows, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"{name} must be a whole number, {minimum} or more: {value!r}")
+            whole_number(name, value, minimum)
         if isinstance(columns, str):
             raise ValueError(f"columns must be a list of names: {columns!r}")
         shard = is_ray_shard(source)
@@ -96,13 +99,7 @@ class StreamLoader(BaseDataLoader):
                 "a shard of a Ray data set is one rank's already: pass no rank and no size: "
                 f"{rank}, {size}"
             )
-        own_rank, world_size = (
-            (0, 1) if shard else _rank_and_size() if rank is None or size is None else (rank, size)
-        )
-        self.rank, self.size = (
-            own_rank if rank is None else rank,
-            world_size if size is None else size,
-        )
+        self.rank, self.size = (0, 1) if shard else rank_and_size(rank, size)
         self.batch_size, self.seed = batch_size, seed
         self._columns = None if columns is None else list(columns)
         self._steps = steps_per_epoch
@@ -177,8 +174,6 @@ class StreamLoader(BaseDataLoader):
     def _read_pass(
         self, number: int, start: int, taken: int
     ) -> Iterator[tuple[tuple[int, int, int], Batch]]:
-        import numpy as np  # noqa: PLC0415 - optional
-
         for window in _cut_windows(self._read_tables(start), self._window or self._round):
             rows = window.num_rows
             order = np.arange(rows)
@@ -197,19 +192,13 @@ class StreamLoader(BaseDataLoader):
             start, taken = start + rows, 0
 
     def _read_tables(self, start: int) -> Iterator[pa.Table]:
-        import pyarrow as pa  # noqa: PLC0415 - optional
-
         for part in self._read(start):
             table = pa.Table.from_batches([part]) if isinstance(part, pa.RecordBatch) else part
             if not isinstance(table, pa.Table):
                 raise TypeError(
                     f"a stream must return pyarrow record batches or tables: {type(part).__name__}"
                 )
-            lacking = [name for name in self._columns or () if name not in table.column_names]
-            if lacking:
-                raise ValueError(
-                    f"the stream has no column {lacking[0]!r}: {', '.join(table.column_names)}"
-                )
+            refuse_missing_columns(self._columns or (), table.column_names, "the stream")
             yield table if self._columns is None else table.select(self._columns)
 
     def _make_batch(self, table: pa.Table, window: pa.Table) -> Batch:
@@ -227,12 +216,6 @@ class StreamLoader(BaseDataLoader):
             for name in table.column_names
         }
         return self._wrap(None, arrays, None)  # pyright: ignore[reportArgumentType] - used for weights alone
-
-    def _produced_position(self) -> tuple[int, int, int, int]:
-        return self._produced_at
-
-    def _set_consumer_position(self, position: tuple[int, int, int, int]) -> None:
-        self._consumed_at = position
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the consumer, the same on every rank after the same number of
@@ -284,8 +267,6 @@ def _source_reader(
     source: Any, columns: list[str] | None, size: int
 ) -> Callable[[int], Iterator[Any]]:
     """Returns a function that reads a source of `prepare_data` from any row on."""
-    from farandole.data.inputs.sources import open_source  # noqa: PLC0415 - needs pyarrow
-
     opened = open_source(source)
     if size > 1 and not opened.ordered:
         kind = type(source)
@@ -299,11 +280,7 @@ def _source_reader(
             "the same rows each time"
         )
     names = opened.schema.names if columns is None else columns
-    lacking = [name for name in names if name not in opened.schema.names]
-    if lacking:
-        raise ValueError(
-            f"the source has no column {lacking[0]!r}: {', '.join(opened.schema.names)}"
-        )
+    refuse_missing_columns(names, opened.schema.names, "the source")
     read = False
 
     def read_batches(start: int) -> Iterator[Any]:
@@ -340,16 +317,12 @@ def _ray_shard_reader(shard: Any) -> Callable[[int], Iterator[pa.Table]]:
 
 
 def _to_record_batch(table: pa.Table) -> pa.RecordBatch:
-    import pyarrow as pa  # noqa: PLC0415 - optional
-
     parts = table.combine_chunks().to_batches()
     return parts[0] if parts else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 def _cut_windows(tables: Iterator[pa.Table], rows: int) -> Iterator[pa.Table]:
     """Tables of so many rows, and the rest."""
-    import pyarrow as pa  # noqa: PLC0415 - optional
-
     held: list[pa.Table] = []
     count = 0
     for table in tables:

@@ -13,7 +13,7 @@ from farandole.data.encoding import ColumnEncoding
 from farandole.data.inputs.sources import open_source
 from farandole.data.learning import EncodingSpec, needs_encoding
 from farandole.data.prepare import prepare_source, writer_spec
-from farandole.spark.common.data.existing_data import file_format, is_prepared
+from farandole.spark.common.data.existing_data import is_prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ def use_encoded_copy(
 
         def copy_side(paths: str | list[str] | TableSnapshot, side_spec: EncodingSpec) -> Prepared:
             spec = writer_spec(sides, 0, dict(side_spec.fill), allow_nan=allow_nan)
-            rows = open_source(paths, format=file_format(paths), types=where.types or None)
+            rows = open_source(paths, format="parquet", types=where.types or None)
             return held.enter_context(prepare_source(rows, store, sides, spec, "fit", side_spec))
 
         train = copy_side(where.train, encoding_spec)

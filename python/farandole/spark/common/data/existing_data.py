@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
 from farandole.data.datasets import is_directory_path
-from farandole.data.inputs.table_snapshot import TableSnapshot
 from farandole.data.inputs.tables import find_table, is_table, open_table
 from farandole.data.loader_arguments import types_of_reader
 from farandole.stores.lease_files import LeaseFile
@@ -20,6 +19,7 @@ from farandole.stores.lease_files import LeaseFile
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from farandole.data.inputs.table_snapshot import TableSnapshot
     from farandole.stores.store import AbstractFilesystemStore
 
     Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | TableSnapshot
@@ -147,12 +147,3 @@ def is_prepared(paths: str | list[str] | TableSnapshot) -> bool:
         and is_directory_path(paths)
         and native.read_manifest(paths) is not None
     )
-
-
-def file_format(paths: str | list[str] | TableSnapshot) -> str | None:
-    """Returns the format of files that are not prepared data; `None` if the place states it.
-
-    Args:
-        paths: paths of the files.
-    """
-    return None if isinstance(paths, TableSnapshot) else "parquet"

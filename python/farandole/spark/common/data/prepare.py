@@ -17,36 +17,29 @@ reads from files: see `plan`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import pickle
 import threading
 import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import cloudpickle
-
 from farandole._native import prepare as native
 from farandole.data import prepared_directories
+from farandole.data.arrow import pa
+from farandole.data.batch_counters import count_on_executors, numbered_columns
 from farandole.data.columns import ColumnRoles, check_columns_present
-from farandole.data.datasets import is_directory_path, linked_dataset_url, open_dataset
+from farandole.data.datasets import linked_dataset_url, open_dataset
 from farandole.data.encoding import ColumnEncoding, source_columns
-from farandole.data.learning import (
-    EncodingLearner,
-    EncodingSpec,
-    needs_encoding,
-    read_encoding,
-    write_encoding,
-)
+from farandole.data.learning import EncodingSpec, learn_encoding, needs_encoding, read_encoding
 from farandole.data.prepare import PreparedData as Prepared
 from farandole.data.prepare import (
+    data_key,
     describe_prepared,
-    fill_values_as_texts,
-    nonempty_split,
     prepared_columns,
+    write_prepared_data,
     writer_spec,
 )
 from farandole.spark.common.data import plan
@@ -54,11 +47,11 @@ from farandole.spark.common.data.existing_data import ExistingDataPaths
 from farandole.spark.job.session import SparkCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
+    from farandole.data.learning import EncodingLearner
     from farandole.data.splits import ValidationSplit
     from farandole.stores.store import AbstractFilesystemStore
 
@@ -81,36 +74,8 @@ class _PreparedDataCache:
     entries: list[_PreparedEntry] = field(default_factory=list)
 
 
-class _PreparationLocks:
-    """Locks by data set: if several threads want the same data prepared, the first thread prepares
-    it and the other threads wait.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._locks: WeakValueDictionary[str, _WeakReferenceableLock] = WeakValueDictionary()
-
-    def lock_for(self, key: str) -> _WeakReferenceableLock:
-        """Returns the lock to hold during the lookup and the preparation."""
-        with self._lock:
-            return self._locks.setdefault(key, _WeakReferenceableLock())
-
-
-class _WeakReferenceableLock:
-    """A lock that can be referred to weakly."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 _PREPARED_DATA_CACHE = _PreparedDataCache()
-_PREPARATION_LOCKS = _PreparationLocks()
+_PREPARATION_LOCKS: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _SAME_ROWS_NAME: ContextVar[str | None] = ContextVar("farandole_same_rows", default=None)
 
 
@@ -188,40 +153,30 @@ def prepare_data(
     side = [] if split is None else [split.column]
     check_columns_present(ColumnRoles(tuple(side), ()), df.columns, "DataFrame")
     names = source_columns([*roles.source_columns_to_read, *side], df.columns)
-    encoding_spec = EncodingSpec.from_arguments(
-        categories, fill, roles.labels, split, ragged
-    ).with_hashed_columns(source_columns(roles.stored_columns, df.columns))
-    encoded = (
-        _EncodingPlan(encoding_spec, roles, df.schema)
-        if needs_encoding(encoding_spec, roles.stored_columns, df.columns)
-        else None
-    )
-    # mapInArrow takes no names with dots or backticks: columns travel by number, and get their
-    # names back in tasks.
-    chosen = df.select(
-        *[_quoted_column(df, name).alias(f"column{index}") for index, name in enumerate(names)]
-    )
+    encoding_spec = EncodingSpec.from_arguments(categories, fill, roles.labels, split, ragged)
+    # Columns get their names back in tasks.
+    chosen = numbered_columns(df, names)
     options = {
         **writer_spec(roles, seed, fill, allow_nan=allow_nan),
         "compress_sparse": compress_sparse,
     }
     merged = chosen.coalesce(num_processes * partitions_per_process)
+    learn_and_write = partial(_write_prepared_data, store, merged, names, options)
+    if needs_encoding(encoding_spec, roles.stored_columns, df.columns):
+        schema = _arrow_schema(df.schema, names)
+        learn = partial(_learn_on_executors, merged, names, schema, roles, encoding_spec)
+        learn_and_write = partial(learn_and_write, learn=learn, wanted=roles.source_columns_to_read)
     plan_text = plan.portable_plan_text(chosen)
     if plan_text is not None:
-        key_text = json.dumps(
-            [plan_text, options, *encoding_spec.prepared_data_key_values()], sort_keys=True
-        )
-        key = f"fit-{hashlib.sha256(key_text.encode()).hexdigest()[:32]}"
-        with _PREPARATION_LOCKS.lock_for(f"{store.prefix_path}\n{key}"):
-            directory = prepared_directories.find_prepared(
-                store, key, validates=options["validation"] is not None
+        key = data_key("fit", encoding_spec, plan_text, options)
+        with _preparation_lock(f"{store.prefix_path}\n{key}"):
+            validates = options["validation"] is not None
+            directory = prepared_directories.find_prepared(store, key, validates=validates)
+            prepared = (
+                learn_and_write(key)
+                if directory is None
+                else describe_prepared(directory, validates=validates, reused=True)
             )
-            if directory is None:
-                prepared = _write_prepared_data(store, merged, names, options, key, encoded)
-            else:
-                prepared = describe_prepared(
-                    directory, validates=options["validation"] is not None, reused=True
-                )
         with prepared:
             yield prepared
         return
@@ -229,11 +184,11 @@ def prepare_data(
     source = by_plan if by_plan is not None else _SAME_ROWS_NAME.get()
     key_text = json.dumps([options, *encoding_spec.prepared_data_key_values()], sort_keys=True)
     key = f"{source}\n{store.get_train_data_path()}\n{store.get_val_data_path()}\n{key_text}"
-    with _PREPARATION_LOCKS.lock_for(key) if source is not None else contextlib.nullcontext():
+    with _preparation_lock(key) if source is not None else contextlib.nullcontext():
         entry = None if source is None else _lookup_entry(key, None if by_plan is None else chosen)
         if entry is None:
             fingerprint = f"once-{uuid.uuid4().hex}"
-            made = _write_prepared_data(store, merged, names, options, fingerprint, encoded)
+            made = learn_and_write(fingerprint)
             entry = _PreparedEntry(key, chosen, fingerprint, made, users=1)
             with _PREPARED_DATA_CACHE.lock:
                 _PREPARED_DATA_CACHE.entries.append(entry)
@@ -248,67 +203,42 @@ def prepare_data(
             )
 
 
-@dataclass(frozen=True)
-class _EncodingPlan:
-    """Plan for rows that are encoded before they are written: the requested encoding and the roles
-    of the columns.
+def _preparation_lock(key: str) -> threading.Lock:
+    """Returns the lock of a data set, to hold during its lookup and preparation: if several threads
+    want the same data prepared, the first thread prepares it and the other threads wait.
+    """
+    with _PREPARED_DATA_CACHE.lock:
+        return _PREPARATION_LOCKS.setdefault(key, threading.Lock())
+
+
+def _learn_on_executors(
+    df: DataFrame, names: list[str], schema: pa.Schema, roles: ColumnRoles, spec: EncodingSpec
+) -> ColumnEncoding:
+    """Learns the encoding in a pass over the rows, if it is not already given.
+
+    Args:
+        df: the rows, with numbered columns.
+        names: names of these columns.
+        schema: their types.
+        roles: their roles.
+        spec: the requested encoding.
     """
 
-    spec: EncodingSpec
-    roles: ColumnRoles
-    schema: Any
+    def collect_rows(counted: DataFrame) -> list[Any]:
+        description = "farandole: learning categories and replacements of missing values"
+        return SparkCluster.from_active_session().collect_rows(counted, description)
 
-    def learn_encoding(self, df: DataFrame, names: list[str]) -> ColumnEncoding:
-        """Learns the encoding in a pass over the rows, if it is not already given.
-
-        Args:
-            df: the rows, with numbered columns.
-            names: names of these columns.
-        """
-        counted = self.spec.plan_learning(_arrow_schema(self.schema, names), self.roles)
-        known = self.spec.encoding_without_learning()
-        if known is not None:
-            return known
-        validation = self.roles.validation
-        read, split = self.spec.columns_to_read(counted, self.roles), self.spec.split
-
-        def learn_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return _learn_partition(batches, read, EncodingLearner(counted, validation, split))
-
+    def count_rows(read: list[str], start: Callable[[], EncodingLearner]) -> EncodingLearner:
         chosen = df.select(*[f"column{names.index(name)}" for name in read])
-        job_description = "farandole: learning categories and replacements of missing values"
-        whole = EncodingLearner(counted, split=split)
-        for row in SparkCluster.from_active_session().collect_rows(
-            chosen.mapInArrow(learn_batches, "error string, part binary"), job_description
-        ):
-            if row.error is not None:
-                raise ValueError(row.error)
-            whole.merge(cloudpickle.loads(row.part))
-        return self.spec.build_encoding(counted, whole)
+        return count_on_executors(chosen, read, start, collect_rows)
 
-
-def _learn_partition(
-    batches: Iterator[pa.RecordBatch], names: list[str], learner: EncodingLearner
-) -> Iterator[pa.RecordBatch]:
-    """Learns categories and values from the rows of a partition, in a Spark task."""
-    import pyarrow as pa
-
-    error = None
-    for batch in batches:
-        try:
-            if error is None:
-                learner.add(batch.rename_columns(names))
-        except ValueError as problem:
-            error = str(problem)
-    columns = [pa.array([error], pa.string()), pa.array([pickle.dumps(learner)], pa.binary())]
-    yield pa.RecordBatch.from_arrays(columns, names=["error", "part"])
+    return learn_encoding(schema, roles, spec, count_rows)
 
 
 def _arrow_schema(schema: Any, names: list[str]) -> pa.Schema:
     """Returns the Arrow types of the columns. A type that Arrow lacks is replaced by a type from
     which no encoding is learned.
     """
-    import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
 
     def arrow_type(name: str) -> pa.DataType:
@@ -326,60 +256,29 @@ def _write_prepared_data(
     names: list[str],
     options: dict[str, Any],
     key: str,
-    encoded: _EncodingPlan | None,
+    learn: Callable[[], ColumnEncoding] | None = None,
+    wanted: list[str] | None = None,
 ) -> Prepared:
-    encoding = None if encoded is None else encoded.learn_encoding(df, names)
-    if encoding is not None:
-        options = {
-            **options,
-            "fill": fill_values_as_texts(encoding.uncategorized_fill),
-            **encoding.writer_split_arguments,
-        }
-    wanted = names if encoded is None else encoded.roles.source_columns_to_read
+    encoding = None if learn is None else learn()
+    rows = _RowEncoder(names, names if wanted is None else wanted, encoding)
     resumable = not key.startswith("once")
-    directory, begun = prepared_directories.acquire_directory(store, key, resumable=resumable)
-    val_url = None if options["validation"] is None else directory.val_url
-    spec = json.dumps({**options, "train": directory.train_url, "val": val_url, "fingerprint": key})
     sources = plan.partition_sources(df) if resumable else None
-    done: dict[int, bytes] = {}
-    try:
-        if begun:
-            directory.load_finished_partitions(spec, store.prefix_path)
-            same = {
-                number
-                for number, source in enumerate(sources or [])
-                if directory.partition_sources.get(number) == source
-            }
-            done = {
-                number: part
-                for number, part in directory.finished_partitions.items()
-                if number in same
-            }
-        write_encoding(directory, encoding, validates=val_url is not None)
-        rows = _RowEncoder(names, wanted, encoding)
-        parts = _write_partitions(
-            df, rows, store, spec, _PartitionProgress(directory.train_url, done, sources)
-        )
-        other = nonempty_split(parts, options)
-        if other is not None:
-            spec = json.dumps({**json.loads(spec), "validation": other})
-            parts = _write_partitions(
-                df, rows, store, spec, _PartitionProgress(directory.train_url, {}, sources)
-            )
-        committed = json.loads(native.commit_partitions(store.prefix_path, spec, parts))
-        directory.mark_complete()
-    except ValueError:
-        directory.discard_data()
-        raise
-    except OSError:
-        (directory.delete_if_held if resumable else directory.discard_data)()
-        raise
-    except BaseException:
-        # Not discarded: tasks may still write. The next owner of the directory empties it.
-        directory.delete_if_held()
-        raise
-    return describe_prepared(
-        directory, validates=val_url is not None, dropped=committed["dropped"], resumed=len(done)
+
+    def write_partitions(
+        directory: prepared_directories.PreparedDirectory, spec: str
+    ) -> list[bytes]:
+        done = _PartitionProgress(directory.train_url, directory.finished_partitions, sources)
+        return _write_partitions(df, rows, store, spec, done)
+
+    return write_prepared_data(
+        store,
+        key,
+        options,
+        encoding,
+        write_partitions,
+        resumable=resumable,
+        sources=sources or [],
+        writers_may_outlive=True,
     )
 
 
@@ -413,11 +312,7 @@ def find_existing_data(
     ):
         raise ValueError(f"there is no training data at {paths.train}")
     train = open_dataset(paths.train, paths.types)
-    encoding = (
-        read_encoding(paths.train)
-        if isinstance(paths.train, str) and is_directory_path(paths.train)
-        else None
-    )
+    encoding = read_encoding(train.url) if train.is_prepared else None
     columns = prepared_columns(
         ((one.name, one.dtype, one.shape) for one in train.columns), encoding
     )
@@ -470,10 +365,6 @@ def _forget_entries(entries: list[_PreparedEntry]) -> None:
 
 def _is_same_frame(first: DataFrame, second: DataFrame) -> bool:
     return first.sparkSession is second.sparkSession and first.sameSemantics(second)
-
-
-def _quoted_column(df: DataFrame, name: str) -> Any:
-    return df["`" + name.replace("`", "``") + "`"]
 
 
 @dataclass(frozen=True)
@@ -551,7 +442,6 @@ def write_partition(
         One row of (partition, error or null, whether the store failed, argument of
         `commit_partitions`).
     """
-    import pyarrow as pa
     from pyspark import TaskContext
 
     context = TaskContext.get()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The rows that a training process reads, and the way it reads them, for the estimators of all
-frameworks.
+"""The data of a training process, for the estimators of all frameworks: its rows, how they are
+read, and the rows with which a model and a loss are tried.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from farandole.data.columns import PreparedColumn
+from farandole.data.loader_arguments import values_by_column
 from farandole.spark.common.data.source import BatchSource, MissingValuePolicy, sample_rows
 from farandole.spark.common.transform import UserTransformation
 
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 _Source = TypeVar("_Source", bound=BatchSource)
 
 EXAMPLE_ROWS = 2
-"""Rows of an example, with which a model is tried."""
+"""Rows of the example with which a model is tried."""
 PROBE_PART_ROWS = (3, 20, 9) * 8
-"""Rows of the parts on which a loss is tried. They are drawn from the whole data set, so that they
-contain labels that only a few rows have. The parts are small, because the loss of a part with most
-of the rows is close to the loss of all rows, for any loss.
+"""Number of rows of each part on which a loss is tried. The rows are drawn from the whole data set,
+so that they contain labels that only a few rows have. The parts are small: the loss of a part that
+has most of the rows is close to the loss of all rows, for any loss.
 """
 
 
@@ -70,11 +71,11 @@ class TrainingDataSpec:
         """Creates the user's data module with the arguments of Horovod's data modules.
 
         Args:
-            kind: its class.
+            kind: class of the module.
             epochs: number of epochs of the run.
             transformation: the user's transformation, or `None`.
             rank: this process.
-            size: processes.
+            size: number of processes.
             steps: number of steps of an epoch, in training and in validation.
         """
         return kind(
@@ -100,11 +101,13 @@ class TrainingDataSpec:
     def open_sources(
         self, kind: type[_Source], casts: dict[str, str | None], **more: Any
     ) -> tuple[_Source, _Source | None]:
-        """Returns the sources of training and validation rows.
+        """Returns the sources of training and validation rows; the second is `None` if there are no
+        validation rows.
 
         Args:
             kind: class of the sources.
-            casts: columns to read, and the types that the reader casts them to.
+            casts: columns to read, and the type to which the reader converts each of them; `None`
+                leaves the type.
             **more: further arguments of the class, such as `rank` and `size`.
         """
 
@@ -127,15 +130,15 @@ class TrainingDataSpec:
         )
         if self.val_url is None:
             return train, None
-        # The order does not matter: sums over rows are the same. If shuffled, each byte is read
-        # once.
+        # Sums over rows do not depend on the order. In the order of the files, every process would
+        # read all of them; shuffled, all processes together read each byte once.
         return train, open_source(self.val_url, self.val_batch_size, self.val_threads, shuffle=True)
 
     def read_probe_parts(
         self, transformation: Any, convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
     ) -> list[ProbePart]:
-        """Returns rows from all parts of the data, on which a loss is tried, and then the parts of
-        these rows.
+        """Returns the rows on which a loss is tried, which come from all parts of the data: first
+        all of them, then one part after the other.
 
         Args:
             transformation: the user's transformation of rows, or `None`.
@@ -156,7 +159,7 @@ class TrainingDataSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """The description of a run for its training processes: the parts of all frameworks."""
+    """The parts of a run's description for training processes that all frameworks have."""
 
     objects: bytes
     """The user's objects, pickled."""
@@ -167,7 +170,9 @@ class TrainingJob:
     """Column of the weights of rows."""
 
     def file_paths(self) -> dict[str, str]:
-        """Returns the paths of the run's files, if it has files."""
+        """Returns the paths of the run's data and files, by kind; a kind without a path is left
+        out.
+        """
         run, filename = self.store.checkpoint_path, self.store.checkpoint_filename
         named = {
             "training data": self.data.train_url,
@@ -179,7 +184,7 @@ class TrainingJob:
 
 
 class ProbePart(NamedTuple):
-    """Some rows on which a loss is tried: arrays or tensors by column, and the number of rows."""
+    """Rows on which a loss is tried: arrays or tensors by column, and the number of rows."""
 
     columns: dict[str, Any]
     rows: int
@@ -194,10 +199,10 @@ def training_data_spec(
     """Returns the rows that a process reads, and the way it reads them.
 
     Args:
-        estimator: whose parameters count.
+        estimator: the estimator, for its parameters.
         prepared: the data.
         columns: columns that are read.
-        unseeded: seed of the order where the estimator has none; `None` draws one.
+        unseeded: seed of the order if the estimator has none; `None` draws one.
     """
     seed = estimator.getRandomSeed()
     if seed is None:
@@ -227,30 +232,23 @@ def missing_value_policy(estimator: EstimatorParams, prepared: PreparedData) -> 
 
     Args:
         estimator: the estimator, for its parameters.
-        prepared: the data. If a fit prepared it, missing values were replaced at that time.
+        prepared: the data. If this fit prepared it, its missing values are replaced already.
     """
-    fill = estimator.getFill()
-    given = (
-        {}
-        if fill is None or prepared.place is not None
-        else fill
-        if isinstance(fill, dict)
-        else {"*": fill}
-    )
+    given = {} if prepared.place is not None else values_by_column(estimator.getFill())
     numbers: dict[str, float] = {}
     for name, value in given.items():
-        # Only a number can fill a column of numbers. Otherwise the nulls are reported when they are
-        # read.
+        # Only a number can fill a column of numbers. With another value, reading the column reports
+        # its nulls.
         with contextlib.suppress(ValueError):
             numbers[name] = float(value)
     return MissingValuePolicy(numbers, estimator.getAllowNan())
 
 
 def create_transformation(estimator: EstimatorParams) -> UserTransformation | None:
-    """Returns the changes of rows before the model gets them.
+    """Returns the user's transformation of rows, or `None`.
 
     Args:
-        estimator: whose parameters count.
+        estimator: the estimator, for its parameters.
     """
     function = estimator.getTransformationFn()
     if function is None:
@@ -268,7 +266,7 @@ def read_example_rows(
     """Returns `EXAMPLE_ROWS` rows as training processes will see them, arrays by column.
 
     Args:
-        estimator: whose parameters count.
+        estimator: the estimator, for its parameters.
         prepared: the data.
         names: columns that are read.
         transformation: the user's transformation of rows, or `None`.
@@ -282,14 +280,15 @@ def read_example_rows(
 def array_columns(
     arrays: Mapping[str, Any], names: Sequence[str] = ()
 ) -> dict[str, PreparedColumn]:
-    """Returns the columns that arrays belong to, of which a transformation may have made some.
+    """Returns the columns that a model gets, by arrays of some rows; a transformation may have made
+    some of them.
 
     Args:
-        arrays: some rows.
+        arrays: some rows, by column.
         names: columns that are needed.
 
     Raises:
-        ValueError: the transformation leaves out a column that is needed.
+        ValueError: the transformation does not return a column that is needed.
     """
     lacking = [name for name in names if name not in arrays]
     if lacking:

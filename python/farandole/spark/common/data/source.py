@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from farandole._native.reader import Dataset, Reader
-from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, object_array
+from farandole.data.arrays import VARIABLE_WIDTH_DTYPES, batch_converter
 from farandole.data.memory import (
     MemoryReservation,
     cache_directory,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, npt.NDArray[Any]]
 
+_batch_to_arrays = batch_converter("numpy")
 _SAMPLED_BATCHES = 16
 """Batches from which `sample_rows` draws spread rows."""
 
@@ -139,10 +140,8 @@ class BatchSource:
         fixed: bool = False,
     ) -> None:
         missing = missing or MissingValuePolicy()
-        self._ragged = dict(ragged or {})
-        self._nested = [
-            name for name in columns if name in self._ragged and self._ragged[name].nested
-        ]
+        self._ragged = {name: one for name, one in (ragged or {}).items() if name in columns}
+        self._nested = [name for name, one in self._ragged.items() if one.nested]
         fixed = fixed or (in_memory and not moves)
         with explain_unreadable_data(url):
             dataset = Dataset.open_url(url)
@@ -164,11 +163,7 @@ class BatchSource:
                 },
                 fill=dict(missing.fill) or None,
                 allow_nan=missing.allow_nan,
-                pad={
-                    name: self._ragged[name].reader_padding(fixed=fixed)
-                    for name in columns
-                    if name in self._ragged
-                }
+                pad={name: one.reader_padding(fixed=fixed) for name, one in self._ragged.items()}
                 or None,
                 cache=cache_directory(dataset, list(columns)) if in_memory and moves else None,
             )
@@ -176,11 +171,8 @@ class BatchSource:
             raise ValueError(
                 f"a transformation_fn takes no nested columns: {', '.join(self._nested)}"
             )
-        texts = [
-            column.name
-            for column in self._reader.columns
-            if column.dtype in VARIABLE_WIDTH_DTYPES and column.name not in self._ragged
-        ]
+        self._fields = [one for one in self._reader.columns if one.name not in self._ragged]
+        texts = [one.name for one in self._fields if one.dtype in VARIABLE_WIDTH_DTYPES]
         if texts and transformation is None:
             raise ValueError(
                 "tensors cannot hold strings: a transformation_fn can make numbers of "
@@ -230,7 +222,7 @@ class BatchSource:
         passes, if any.
         """
         whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
-        first = self._start_position.steps + max(1, -(-remaining_rows // whole)) - 1
+        first = self.steps_until_end() - 1
         found = [first] if (remaining_rows - 1) % whole < self._rank and first < steps else []
         if (self.total - 1) % whole < self._rank:
             found += range(first + self.steps, steps, self.steps)
@@ -249,10 +241,8 @@ class BatchSource:
         """Returns the steps of an epoch of one pass, including the steps before the position where
         this epoch continues.
         """
-        whole = self._size * self._batch_size
-        return self._start_position.steps + max(
-            1, -(-(self.total - self._start_position.row) // whole)
-        )
+        position = self._start_position
+        return position.steps + max(1, self._reader.step_count(position.row))
 
     def position_after_steps(self, number: int, steps: int) -> EpochPosition:
         """Returns the position of all processes after some steps of an epoch.
@@ -314,7 +304,10 @@ class BatchSource:
         continues up to `steps`.
         """
         whole, remaining_rows = self._size * self._batch_size, self.total - self._start_position.row
-        done, first = steps - self._start_position.steps, -(-remaining_rows // whole)
+        done, first = (
+            steps - self._start_position.steps,
+            self._reader.step_count(self._start_position.row),
+        )
         if done <= first:
             return min(done * whole, remaining_rows)
         passes, rest = divmod(done - first, self.steps)
@@ -355,17 +348,14 @@ class BatchSource:
 
     def _convert_batch(self, batch: Batch) -> SourceBatch:
         count = max(self._min_rows, batch.valid_rows)
-        arrays = {name: self._column_values(batch, name)[:count] for name in self._names}
+        columns = _batch_to_arrays(batch, self._fields, None)
+        columns |= {name: one.read_padded(batch, name) for name, one in self._ragged.items()}
+        arrays = {name: columns[name][:count] for name in self._names}
         for name in self._nested:
             arrays[lengths_column(name)] = self._ragged[name].row_lengths(batch, name)[:count]
         if self._transformation is not None:
             arrays = self._transformation(arrays)
         return SourceBatch(arrays, count, batch.valid_rows)
-
-    def _column_values(self, batch: Batch, name: str) -> npt.NDArray[Any]:
-        if name in self._ragged:
-            return self._ragged[name].read_padded(batch, name)
-        return column_array(batch, name)
 
     def _batches_from_memory(self, number: int) -> Generator[SourceBatch]:
         if not self._shuffle:
@@ -429,17 +419,3 @@ def sample_rows(
 
 def _column_bytes(rows: SourceBatch) -> int:
     return sum(values.nbytes for values in rows.columns.values())
-
-
-def column_array(batch: Batch, name: str) -> npt.NDArray[Any]:
-    """Returns a column of a batch, in the batch's own memory, which lives as long as the array; of
-    texts, a copy.
-
-    Args:
-        batch: batch of the native reader.
-        name: name of the column.
-    """
-    column = batch.column(name)
-    if column.dtype in VARIABLE_WIDTH_DTYPES:
-        return object_array(batch, name, column.dtype)
-    return np.frombuffer(memoryview(column), dtype=column.dtype).reshape(column.shape)

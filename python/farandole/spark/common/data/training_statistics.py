@@ -11,7 +11,7 @@ from farandole.data.datasets import is_directory_path
 from farandole.data.encoding import source_columns
 from farandole.data.inputs.sources import open_source
 from farandole.data.statistics import load_or_compute_statistics, read_statistics, statistics_of
-from farandole.spark.common.data.existing_data import file_format, is_prepared
+from farandole.spark.common.data.existing_data import is_prepared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ def with_stored_statistics(
                 f"the data at {paths} was prepared without statistics: pass statistics=True to "
                 "prepare_data, too"
             )
-        source = open_source(paths, format=file_format(paths))
+        source = open_source(paths, format="parquet")
         return statistics_of(
             source, source_columns([*roles.features, *roles.labels], source.schema.names)
         )

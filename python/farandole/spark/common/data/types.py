@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.data.arrow import pa
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import pyarrow as pa
     from pyspark.sql.types import StructType
 
 _SCALAR_TYPES = {
@@ -89,7 +90,6 @@ def data_type_to_numpy(dtype: Any) -> type:
 
 def pyarrow_to_spark_data_type(dtype: pa.DataType) -> type:
     """Returns the class of Spark's types for a type of Arrow's; lists are dense vectors."""
-    import pyarrow as pa
     from pyspark.ml.linalg import DenseVector
     from pyspark.sql.pandas.types import from_arrow_type
 

@@ -174,8 +174,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         from farandole.spark.common.model.evaluation import empty_sums
         from farandole.spark.common.model.importance import column_importances, permutation_task
 
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise ValueError(f"repeats must be a whole number, 1 or more: {repeats!r}")
+        repeats = check.whole_number("repeats", repeats)
         self._check_feature_columns(df)
         form, label = self._require_output_form("importance"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds(), by_score=metric == "area_under_roc")

@@ -21,13 +21,13 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types
 
 from farandole.common import check
+from farandole.data.arrow import pa, pc
 from farandole.spark.common.parameter import DeclaredParams, Parameter, accessors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
 
     Array = npt.NDArray[Any]
 
@@ -171,8 +171,6 @@ class AddedClassColumns:
             batch: the rows.
             output: of the model, (rows, elements).
         """
-        import pyarrow as pa
-
         from farandole.spark.common.model.arrow import to_spark_vectors
 
         found: list[pa.Array] = []
@@ -201,18 +199,14 @@ class AddedClassColumns:
 
     def _label_index(self, batch: pa.RecordBatch) -> Any:
         """Returns the label as the index of its class; null where it is missing or no class."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         from farandole.data.encoding import normalize_categories
 
-        compute: Any = pc
         if self.label is None:
             return pa.nulls(batch.num_rows, pa.float64())
         column = batch.column(self.label)
         if self.indexed:
             column = normalize_categories(column, "label")
-            column = compute.index_in(column, value_set=pa.array(self.classes, column.type))
+            column = pc.index_in(column, value_set=pa.array(self.classes, column.type))
         return column.cast(pa.float64())
 
 

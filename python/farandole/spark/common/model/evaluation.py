@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.data.arrow import pa
 from farandole.spark.common.model.classes import class_scores, predict_classes
 
 if TYPE_CHECKING:
@@ -286,8 +287,6 @@ def evaluation_task(predictor: Any, label: Any, start: ClassSums | ValueSums) ->
 
     def measure_batches(batches: Iterator[Any]) -> Iterator[Any]:
         import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
-
-        import pyarrow as pa  # noqa: PLC0415
 
         found = deepcopy(start)
         for batch in batches:

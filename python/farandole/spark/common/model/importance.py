@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from farandole.data.arrow import pa
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    import pyarrow as pa
 
     from farandole.spark.common.model.evaluation import ClassSums, ValueSums
 
@@ -46,8 +46,6 @@ def permutation_task(
     def measure_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
 
-        import pyarrow as pa  # noqa: PLC0415
-
         found = {
             key: deepcopy(start)
             for key in [None, *((one, seed) for one in columns for seed in seeds)]
@@ -70,8 +68,6 @@ def permutation_task(
 
 def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
     """Batches put together, with the rows of the largest."""
-    import pyarrow as pa  # noqa: PLC0415 - as above
-
     held: list[pa.RecordBatch] = []
     for batch in batches:
         if batch.num_rows:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from farandole.data.arrow import pa
 from farandole.spark.common.model.outputs import rename_columns_to_numbers
 from farandole.stores import durable
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
     from farandole.spark.common.model.base import FarandoleModel
@@ -114,8 +114,6 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
     Raises:
         ValueError: there is no row, or the model does not take the columns.
     """
-    import pyarrow as pa
-
     from farandole.spark.job.session import SparkCluster
 
     model._check_feature_columns(rows)
@@ -135,8 +133,6 @@ def collect_check_rows(model: FarandoleModel, rows: DataFrame) -> pa.RecordBatch
 
 def _pack_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields each batch as bytes, because Spark's own rows would make Python objects of vectors."""
-    import pyarrow as pa
-
     for batch in batches:
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:

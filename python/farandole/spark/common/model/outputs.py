@@ -13,11 +13,12 @@ import numpy as np
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types
 
+from farandole.data.arrow import pa
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
     from pyspark.sql import DataFrame
 
     Batches = Iterator[pa.RecordBatch]
@@ -159,8 +160,6 @@ def prediction_column(values: npt.NDArray[Any], kind: str) -> pa.Array:
         values: shape (rows, elements).
         kind: `vector`, or NumPy's name of a number; integers are rounded, halves to even.
     """
-    import pyarrow as pa
-
     from farandole.spark.common.model.arrow import to_spark_vectors
 
     if kind == "vector":

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from farandole.data.arrow import pa
 from farandole.data.encoding import ColumnEncoding
 from farandole.spark.job.connect_artifacts import PrestagedFile
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy.typing as npt
-    import pyarrow as pa
 
     from farandole.spark.common.model.classes import AddedClassColumns
     from farandole.spark.common.transform import UserTransformation
@@ -104,8 +104,6 @@ class BatchPredictor(ABC):
         Args:
             batches: with the feature columns and any others.
         """
-        import pyarrow as pa
-
         from farandole.spark.common.model.outputs import prediction_column
 
         for batch in batches:
@@ -128,8 +126,6 @@ class BatchPredictor(ABC):
         Args:
             batches: with the feature columns.
         """
-        import pyarrow as pa
-
         found = False
         for batch in batches:  # to their end, or Spark would not use this worker again
             if batch.num_rows and not found:
