@@ -67,4 +67,4 @@ pub use communicator::{
 };
 pub use crossover::{AllreduceAlgorithm, CrossoverTable};
 pub use error::{Error, Result};
-pub use host::{HostCommunicator, program};
+pub use host::{HostCommunicator, simulation};

@@ -212,7 +212,7 @@ pub(crate) fn fallback_warning(links: &[(Rank, String)]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use farandole_collectives::program::{AllreducePlan, ProgramAction};
+    use farandole_collectives::simulation::{AllreducePlan, MemberAction};
     use farandole_world::{Generation, HostHash, TaskId, TaskPlacement, assign_ranks};
 
     use super::*;
@@ -398,10 +398,23 @@ mod tests {
         let places = world.machine_numbers();
         let config = Config::read(|_| None, &BTreeMap::new()).unwrap();
         let (rules, ring) = (rules.parse().unwrap(), world_ring_bytes(&world, &config));
-        let plans: Vec<AllreducePlan> = bytes
-            .iter()
-            .map(|bytes| AllreducePlan::new(&places, *bytes, 1, ring, &rules).unwrap())
-            .collect();
+        let mut partners = vec![BTreeSet::new(); size];
+        for bytes in bytes {
+            let plan = AllreducePlan::new(&places, *bytes, ring, &rules).unwrap();
+            let mut allreduce = plan.start_on_all_members().unwrap();
+            while allreduce.pending_count() > 0 {
+                for from in 0..size {
+                    for action in allreduce.poll_member(from).unwrap() {
+                        if let MemberAction::Send(transfer) = action {
+                            let to = transfer.member as usize;
+                            allreduce.deliver_bytes(from, to, transfer.bytes);
+                            partners[from].insert(to);
+                            partners[to].insert(from);
+                        }
+                    }
+                }
+            }
+        }
         let parents = farandole_engine::control_plane_model::control_parents(&world, &members);
         let machines: Vec<&str> = world.seats.iter().map(|seat| seat.host.machine_name()).collect();
         let sockets = |own: &Rank| {
@@ -411,16 +424,7 @@ mod tests {
                 .map(Rank::index)
                 .filter(is_far)
                 .collect();
-            for plan in &plans {
-                let program = plan.member_program(own.index());
-                let peers = program.actions().filter_map(|action| match action {
-                    ProgramAction::Send(transfer) | ProgramAction::Receive(transfer) => {
-                        Some(transfer.member as usize)
-                    }
-                    ProgramAction::Reduce { .. } => None,
-                });
-                data.extend(peers.filter(is_far));
-            }
+            data.extend(partners[own.index()].iter().copied().filter(is_far));
             let distances = std::iter::successors(Some(1), |distance| Some(distance * 2));
             let barrier = distances.take_while(|distance| *distance < size);
             let tokens = barrier.flat_map(|distance| [distance, size - distance]);

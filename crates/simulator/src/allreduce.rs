@@ -6,15 +6,13 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use farandole_collectives::program::AllreducePlan;
+use farandole_collectives::simulation::{AllreducePlan, MemberAction, SimulatedAllreduce};
 use farandole_collectives::{AllreduceAlgorithm, CrossoverTable};
 use farandole_config::Config;
 
-use crate::events::{SimulationInput, run_simulation};
+use crate::events::{SimulationInput, SimulationOutcome, run_simulation};
 use crate::{Error, Result, SimulatedCluster};
 
-/// Bytes of a partial sum for each byte of `float32`.
-const PARTIAL_SUM_WIDTH: usize = 1;
 /// Messages up to which every rank is simulated where one host could stand for all.
 const MAX_MESSAGES_BEFORE_FOLDING: u64 = 60_000;
 /// Messages up to which every rank is simulated.
@@ -29,7 +27,7 @@ pub struct AllreduceEstimate {
     pub time: Duration,
     /// The algorithm; `None` for one rank.
     pub algorithm: Option<AllreduceAlgorithm>,
-    /// Bytes that a host sends to others; the mean where they differ.
+    /// Bytes that a host sends to others; the mean where they differ, if all were simulated.
     pub sent_by_host: u64,
     /// Messages between hosts.
     pub messages: u64,
@@ -91,14 +89,8 @@ impl<'a> AllreduceSimulator<'a> {
             expected: "enough for a chunk",
             value: self.capacity.to_string(),
         };
-        AllreducePlan::new(
-            &self.rank_hosts,
-            bytes,
-            PARTIAL_SUM_WIDTH,
-            self.capacity,
-            &self.crossover,
-        )
-        .ok_or_else(too_small)
+        AllreducePlan::new(&self.rank_hosts, bytes, self.capacity, &self.crossover)
+            .ok_or_else(too_small)
     }
 
     /// Simulates an allreduce.
@@ -134,14 +126,7 @@ impl<'a> AllreduceSimulator<'a> {
         if messages > MAX_SIMULATED_MESSAGES {
             return Err(Error::Messages { bytes, messages, most: MAX_SIMULATED_MESSAGES });
         }
-        let scene = SimulationInput {
-            cluster: self.cluster,
-            programs: (0..plan.member_count()).map(|member| plan.member_program(member)).collect(),
-            rank_hosts: self.rank_hosts.clone(),
-            first_slow_host: self.cluster.hosts - self.cluster.stragglers,
-            folded: false,
-        };
-        let outcome = run_simulation(&scene)?;
+        let outcome = self.run(plan.start_on_all_members()?, false, |_, _| {})?;
         Ok(AllreduceEstimate {
             bytes,
             time: Duration::from_secs_f64(outcome.seconds),
@@ -152,21 +137,12 @@ impl<'a> AllreduceSimulator<'a> {
         })
     }
 
-    /// Simulates one host, which stands for all: the slowest, if there are stragglers.
+    /// Simulates the last host, which stands for all: a slow one, if there are stragglers.
     ///
     /// # Errors
     /// `Stuck`.
     pub fn simulate_one_host(&self, bytes: u64, plan: &AllreducePlan) -> Result<AllreduceEstimate> {
-        let members = plan.folded_member_count();
-        let scene = SimulationInput {
-            cluster: self.cluster,
-            programs: (0..members).map(|member| plan.folded_program(member)).collect(),
-            rank_hosts: vec![0; members],
-            // Host 0 is the only one: it is slow if any host is.
-            first_slow_host: u32::from(self.cluster.stragglers == 0),
-            folded: true,
-        };
-        let outcome = run_simulation(&scene)?;
+        let outcome = self.run(plan.start_on_last_host()?, true, |_, _| {})?;
         Ok(AllreduceEstimate {
             bytes,
             time: Duration::from_secs_f64(outcome.seconds),
@@ -176,5 +152,24 @@ impl<'a> AllreduceSimulator<'a> {
             messages: outcome.messages * u64::from(self.cluster.hosts),
             folded: true,
         })
+    }
+
+    /// Returns the actions of every rank, in the order in which it takes them on this cluster.
+    pub(crate) fn record_every_rank(&self, plan: &AllreducePlan) -> Result<Vec<Vec<MemberAction>>> {
+        let mut actions = vec![Vec::new(); plan.member_count()];
+        self.run(plan.start_on_all_members()?, false, |rank, polled| {
+            actions[rank as usize].extend_from_slice(polled);
+        })?;
+        Ok(actions)
+    }
+
+    fn run(
+        &self,
+        allreduce: SimulatedAllreduce,
+        folded: bool,
+        see: impl FnMut(u32, &[MemberAction]),
+    ) -> Result<SimulationOutcome> {
+        let (cluster, rank_hosts) = (self.cluster, &self.rank_hosts[..]);
+        run_simulation(&mut SimulationInput { cluster, allreduce, rank_hosts, folded }, see)
     }
 }

@@ -33,11 +33,14 @@ pub enum Error {
         most: u64,
     },
     /// A schedule came to a stop: a mistake in this crate.
-    #[error("the simulated schedule stopped with {left} steps left")]
+    #[error("the simulated schedule stopped with {left} ranks that were not done")]
     Stuck {
-        /// Steps that were not done.
+        /// Ranks that were not done.
         left: usize,
     },
+    /// A simulated job failed: a mistake in this crate, because its links cannot break.
+    #[error(transparent)]
+    Job(#[from] farandole_collectives::Error),
     /// A setting cannot be read.
     #[error(transparent)]
     Config(#[from] farandole_config::KnobError),
@@ -51,7 +54,7 @@ impl Error {
     pub fn fault(&self) -> FaultOrigin {
         match self {
             Self::Cluster { .. } | Self::Messages { .. } | Self::Config(_) => FaultOrigin::Usage,
-            Self::Stuck { .. } => FaultOrigin::Bug,
+            Self::Stuck { .. } | Self::Job(_) => FaultOrigin::Bug,
             Self::Write(_) => FaultOrigin::Environment,
         }
     }

@@ -14,12 +14,14 @@
 //! ```
 //!
 //! `calc` is in nanoseconds of a core that copies at the cluster's rate. The tag of a message is
-//! its number among those from one rank to another, as links keep their order.
+//! its number among those from one rank to another, as links keep their order. Every step requires
+//! the one before: this is the order in which the rank takes them on the simulated cluster.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::io::Write;
 
-use farandole_collectives::program::{CollectiveProgram, ProgramAction};
+use farandole_collectives::simulation::{MemberAction, MemberTransfer};
 
 use crate::events::bytes_to_f64;
 use crate::{AllreduceSimulator, Error, Result};
@@ -42,51 +44,69 @@ pub fn write_goal_schedule(
         return Err(Error::Messages { bytes, messages, most: MAX_WRITTEN_MESSAGES });
     }
     writeln!(out, "num_ranks {}", plan.member_count())?;
-    for rank in 0..plan.member_count() {
+    let ranks = collective.record_every_rank(&plan)?;
+    let mut messages: HashMap<(u32, u32), VecDeque<u64>> = HashMap::new();
+    for (rank, actions) in (0..).zip(&ranks) {
+        for action in actions {
+            if let MemberAction::Send(transfer) = action {
+                messages.entry((rank, transfer.member)).or_default().push_back(transfer.bytes);
+            }
+        }
+    }
+    for (rank, actions) in (0..).zip(&ranks) {
         writeln!(out, "\nrank {rank} {{")?;
-        write_rank_steps(out, &plan.member_program(rank), collective.cluster().copy_rate)?;
+        let mut steps = RankSteps { out: &mut *out, count: 0 };
+        let (mut sent, mut received) = (HashMap::new(), HashMap::new());
+        for action in actions {
+            match action {
+                MemberAction::Send(MemberTransfer { member, bytes, .. }) => {
+                    let tag = next_number(sent.entry(*member).or_default());
+                    steps.write(format_args!("send {bytes}b to {member} tag {tag}"))?;
+                }
+                MemberAction::Receive(MemberTransfer { member, bytes, .. }) => {
+                    // A rank may take a message in pieces, or several messages at once.
+                    let (count, ahead): &mut (u32, u64) = received.entry(*member).or_default();
+                    while *ahead < *bytes
+                        && let Some(message) =
+                            messages.get_mut(&(*member, rank)).and_then(VecDeque::pop_front)
+                    {
+                        let tag = next_number(count);
+                        steps.write(format_args!("recv {message}b from {member} tag {tag}"))?;
+                        *ahead += message;
+                    }
+                    *ahead = ahead.saturating_sub(*bytes);
+                }
+                MemberAction::Reduce { bytes } => {
+                    // Like `NetworkModel::reduce_cost`, so that both simulators use the same time.
+                    let seconds = bytes_to_f64(*bytes) / 2.0 / collective.cluster().copy_rate;
+                    steps.write(format_args!("calc {:.0}", seconds * 1e9))?;
+                }
+            }
+        }
         writeln!(out, "}}")?;
     }
     Ok(())
 }
 
-fn write_rank_steps(
-    out: &mut dyn Write,
-    program: &CollectiveProgram,
-    copy_rate: f64,
-) -> Result<()> {
-    let (mut sent, mut received) = (HashMap::new(), HashMap::new());
-    let next = |numbers: &mut HashMap<u32, u32>, member: u32| {
-        let number = numbers.entry(member).or_default();
-        *number += 1;
-        *number - 1
-    };
-    for (step, action) in program.actions().enumerate() {
-        match action {
-            ProgramAction::Send(transfer) => {
-                let tag = next(&mut sent, transfer.member);
-                writeln!(
-                    out,
-                    "l{step}: send {}b to {} tag {tag}",
-                    transfer.bytes, transfer.member
-                )?;
-            }
-            ProgramAction::Receive(transfer) => {
-                let tag = next(&mut received, transfer.member);
-                writeln!(
-                    out,
-                    "l{step}: recv {}b from {} tag {tag}",
-                    transfer.bytes, transfer.member
-                )?;
-            }
-            ProgramAction::Reduce { bytes } => {
-                // Like `NetworkModel::reduce_cost`, so that both simulators use the same time.
-                writeln!(out, "l{step}: calc {:.0}", bytes_to_f64(bytes) / 2.0 / copy_rate * 1e9)?;
-            }
+/// Steps of a rank.
+struct RankSteps<'a> {
+    out: &'a mut dyn Write,
+    count: u64,
+}
+
+impl RankSteps<'_> {
+    /// Writes a step that requires the one before.
+    fn write(&mut self, step: fmt::Arguments<'_>) -> Result<()> {
+        writeln!(self.out, "l{}: {step}", self.count)?;
+        if let Some(before) = self.count.checked_sub(1) {
+            writeln!(self.out, "l{} requires l{before}", self.count)?;
         }
-        for before in program.dependencies_of(step) {
-            writeln!(out, "l{step} requires l{before}")?;
-        }
+        self.count += 1;
+        Ok(())
     }
-    Ok(())
+}
+
+fn next_number(count: &mut u32) -> u32 {
+    *count += 1;
+    *count - 1
 }

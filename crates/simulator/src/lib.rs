@@ -5,13 +5,13 @@
 //! training step.
 //!
 //! Owns a model of hosts and their network. The simulated messages come from the code that runs in
-//! a job: the schedules of `collectives`, the tree and the fusion of `engine`, the membership of
+//! a job: the algorithms of `collectives`, the tree and the fusion of `engine`, the membership of
 //! `registrar`, the ring sizes of `session`. The crate opens no socket and reads no clock: the same
 //! input has the same result.
 //!
 //! ```text
 //! SimulatedCluster                 hosts, ranks, bandwidth, latency, loss, stragglers
-//!    |-- AllreduceSimulator        schedules of `collectives` -> events over cores, memory, interfaces
+//!    |-- AllreduceSimulator        jobs of `collectives` -> events over cores, memory, interfaces
 //!    |-- StepEstimate              layers of a model -> tree, fusion -> allreduces, backward pass
 //!    |-- FormationEstimate         membership -> calls, answers, dialled links
 //!    `-- goal_format               the steps in the GOAL format
@@ -20,7 +20,7 @@
 //! `docs/user-guide/simulate.md` lists the modelled effects and the omitted ones.
 //!
 //! Invariants:
-//! - `SM-1`: every byte that a schedule sends arrives once, and is counted once.
+//! - `SM-1`: every byte that a job sends arrives once, and is counted once.
 //! - `SM-2`: nothing gets faster by less bandwidth, more latency, slower cores or a straggler;
 //!   within an algorithm, nothing by more bytes.
 //! - `SM-3`: the same input has the same result.

@@ -47,11 +47,10 @@ impl NetworkModel {
         StepCost { core: bytes / 2.0 / self.cluster.copy_rate, memory: bytes / 2.0 }
     }
 
-    /// Returns the cost of sending or receiving messages between hosts: the kernel copies, and the
+    /// Returns the cost of sending or receiving a message between hosts: the kernel copies, and the
     /// interface reads or writes memory.
-    pub(crate) fn socket_cost(&self, bytes: f64, messages: f64) -> StepCost {
-        let core = bytes / self.cluster.socket_rate
-            + messages * self.cluster.message_cpu_time.as_secs_f64();
+    pub(crate) fn socket_cost(&self, bytes: f64) -> StepCost {
+        let core = bytes / self.cluster.socket_rate + self.cluster.message_cpu_time.as_secs_f64();
         StepCost { core, memory: bytes }
     }
 
@@ -86,15 +85,15 @@ impl NetworkModel {
 
     /// Returns the delay of a message whose packets were lost; `chance` is a random number from 0
     /// to 1 for the message.
-    pub(crate) fn retransmission_delay(&self, bytes: f64, messages: f64, chance: f64) -> f64 {
+    pub(crate) fn retransmission_delay(&self, bytes: f64, chance: f64) -> f64 {
         let arrives = 1.0 - self.cluster.loss;
         if arrives >= 1.0 {
             return 0.0;
         }
-        let packets = (bytes / self.cluster.segment_payload()).ceil().max(messages);
-        if chance < 1.0 - arrives.powf(messages) {
+        let packets = (bytes / self.cluster.segment_payload()).ceil().max(1.0);
+        if chance < 1.0 - arrives {
             // No packet after the last one would show its loss.
-            if packets > messages {
+            if packets > 1.0 {
                 LOSS_PROBE_SECONDS + 4.0 * self.cluster.latency.as_secs_f64()
             } else {
                 RETRANSMISSION_TIMEOUT_SECONDS
@@ -142,9 +141,7 @@ mod tests {
         let network = NetworkModel::new(&cluster, 2);
         let late = |bytes: f64| {
             (0..20_000)
-                .filter(|message| {
-                    network.retransmission_delay(bytes, 1.0, loss_draw(*message)) > 0.0
-                })
+                .filter(|message| network.retransmission_delay(bytes, loss_draw(*message)) > 0.0)
                 .count()
         };
         assert!((150..250).contains(&late(100.0)), "{}", late(100.0));

@@ -70,6 +70,12 @@ pub trait LinkSender: Send {
         false
     }
 
+    /// Returns true for a link of a simulation: the bytes of its windows have no meaning, so nobody
+    /// needs to fill them.
+    fn is_simulated(&self) -> bool {
+        false
+    }
+
     /// Starts to open a link that is opened at its first use, if this has not started yet. Does
     /// nothing for other links, because they are already open.
     fn request_open(&mut self) {}
@@ -95,6 +101,11 @@ pub trait LinkReceiver: Send {
     /// # Errors
     /// `PeerLost` when the peer is gone.
     fn release(&mut self, bytes: usize) -> Result<()>;
+
+    /// Returns true for a link of a simulation, like [`LinkSender::is_simulated`].
+    fn is_simulated(&self) -> bool {
+        false
+    }
 }
 
 /// Both halves of a link to one peer.

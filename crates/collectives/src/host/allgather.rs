@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use farandole_kernels::GatherList;
 use farandole_transport::PACKET_PAYLOAD_BYTES;
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::hosts::MembersByHost;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};

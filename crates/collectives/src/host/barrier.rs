@@ -10,7 +10,7 @@
 
 use std::collections::BTreeSet;
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::Result;

@@ -46,7 +46,7 @@ impl DirectJob {
 impl CollectiveJob for DirectJob {
     fn poll(&mut self, peers: &mut PeerLinks) -> Result<PollProgress> {
         let mut any = false;
-        let PeerLinks { links, scratch, member, .. } = peers;
+        let PeerLinks { links, scratch, member, reductions, .. } = peers;
         if self.unsent {
             let mut unsent = false;
             for (link, message) in links.iter_mut().zip(&mut self.out) {
@@ -71,8 +71,13 @@ impl CollectiveJob for DirectJob {
             let (packed, result) =
                 (&scratch.packed[at..at + payload], &mut scratch.result[at..at + payload]);
             let (reducer, member) = (&self.reducer, *member);
+            // Reads the inputs of all members and writes the result, which is copied to the output
+            // at the end.
+            let touched = (links.len() + 1 + 3) * payload;
             with_incoming_windows(links, |windows| {
-                reduce_in_order(reducer, member, windows, 0..payload, packed, result)
+                if !reductions.record_instead(touched) {
+                    reduce_in_order(reducer, member, windows, 0..payload, packed, result);
+                }
             })?;
             for link in &mut *links {
                 link.receiver.release(ready)?;

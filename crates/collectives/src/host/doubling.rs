@@ -14,8 +14,6 @@
 //! **No deadlock.** Both ends of a link take the same sequence of steps. In a swap, a member reads
 //! while it writes. Both ends are in the earliest unfinished step.
 
-pub(super) mod program;
-
 use std::collections::{BTreeSet, VecDeque};
 
 use farandole_kernels::{BlockReducer, GatherList};
@@ -23,7 +21,7 @@ use farandole_transport::Link;
 
 use super::hosts::MembersByHost;
 use super::message::MessageProgress;
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peers::{CollectiveJob, PeerLinks, PollProgress, ReductionRecorder};
 use crate::Result;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +149,17 @@ impl DoublingJob {
     }
 
     /// Computes the result of a step after its bytes have arrived.
-    fn finish_step(&mut self, step: DoublingStep) {
+    fn finish_step(&mut self, step: DoublingStep, reductions: &mut ReductionRecorder) {
+        let (values, partial) = (self.values.len(), self.partial.len());
+        let touched = match step {
+            DoublingStep::CollectInputs => (self.inputs.len() + 1) * values + partial,
+            DoublingStep::SwapPartials { .. } | DoublingStep::ReceivePartial { .. } => 3 * partial,
+            DoublingStep::ComputeResult => partial + values,
+            _ => return,
+        };
+        if reductions.record_instead(touched) {
+            return;
+        }
         match step {
             DoublingStep::CollectInputs => {
                 // The collecting member is the first member of its host.
@@ -162,14 +170,7 @@ impl DoublingJob {
             DoublingStep::SwapPartials { earlier: false, .. } => self.merge_partials(false),
             DoublingStep::SwapPartials { earlier: true, .. }
             | DoublingStep::ReceivePartial { .. } => self.merge_partials(true),
-            DoublingStep::ComputeResult => {
-                self.reducer.finish_accumulators(&self.partial, &mut self.values)
-            }
-            DoublingStep::SendInput { .. }
-            | DoublingStep::SendPartial { .. }
-            | DoublingStep::ReceiveResult { .. }
-            | DoublingStep::DistributeResult
-            | DoublingStep::SendResult { .. } => {}
+            _ => self.reducer.finish_accumulators(&self.partial, &mut self.values),
         }
     }
 
@@ -235,7 +236,7 @@ impl CollectiveJob for DoublingJob {
                 return Ok(PollProgress { any, done: false });
             }
             any = true;
-            self.finish_step(step);
+            self.finish_step(step, &mut peers.reductions);
             self.under_way = None;
             self.steps.pop_front();
         }

@@ -14,7 +14,7 @@
 //! takes part in no operation. Opening an on-demand link checks that its rings are equally large on
 //! both ends.
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use crate::{CrossoverTable, Result};

@@ -16,6 +16,7 @@ mod alltoall;
 mod barrier;
 mod broadcast;
 mod check;
+mod chunks;
 mod copy_path;
 mod direct;
 mod doubling;
@@ -31,8 +32,8 @@ mod pipeline;
 #[cfg(test)]
 mod polled;
 mod position;
-pub mod program;
 mod reducescatter;
+pub mod simulation;
 mod single_member;
 
 use std::collections::VecDeque;
@@ -40,7 +41,7 @@ use std::collections::VecDeque;
 use farandole_kernels::{
     BlockReducer, DataType, GatherList, InstructionSet, ReduceOp, ReductionSpec,
 };
-use farandole_transport::{Link, MESSAGE_ALIGNMENT, PACKET_PAYLOAD_BYTES};
+use farandole_transport::Link;
 use farandole_world::Rank;
 
 use crate::{
@@ -49,33 +50,8 @@ use crate::{
 };
 use peers::{CollectiveJob, PeerLinks};
 
-/// Unit of parts, chunks and messages: their sizes are multiples of it, so no element is ever cut.
-const UNIT_BYTES: usize = MESSAGE_ALIGNMENT;
-
-/// Longest chunk: it stays in the second-level cache and fills whole packets.
-const MAX_CHUNK_BYTES: usize = 4 * PACKET_PAYLOAD_BYTES;
-/// Shortest chunk: a shorter one costs more in messages than it gains by overlap.
-const MIN_CHUNK_BYTES: usize = 16 << 10;
-
 /// Most passes in one call of `make_progress`, so that the caller can check its deadline.
 const MAX_PASSES_PER_CALL: usize = 64;
-
-/// Returns the bytes of a chunk, at most `longest` (a multiple of the unit), such that all
-/// `carriers` get equally many chunks.
-fn even_chunk_bytes(bytes: usize, longest: usize, carriers: usize) -> usize {
-    let carriers = carriers.max(1);
-    // Chunks get shorter instead of one carrier getting one chunk more: all would wait for it.
-    let rounds = bytes.div_ceil(longest.saturating_mul(carriers)).max(1);
-    bytes.div_ceil(rounds * carriers).next_multiple_of(UNIT_BYTES).max(MIN_CHUNK_BYTES).min(longest)
-}
-
-/// Returns the start of a part, when `bytes` are cut into `parts`. The lengths of parts differ by
-/// at most one unit; the longer parts come first.
-fn part_start(bytes: usize, parts: usize, part: usize) -> usize {
-    let units = bytes.div_ceil(UNIT_BYTES);
-    let (each, longer) = (units / parts, units % parts);
-    ((each * part + part.min(longer)) * UNIT_BYTES).min(bytes)
-}
 
 /// Communicator that runs operations over links, one after the other.
 pub struct HostCommunicator {
@@ -220,26 +196,12 @@ impl PlannedOperation {
             }
             Self::Allreduce { reducer, inputs, outputs } => {
                 match crossover.choose_algorithm(peers.shape, inputs.len(), peers.capacity) {
-                    AllreduceAlgorithm::Direct => {
-                        Box::new(direct::DirectJob::new(peers, reducer, inputs, outputs))
-                    }
-                    AllreduceAlgorithm::Doubling => {
-                        Box::new(doubling::DoublingJob::new(peers, reducer, &inputs, outputs))
-                    }
                     AllreduceAlgorithm::Pipeline
                         if in_place::is_in_place_candidate(peers, &outputs) =>
                     {
                         Box::new(in_place::InPlaceJob::new(peers, reducer, inputs, outputs))
                     }
-                    AllreduceAlgorithm::Pipeline => {
-                        Box::new(pipeline::PipelineJob::new(peers, reducer, inputs, outputs)?)
-                    }
-                    AllreduceAlgorithm::Hierarchy => {
-                        Box::new(hierarchy::HierarchyJob::new(peers, reducer, inputs, outputs)?)
-                    }
-                    AllreduceAlgorithm::Halving => {
-                        Box::new(halving::HalvingJob::new(peers, reducer, inputs, outputs)?)
-                    }
+                    algorithm => start_allreduce(algorithm, peers, reducer, inputs, outputs)?,
                 }
             }
             Self::Adasum { reducer, inputs, outputs, .. } if peers.member_count() == 1 => {
@@ -276,6 +238,33 @@ impl PlannedOperation {
             Self::Barrier => Box::new(barrier::BarrierJob::new(peers)),
         })
     }
+}
+
+/// Starts an allreduce over links.
+fn start_allreduce(
+    algorithm: AllreduceAlgorithm,
+    peers: &mut PeerLinks,
+    reducer: BlockReducer,
+    inputs: GatherList,
+    outputs: GatherList,
+) -> Result<Box<dyn CollectiveJob>> {
+    Ok(match algorithm {
+        AllreduceAlgorithm::Direct => {
+            Box::new(direct::DirectJob::new(peers, reducer, inputs, outputs))
+        }
+        AllreduceAlgorithm::Doubling => {
+            Box::new(doubling::DoublingJob::new(peers, reducer, &inputs, outputs))
+        }
+        AllreduceAlgorithm::Pipeline => {
+            Box::new(pipeline::PipelineJob::new(peers, reducer, inputs, outputs)?)
+        }
+        AllreduceAlgorithm::Hierarchy => {
+            Box::new(hierarchy::HierarchyJob::new(peers, reducer, inputs, outputs)?)
+        }
+        AllreduceAlgorithm::Halving => {
+            Box::new(halving::HalvingJob::new(peers, reducer, inputs, outputs)?)
+        }
+    })
 }
 
 impl Communicator for HostCommunicator {

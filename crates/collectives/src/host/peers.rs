@@ -3,6 +3,8 @@
 
 //! Links to all other members, and the state that all operations share.
 
+use std::any::{Any, TypeId};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -10,12 +12,9 @@ use farandole_kernels::{BlockReducer, HierarchicalOrder};
 use farandole_transport::{Link, LinkKind};
 use farandole_world::Rank;
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::copy_path::RingCopier;
-use super::halving::HalvingLink;
-use super::hierarchy::HierarchyRoute;
 use super::hosts::MembersByHost;
-use super::in_place::PeerRegions;
 use crate::crossover::GroupShape;
 use crate::{Error, Result};
 
@@ -38,23 +37,58 @@ pub(super) struct PeerLinks {
     pub(super) capacity: usize,
     /// Blocks that jobs reuse.
     pub(super) scratch: ScratchBlocks,
-    /// Mapped memory of other members.
-    pub(super) regions: PeerRegions,
     /// Whether some links open only at their first use.
     pub(super) on_demand: bool,
+    pub(super) reductions: ReductionRecorder,
 }
 
-/// Blocks that operations reuse for packed tensors, results and partials.
+/// Recorder of the reductions in a simulation, where links carry no bytes.
+#[derive(Default)]
+pub(super) struct ReductionRecorder(Option<Box<dyn FnMut(usize) + Send>>);
+
+impl ReductionRecorder {
+    /// `record` receives the number of bytes that each reduction would read and write.
+    pub(super) fn new(record: impl FnMut(usize) + Send + 'static) -> Self {
+        Self(Some(Box::new(record)))
+    }
+
+    /// Returns whether this is a simulation, which needs no memory for partials.
+    pub(super) fn is_recording(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Called before a reduction that reads and writes this number of bytes. Returns true in a
+    /// simulation: the reduction is recorded, and nobody needs its result.
+    pub(super) fn record_instead(&mut self, bytes: usize) -> bool {
+        self.0.as_mut().map(|record| record(bytes)).is_some()
+    }
+}
+
+/// State that operations reuse: blocks for packed tensors, results and partials, and caches.
 #[derive(Default)]
 pub(super) struct ScratchBlocks {
     pub(super) packed: Vec<u8>,
     pub(super) result: Vec<u8>,
     /// Partials of the next hierarchy or halving.
     pub(super) store: Vec<Vec<u8>>,
-    /// Routes of hierarchies, which the first hierarchy finds.
-    pub(super) routes: Option<Arc<[HierarchyRoute]>>,
-    /// Links of halvings. The first halving finds them, later ones reuse them.
-    pub(super) halving_links: Option<Arc<[HalvingLink]>>,
+    pub(super) caches: AlgorithmCaches,
+}
+
+/// Caches that algorithms keep for their next operations, each in a type of this algorithm.
+#[derive(Default)]
+pub(super) struct AlgorithmCaches(HashMap<TypeId, Box<dyn Any + Send>>);
+
+impl AlgorithmCaches {
+    /// Returns what the last operation of an algorithm has kept, or a new cache.
+    pub(super) fn take<C: Any + Send + Default>(&mut self) -> C {
+        let kept = self.0.remove(&TypeId::of::<C>()).and_then(|kept| kept.downcast().ok());
+        kept.map_or_else(C::default, |kept| *kept)
+    }
+
+    /// Keeps a cache for the next operation of its algorithm.
+    pub(super) fn keep<C: Any + Send>(&mut self, cache: C) {
+        self.0.insert(TypeId::of::<C>(), Box::new(cache));
+    }
 }
 
 /// Result of a poll.
@@ -126,8 +160,8 @@ impl PeerLinks {
             orders,
             capacity,
             scratch: ScratchBlocks::default(),
-            regions: PeerRegions::default(),
             on_demand,
+            reductions: ReductionRecorder::default(),
         })
     }
 

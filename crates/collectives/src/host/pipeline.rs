@@ -26,17 +26,15 @@
 //! the earliest operation that is not finished on all members. Rings are whole numbers of units,
 //! messages too, so a window ends inside a unit only until the missing bytes arrive.
 
-pub(super) mod program;
-
 use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
+use super::chunks::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, part_start};
 use super::copy_path::RingCopier;
 use super::peers::{
     CollectiveJob, PeerLinks, PollProgress, reduce_in_order, whole_unit_bytes, with_all_windows,
 };
 use super::position::MessagePosition;
-use super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, part_start};
 use crate::Result;
 
 /// Inputs that a member sends ahead of a result, beyond the input of this result's chunk.
@@ -60,11 +58,17 @@ pub(super) struct PipelineSchedule {
 }
 
 impl PipelineSchedule {
-    fn new(bytes: usize, members: usize, capacity: usize) -> Self {
+    /// Returns the schedule; `None` if rings are too small.
+    pub(super) fn new(bytes: usize, members: usize, capacity: usize) -> Option<Self> {
         let units = bytes.div_ceil(UNIT_BYTES);
         let longest = units.div_ceil(members) * UNIT_BYTES;
         let chunk = chunk_bytes(longest, capacity);
-        Self { bytes, members, chunk, steps: longest.div_ceil(chunk) }
+        (chunk > 0).then(|| Self { bytes, members, chunk, steps: longest.div_ceil(chunk) })
+    }
+
+    /// Returns the number of chunks of the longest part.
+    pub(super) fn chunks_per_part(&self) -> usize {
+        self.steps
     }
 
     /// Returns the start of a member's part, in bytes.
@@ -127,10 +131,8 @@ impl PipelineJob {
         inputs: GatherList,
         outputs: GatherList,
     ) -> Result<Self> {
-        let cut = PipelineSchedule::new(inputs.len(), peers.member_count(), peers.capacity);
-        if cut.chunk == 0 {
-            return Err(peers.ring_too_small_error());
-        }
+        let cut = PipelineSchedule::new(inputs.len(), peers.member_count(), peers.capacity)
+            .ok_or_else(|| peers.ring_too_small_error())?;
         let member = peers.member;
         let stream = |link: usize| {
             let peer = peers.member_of_link(link);
@@ -184,7 +186,7 @@ impl PipelineJob {
 
     /// Reduces the values that have arrived from all members into all members' windows.
     fn reduce_own_part(&mut self, peers: &mut PeerLinks) -> Result<bool> {
-        let PeerLinks { links, copies, scratch, .. } = peers;
+        let PeerLinks { links, copies, scratch, reductions, .. } = peers;
         let Some(first) = self.streams.first() else { return Ok(false) };
         let Some(t) = first.writing.late_chunk(LOOKAHEAD_CHUNKS) else { return Ok(false) };
         let message = first.writing.message;
@@ -209,6 +211,11 @@ impl PipelineJob {
                 lengths.chain(outgoing.iter().map(|window| window.len())).min().unwrap_or(0);
             let wire = shortest.min(message.remaining_bytes()) / UNIT_BYTES * UNIT_BYTES;
             let payload = message.payload_bytes(wire);
+            // Reads the inputs of all members, and writes the result to the output and to the
+            // windows of the others.
+            if wire > 0 && reductions.record_instead(2 * (incoming.len() + 1) * payload) {
+                return wire;
+            }
             for from in (0..payload).step_by(REDUCTION_BLOCK_BYTES) {
                 let block = from..payload.min(from + REDUCTION_BLOCK_BYTES);
                 let (result, others) = match &mut *outgoing {
@@ -294,7 +301,7 @@ mod tests {
     fn parts_cover_all_bytes_in_units_and_differ_by_one_at_most() {
         for bytes in [1, 63, 64, 65, 128, 1000, 4096, 100_003] {
             for members in 1..9 {
-                let cut = PipelineSchedule::new(bytes, members, 1 << 20);
+                let cut = PipelineSchedule::new(bytes, members, 1 << 20).unwrap();
                 assert_eq!((cut.member_part_start(0), cut.member_part_start(members)), (0, bytes));
                 let units: Vec<usize> = (0..members)
                     .map(|p| {
@@ -313,7 +320,7 @@ mod tests {
     #[test]
     fn both_ends_of_a_link_see_the_same_sequence_of_messages() {
         for bytes in [64, 65, 5_000, 1 << 20, (3 << 20) + 5] {
-            let cut = PipelineSchedule::new(bytes, 3, 64 << 10);
+            let cut = PipelineSchedule::new(bytes, 3, 64 << 10).unwrap();
             let (mut writing, mut reading) = (cut.seek_message(0, 2, 1), cut.seek_message(0, 2, 1));
             let (mut posted, mut reduced) = (0, 0);
             while !writing.is_at_end() {

@@ -83,6 +83,13 @@ impl Buffer {
         }
     }
 
+    /// Returns a buffer that has a length and no memory, for simulations. A [`GatherList`] of such
+    /// buffers has no bytes to read or write.
+    pub fn without_memory(bytes: usize) -> Self {
+        let memory_kind = MemoryKind::Device(u32::MAX);
+        Self { address: NonNull::dangling(), bytes, memory_kind, owner: None }
+    }
+
     /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.bytes

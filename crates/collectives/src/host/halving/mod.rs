@@ -40,7 +40,6 @@
 //! that they send and read the half that they keep, however small rings are. So some member can
 //! move.
 
-pub(super) mod program;
 mod schedule;
 
 use std::collections::VecDeque;
@@ -50,14 +49,14 @@ use std::sync::Arc;
 use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::copy_path::RingCopier;
 use super::hierarchy::{HostInputs, arrived_bytes};
-use super::peers::{CollectiveJob, PeerLinks, PollProgress};
+use super::peers::{CollectiveJob, PeerLinks, PollProgress, ReductionRecorder};
 use super::position::{LinkPositions, MessagePosition};
 use crate::Result;
-pub(super) use schedule::HalvingLink;
-use schedule::{HalvingSchedule, HalvingStage, LinkDirection};
+pub(super) use schedule::HalvingSchedule;
+use schedule::{HalvingLink, HalvingStage, LinkDirection};
 
 /// Bytes that are merged at a time: they are still in the cache when they are copied back.
 const MERGE_BLOCK_BYTES: usize = 16 << 10;
@@ -82,6 +81,10 @@ impl HalvingChunk {
         self.step == 2 * self.stages
     }
 }
+
+/// Links that the first halving of a communicator has found.
+#[derive(Default)]
+struct HalvingLinks(Option<Arc<[HalvingLink]>>);
 
 pub(super) struct HalvingJob {
     reducer: BlockReducer,
@@ -124,16 +127,14 @@ impl HalvingJob {
         let (member, host) = (peers.member, peers.hosts.own_host());
         // The links do not depend on the bytes, and finding them can take longer than a small
         // allreduce.
-        let halving_links = match &peers.scratch.halving_links {
-            Some(halving_links) => Arc::clone(halving_links),
-            None => {
-                Arc::clone(peers.scratch.halving_links.insert(schedule.member_links(member).into()))
-            }
-        };
+        let HalvingLinks(halving_links) = peers.scratch.caches.take();
+        let halving_links = halving_links.unwrap_or_else(|| schedule.member_links(member).into());
+        peers.scratch.caches.keep(HalvingLinks(Some(Arc::clone(&halving_links))));
         // Fresh memory would cost page faults in each operation.
         let mut spare = std::mem::take(&mut peers.scratch.store);
         spare.resize_with(schedule.chunks_in_flight(host), Vec::new);
-        let longest = schedule.max_partial_bytes();
+        let longest =
+            if peers.reductions.is_recording() { 0 } else { schedule.max_partial_bytes() };
         spare.iter_mut().filter(|old| old.len() < longest).for_each(|old| old.resize(longest, 0));
         let stream = |halving_link: &HalvingLink| LinkPositions {
             writing: schedule.first_message(halving_link, LinkDirection::Outgoing),
@@ -255,7 +256,9 @@ impl HalvingJob {
         let join = |inputs: &[&[u8]], out: &mut [u8]| reducer.accumulate_inputs(inputs, out);
         let inputs =
             HostInputs { windows: &windows, place, own: &self.inputs, start: start + *at, bytes };
-        inputs.reduce_into_partials(width, join, &mut partials[*at * width..]);
+        if !peers.reductions.record_instead(bytes * (windows.len() + 1 + width)) {
+            inputs.reduce_into_partials(width, join, &mut partials[*at * width..]);
+        }
         *at += bytes;
         let wire = bytes.next_multiple_of(UNIT_BYTES);
         for (halving_link, link) in near {
@@ -305,7 +308,7 @@ impl HalvingJob {
             any = true;
             work.step += 1;
             if is_up && work.step == work.stages {
-                self.compute_results(work, &stage.keep);
+                self.compute_results(work, &stage.keep, &mut peers.reductions);
             }
         }
         Ok(any)
@@ -335,9 +338,11 @@ impl HalvingJob {
         if writing.early_chunk() != Some(work.chunk) {
             return Ok(false);
         }
-        let from = &work.partials[stage.give.start * self.schedule.accumulator_width()..];
+        let start = stage.give.start * self.schedule.accumulator_width();
         let link = &mut peers.links[self.halving_links[halving_link].link];
-        let put = |at: usize, to: &mut [u8]| to.copy_from_slice(&from[at..at + to.len()]);
+        let put = |at: usize, to: &mut [u8]| {
+            to.copy_from_slice(&work.partials[start + at..start + at + to.len()]);
+        };
         let any = writing.message.send_window(&mut *link.sender, put)?;
         self.advance_writing(halving_link);
         Ok(any)
@@ -363,16 +368,20 @@ impl HalvingJob {
         let theirs = &link.receiver.window()?[..bytes];
         let at =
             stage.keep.start * self.schedule.accumulator_width() + reading.message.moved_bytes();
-        let own = &mut work.partials[at..at + bytes];
-        // Kernels do not write to their inputs, so sums go through a block in the cache.
-        let scratch = &mut peers.scratch.result;
-        scratch.resize(scratch.len().max(MERGE_BLOCK_BYTES), 0);
-        for (own, theirs) in own.chunks_mut(MERGE_BLOCK_BYTES).zip(theirs.chunks(MERGE_BLOCK_BYTES))
-        {
-            let joined = &mut scratch[..own.len()];
-            let (earlier, later) = if stage.is_earlier { (&*own, theirs) } else { (theirs, &*own) };
-            self.reducer.merge_accumulators(earlier, later, joined);
-            own.copy_from_slice(joined);
+        // Both partials are read, the sum is written to a block in the cache and copied back.
+        if !peers.reductions.record_instead(3 * bytes) {
+            let own = &mut work.partials[at..at + bytes];
+            // Kernels do not write to their inputs, so sums go through a block in the cache.
+            let scratch = &mut peers.scratch.result;
+            scratch.resize(scratch.len().max(MERGE_BLOCK_BYTES), 0);
+            let blocks = own.chunks_mut(MERGE_BLOCK_BYTES).zip(theirs.chunks(MERGE_BLOCK_BYTES));
+            for (own, theirs) in blocks {
+                let joined = &mut scratch[..own.len()];
+                let (earlier, later) =
+                    if stage.is_earlier { (&*own, theirs) } else { (theirs, &*own) };
+                self.reducer.merge_accumulators(earlier, later, joined);
+                own.copy_from_slice(joined);
+            }
         }
         link.receiver.release(wire)?;
         reading.message.advance_by(wire);
@@ -381,14 +390,21 @@ impl HalvingJob {
     }
 
     /// Computes the results of the own part and frees the memory of the partials.
-    fn compute_results(&mut self, work: &mut HalvingChunk, own: &Range<usize>) {
+    fn compute_results(
+        &mut self,
+        work: &mut HalvingChunk,
+        own: &Range<usize>,
+        reductions: &mut ReductionRecorder,
+    ) {
         let (width, start) =
             (self.schedule.accumulator_width(), self.schedule.chunk_extent(work.chunk).0);
-        self.outputs.fill_range(start + own.start, own.len(), |offset, out| {
-            let at = own.start + offset;
-            self.reducer
-                .finish_accumulators(&work.partials[at * width..(at + out.len()) * width], out);
-        });
+        if !reductions.record_instead(own.len() * (width + 1)) {
+            self.outputs.fill_range(start + own.start, own.len(), |offset, out| {
+                let at = own.start + offset;
+                self.reducer
+                    .finish_accumulators(&work.partials[at * width..(at + out.len()) * width], out);
+            });
+        }
         // Later chunks wait for this memory, and only the results are needed from here on.
         self.spare.push(std::mem::take(&mut work.partials));
     }

@@ -7,10 +7,9 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
+use super::super::chunks::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_bytes};
 use super::super::hosts::MembersByHost;
 use super::super::position::{MessagePosition, NextMessage};
-use super::super::program::CarriedChunk;
-use super::super::{MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_bytes};
 
 /// Chunks of one carrier that are in the same step at the same time.
 const LOOKAHEAD_CHUNKS: usize = 2;
@@ -35,7 +34,7 @@ pub(super) struct HalvingStage {
 
 /// Link that a halving uses.
 #[derive(Clone, Copy, Debug)]
-pub(in super::super) struct HalvingLink {
+pub(super) struct HalvingLink {
     pub(super) link: usize,
     own: MemberHostPosition,
     peer: MemberHostPosition,
@@ -146,13 +145,6 @@ impl HalvingSchedule {
 
     pub(in super::super) fn chunk_count(&self) -> usize {
         self.chunks
-    }
-
-    /// Returns a chunk as a member of this host carries it.
-    pub(super) fn carried_chunk(&self, chunk: usize, host: usize) -> CarriedChunk<'_> {
-        let (carrier, bytes) =
-            (self.hosts.carrier_for_turn(host, chunk), self.chunk_extent(chunk).1);
-        CarriedChunk { hosts: &self.hosts, carrier, bytes }
     }
 
     /// Returns the start of a chunk, and its length.

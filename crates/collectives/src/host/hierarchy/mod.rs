@@ -15,7 +15,7 @@
 //!
 //! The link from `r` to `q` carries a fixed sequence of messages: for `t = 0, 1, ...`, first the
 //! early message for chunk `t`, then the late message for chunk `t - A`; empty messages are left
-//! out. `A` is smaller between hosts than within them ([`HierarchySchedule::result_lags`]).
+//! out. `A` is smaller between hosts than within them.
 //!
 //! ```text
 //! same host:   early(t): r's input, if q carries t
@@ -44,7 +44,6 @@
 //! large enough for partials of several chunks. Earlier and later operations change nothing: see
 //! `pipeline`.
 
-pub(super) mod program;
 mod schedule;
 
 use std::cmp::Ordering;
@@ -55,13 +54,14 @@ use std::sync::Arc;
 use farandole_kernels::{BlockReducer, GatherList};
 use farandole_transport::Link;
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::copy_path::RingCopier;
 use super::message::MessageProgress;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::position::LinkPositions;
 use crate::Result;
-use schedule::{HierarchySchedule, RouteDirection};
+pub(super) use schedule::HierarchySchedule;
+use schedule::RouteDirection;
 
 /// Position in the sequence of chunks that this member carries.
 #[derive(Clone, Copy, Debug)]
@@ -73,12 +73,16 @@ struct ChunkCursor {
 
 /// Link that a hierarchy uses.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct HierarchyRoute {
+struct HierarchyRoute {
     link: usize,
     host: usize,
     out: RouteDirection,
     back: RouteDirection,
 }
+
+/// Routes that the first hierarchy of a communicator has found.
+#[derive(Default)]
+struct HierarchyRoutes(Option<Arc<[HierarchyRoute]>>);
 
 /// Returns the links that hierarchies use. If all hosts have the same number of members, these are
 /// the links within the host, and one link to each other host.
@@ -142,10 +146,9 @@ impl HierarchyJob {
     ) -> Result<Self> {
         let mut store = std::mem::take(&mut peers.scratch.store);
         // The routes do not depend on the bytes, and finding them means looking at all links.
-        let routes = match &peers.scratch.routes {
-            Some(routes) => Arc::clone(routes),
-            None => Arc::clone(peers.scratch.routes.insert(find_routes(peers))),
-        };
+        let HierarchyRoutes(routes) = peers.scratch.caches.take();
+        let routes = routes.unwrap_or_else(|| find_routes(peers));
+        peers.scratch.caches.keep(HierarchyRoutes(Some(Arc::clone(&routes))));
         let (peers, hosts) = (&*peers, &peers.hosts);
         let expansion = reducer.partial_expansion();
         let schedule = HierarchySchedule::new(inputs.len(), hosts, expansion, peers.capacity)
@@ -279,7 +282,10 @@ impl HierarchyJob {
         let windows = windows.collect::<farandole_transport::Result<Vec<&[u8]>>>()?;
         // Links to earlier members come first.
         let place = self.member - self.local.start;
-        reduce_host_blocks(&self.reducer, &windows, place, &self.inputs, start + at, bytes, out);
+        if !peers.reductions.record_instead(bytes * (windows.len() + 1 + expansion)) {
+            let (reducer, inputs) = (&self.reducer, &self.inputs);
+            reduce_host_blocks(reducer, &windows, place, inputs, start + at, bytes, out);
+        }
         if let Some((target, link)) = target {
             let message = &mut self.streams[target].writing.message;
             let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
@@ -360,12 +366,14 @@ impl HierarchyJob {
         }
         partials.insert(self.host, own);
         let start = self.schedule.chunk_extent(chunk).0 + part + at;
-        self.outputs.fill_range(start, bytes, |from, out| {
-            let range = from * expansion..(from + out.len()) * expansion;
-            let partials: Vec<&[u8]> =
-                partials.iter().map(|partial| &partial[range.clone()]).collect();
-            self.reducer.finish_partials(&partials, out);
-        });
+        if !peers.reductions.record_instead(bytes * (partials.len() * expansion + 1)) {
+            self.outputs.fill_range(start, bytes, |from, out| {
+                let range = from * expansion..(from + out.len()) * expansion;
+                let partials: Vec<&[u8]> =
+                    partials.iter().map(|partial| &partial[range.clone()]).collect();
+                self.reducer.finish_partials(&partials, out);
+            });
+        }
         let wire = (bytes * expansion).next_multiple_of(UNIT_BYTES);
         for index in &carriers {
             peers.links[self.routes[*index].link].receiver.release(wire)?;
@@ -458,12 +466,11 @@ impl HierarchyJob {
         let start = self.schedule.chunk_extent(chunk).0;
         let (host, local) = (self.routes[index].host, self.near.contains(&index));
         let start = if local { start } else { start + self.schedule.part_extent(chunk, host).0 };
-        let outputs = &self.outputs;
-        let mut bytes = 0;
-        let any = reading.message.receive_window(&mut *link.receiver, |at, from| {
-            bytes = from.len();
-            outputs.write_at(start + at, from);
-        })?;
+        let (outputs, before) = (&self.outputs, reading.message);
+        let any = reading
+            .message
+            .receive_window(&mut *link.receiver, |at, from| outputs.write_at(start + at, from))?;
+        let bytes = before.payload_bytes(reading.message.moved_bytes() - before.moved_bytes());
         self.advance_reading(index);
         if !local {
             self.record_stored(chunk, host, bytes);

@@ -6,13 +6,13 @@
 
 use std::ops::Range;
 
+use farandole_transport::PACKET_PAYLOAD_BYTES;
+
+use super::super::chunks::{
+    MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, UNIT_BYTES, even_chunk_bytes, part_start,
+};
 use super::super::hosts::MembersByHost;
 use super::super::position::MessagePosition;
-use super::super::program::CarriedChunk;
-use super::super::{
-    MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, PACKET_PAYLOAD_BYTES, UNIT_BYTES, even_chunk_bytes,
-    part_start,
-};
 
 /// Chunks of one carrier whose partials are sent before the result of the first of them.
 const LOOKAHEAD_CHUNKS: usize = 3;
@@ -111,12 +111,6 @@ impl HierarchySchedule {
         Some(Self { bytes, hosts: hosts.clone(), expansion, chunk, chunks: bytes.div_ceil(chunk) })
     }
 
-    /// Returns the number of chunks by which results come after early messages, between hosts and
-    /// within a host.
-    pub(super) fn result_lags(&self) -> (usize, usize) {
-        (result_lag_between_hosts(&self.hosts), result_lag_within_host(&self.hosts))
-    }
-
     pub(in super::super) fn chunk_count(&self) -> usize {
         self.chunks
     }
@@ -149,13 +143,6 @@ impl HierarchySchedule {
         };
         let (start, len) = if at < bytes { self.part_extent(chunk, host) } else { return None };
         Some((host, start..start + len))
-    }
-
-    /// Returns a chunk as a member of this host carries it.
-    pub(super) fn carried_chunk(&self, chunk: usize, host: usize) -> CarriedChunk<'_> {
-        let (carrier, bytes) =
-            (self.hosts.carrier_for_turn(host, chunk), self.chunk_extent(chunk).1);
-        CarriedChunk { hosts: &self.hosts, carrier, bytes }
     }
 
     /// Returns the start of a chunk, and its length.

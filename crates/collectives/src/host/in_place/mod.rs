@@ -35,13 +35,12 @@ use std::ops::Range;
 
 use farandole_kernels::{BlockReducer, Buffer, GatherList, HostMemory};
 
-use super::UNIT_BYTES;
+use super::chunks::UNIT_BYTES;
 use super::exchange::MemberExchange;
 use super::peers::{CollectiveJob, PeerLinks, PollProgress};
 use super::pipeline::PipelineJob;
 use crate::{Error, Result};
-pub(super) use tensor_location::PeerRegions;
-use tensor_location::TensorLocation;
+use tensor_location::{PeerRegions, TensorLocation};
 
 /// Fewest bytes for an allreduce in place: below, the rounds cost more than it gains.
 const MIN_IN_PLACE_BYTES: usize = 256 << 10;
@@ -70,6 +69,8 @@ pub(super) struct InPlaceJob {
     task: Option<AllreduceTask>,
     /// Memory of this member that other members may be using.
     exposed: Vec<HostMemory>,
+    /// Mapped memory of other members, kept from operation to operation.
+    regions: PeerRegions,
 }
 
 struct AllreduceTask {
@@ -93,8 +94,8 @@ impl InPlaceJob {
         inputs: GatherList,
         outputs: GatherList,
     ) -> Self {
-        // Operations run one after the other, so no job uses these regions at the moment.
-        peers.regions.unmap_retired_regions();
+        let mut regions: PeerRegions = peers.scratch.caches.take();
+        regions.unmap_retired_regions();
         let tensors: Vec<usize> =
             outputs.buffers().iter().map(Buffer::len).filter(|bytes| *bytes > 0).collect();
         let mut head = Vec::with_capacity(tensors.len() * UNIT_BYTES);
@@ -112,6 +113,7 @@ impl InPlaceJob {
             tensors,
             task: Some(AllreduceTask { reducer, inputs, outputs }),
             exposed,
+            regions,
         }
     }
 
@@ -142,7 +144,7 @@ impl InPlaceJob {
         };
         let mut new = false;
         for location in places.iter().flatten() {
-            match peers.regions.recorded_mapping_verdict(location) {
+            match self.regions.recorded_mapping_verdict(location) {
                 Some(true) => {}
                 // A mapping that failed once would fail again, and the extra round would cost time.
                 Some(false) => return self.fall_back_to_pipeline(peers),
@@ -154,7 +156,7 @@ impl InPlaceJob {
         }
         let mut mapped = true;
         for (_, places) in places.iter().enumerate().filter(|(member, _)| *member != peers.member) {
-            mapped &= places.iter().all(|location| peers.regions.map_region(location));
+            mapped &= places.iter().all(|location| self.regions.map_region(location));
         }
         // Sent also after a failure: the others have to know it before they use the memory.
         let verdicts = MemberExchange::new(peers, vec![u8::from(mapped); UNIT_BYTES]);
@@ -169,8 +171,8 @@ impl InPlaceJob {
         places: &[Vec<TensorLocation>],
     ) -> Result<InPlaceStage> {
         for location in places.iter().flatten() {
-            if peers.regions.recorded_mapping_verdict(location).is_none() {
-                peers.regions.record_mapping_verdict(location, all);
+            if self.regions.recorded_mapping_verdict(location).is_none() {
+                self.regions.record_mapping_verdict(location, all);
             }
         }
         if all { self.start_reduction(peers, places) } else { self.fall_back_to_pipeline(peers) }
@@ -195,7 +197,7 @@ impl InPlaceJob {
             }
             let tensors = places.iter().zip(&self.tensors);
             let buffers: Option<Vec<_>> = tensors
-                .map(|(location, bytes)| peers.regions.region_buffer(location, *bytes))
+                .map(|(location, bytes)| self.regions.region_buffer(location, *bytes))
                 .collect();
             let Some(buffers) = buffers else {
                 // The member announced the memory, failed later, and has freed it.
@@ -261,6 +263,7 @@ impl CollectiveJob for InPlaceJob {
                 any |= words.poll(peers)?;
                 if words.is_sent_to_all_members() && words.is_received_from_all_members() {
                     self.release_exposed_memory()?;
+                    peers.scratch.caches.keep(std::mem::take(&mut self.regions));
                     return Ok(PollProgress { any: true, done: true });
                 }
                 None
@@ -272,7 +275,13 @@ impl CollectiveJob for InPlaceJob {
                 any |= pipeline.send_inputs(peers)?;
                 None
             }
-            InPlaceStage::Pipelined(pipeline) => return pipeline.poll(peers),
+            InPlaceStage::Pipelined(pipeline) => {
+                let moved = pipeline.poll(peers)?;
+                if moved.done {
+                    peers.scratch.caches.keep(std::mem::take(&mut self.regions));
+                }
+                return Ok(moved);
+            }
         };
         if let Some(next) = next {
             self.stage = next;

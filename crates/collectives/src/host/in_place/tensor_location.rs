@@ -10,7 +10,7 @@ use std::collections::hash_map::Entry;
 use farandole_kernels::{Buffer, GatherList, HostMemory};
 use farandole_shm::{RegionHandle, SharedRegion};
 
-use super::super::UNIT_BYTES;
+use super::super::chunks::UNIT_BYTES;
 
 /// Location of a tensor in the shareable memory of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ impl TensorLocation {
 
 /// Memory of members, by the nonce of the region.
 #[derive(Default)]
-pub(in super::super) struct PeerRegions {
+pub(super) struct PeerRegions {
     /// Mapped memory of other members.
     // By nonce, because numbers of processes and descriptors are used again.
     mapped: HashMap<[u64; 2], HostMemory>,

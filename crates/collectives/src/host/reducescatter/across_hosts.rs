@@ -25,7 +25,7 @@ use std::ops::Range;
 
 use farandole_kernels::{BlockReducer, GatherList};
 
-use super::super::UNIT_BYTES;
+use super::super::chunks::UNIT_BYTES;
 use super::super::hierarchy::{arrived_bytes, reduce_host_blocks};
 use super::super::hosts::MembersByHost;
 use super::super::message::MessageProgress;
