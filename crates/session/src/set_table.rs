@@ -12,6 +12,7 @@ use farandole_engine::{ProcessSetChange, RequestHandle};
 use farandole_world::{ProcessSetId, Rank, World};
 use parking_lot::{Mutex, RwLock};
 
+use crate::member_sets::MemberSetCounters;
 use crate::{Error, Result, links};
 
 /// Process sets and their locks. Lock order: `changes`, then `table`.
@@ -23,6 +24,7 @@ pub(crate) struct SessionProcessSets {
     pub(crate) open_timeout: Duration,
     pub(crate) table: RwLock<ProcessSetTable>,
     pub(crate) changes: Mutex<SetChangeState>,
+    pub(crate) member_counters: MemberSetCounters,
 }
 
 /// The sets of a world, equal on all ranks.
@@ -93,6 +95,7 @@ impl SessionProcessSets {
                 carried_ids: None,
             }),
             changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
+            member_counters: MemberSetCounters::default(),
         }
     }
 }
