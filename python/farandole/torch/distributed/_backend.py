@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from farandole._native import engine
 from farandole.common import basics
 from farandole.torch._handles import ENGINE_DTYPES
-from farandole.torch.distributed._barriers import BarrierWork, run_monitored_barrier
+from farandole.torch.distributed._barriers import BarrierScope, BarrierWork, run_monitored_barrier
 from farandole.torch.distributed._groups import (
     current_world_store,
     name_next_group,
@@ -95,7 +95,7 @@ class FarandoleBackend(ReductionOperations):
 
         Args:
             ranks: Ranks in this group, in the order of the new group.
-            timeout: Limit of its operations; by default, the one of this group.
+            timeout: Limit of its operations; by default, the limit of this group.
         """
         return make_member_backend(
             [self._members[rank] for rank in ranks],
@@ -304,7 +304,7 @@ class FarandoleBackend(ReductionOperations):
                 self._completer,
                 timeout,
                 self._operation_count,
-                (self._store, self._name, self._rank, self._members),
+                BarrierScope(self._store, self._name, self._rank, self._members),
             )
         )
 
@@ -316,7 +316,9 @@ class FarandoleBackend(ReductionOperations):
         """Like `monitored_barrier`, with the timeout itself."""
         self._barrier_count += 1
         run_monitored_barrier(
-            (self._store, f"{self._name}.{self._barrier_count}", self._rank, self._members),
+            BarrierScope(
+                self._store, f"{self._name}.{self._barrier_count}", self._rank, self._members
+            ),
             timeout if timeout is not None and timeout > _UNSET_TIMEOUT else self._limit,
             wait_all_ranks,
         )

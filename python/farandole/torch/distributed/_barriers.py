@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from farandole.torch.distributed._work import FarandoleWork, OperationTimeoutError
 
@@ -26,9 +26,21 @@ _MARK_DELAY: Final = 0.5
 _VERDICT_GRACE_PERIOD: Final = 2.0
 """Seconds that a rank waits longer for the verdict of rank 0, if rank 0 has come."""
 
-BarrierPlace = tuple["WorldStore | None", str, int, list[int]]
-"""The store, a name that is unique there, this process's rank in the group, and the global ranks of
-the members."""
+
+class BarrierScope(NamedTuple):
+    """The marks of the barriers of a group.
+
+    Attributes:
+        store: The store of the members; `None` if the group has no members yet.
+        name: A name that is unique in the store.
+        rank: This process's rank in the group.
+        members: The global ranks of the members.
+    """
+
+    store: WorldStore | None
+    name: str
+    rank: int
+    members: list[int]
 
 
 class BarrierWork(FarandoleWork):
@@ -39,7 +51,7 @@ class BarrierWork(FarandoleWork):
         completer: Like in `FarandoleWork`.
         timeout: Limit of a wait.
         number: Number of the operation in its group.
-        place: The place of the marks.
+        scope: Scope of the marks.
     """
 
     def __init__(
@@ -48,10 +60,10 @@ class BarrierWork(FarandoleWork):
         completer: BackgroundCompleter,
         timeout: timedelta,
         number: int,
-        place: BarrierPlace,
+        scope: BarrierScope,
     ) -> None:
         super().__init__(pending, [], completer, timeout, number)
-        self._place = place
+        self._scope = scope
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until every member has called the barrier.
@@ -71,15 +83,15 @@ class BarrierWork(FarandoleWork):
         return super().wait(limit if self._pending.done else type(limit)(microseconds=1))
 
     def _mark_key(self, rank: int) -> str:
-        return f"barrier/{self._place[1]}/{self._number}/{rank}"
+        return f"barrier/{self._scope.name}/{self._number}/{rank}"
 
     def _write_mark(self) -> None:
-        store, _, rank, _ = self._place
+        store, _, rank, _ = self._scope
         if store is not None:
             store.set(self._mark_key(rank), "here")
 
     def _describe_timeout(self, limit: timedelta) -> str:
-        store, _, _, members = self._place
+        store, _, _, members = self._scope
         if store is None:
             return super()._describe_timeout(limit)
         # Ranks that came just before have not written their marks yet.
@@ -96,20 +108,20 @@ class BarrierWork(FarandoleWork):
         )
 
 
-def run_monitored_barrier(place: BarrierPlace, timeout: timedelta, wait_all_ranks: bool) -> None:
+def run_monitored_barrier(scope: BarrierScope, timeout: timedelta, wait_all_ranks: bool) -> None:
     """Returns when all members have called it.
 
     Rank 0 of the group collects the marks of all members and publishes its verdict.
 
     Args:
-        place: The place of the marks; all members have the same one.
+        scope: Scope of the marks; equal on all members except the rank.
         timeout: Longest wait.
         wait_all_ranks: Whether rank 0 names all missing ranks, not only the first one.
 
     Raises:
         OperationTimeoutError: A member did not come in time; on rank 0, the error names it.
     """
-    store, name, rank, members = place
+    store, name, rank, members = scope
     if store is None:
         raise ValueError("monitored_barrier needs a group with members: call reconfigure() first")
     seconds = timeout.total_seconds()

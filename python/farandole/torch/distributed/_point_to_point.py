@@ -3,10 +3,10 @@
 """Point-to-point operations of a group.
 
 A message is a broadcast in the process set of its two ranks. Its name has both ranks, the tag, and
-a number that counts the messages with the same ranks and tag, so a receive finds the send of its
-number whatever the order of other messages. Both wait for each other, as in Gloo. The process set
-of two ranks is opened by their first messages, in the background; until then, messages are
-deferred.
+a number that counts the messages with the same ranks and tag. So a receive finds the send with its
+number, in any order of other messages. Sender and receiver wait for each other, as in Gloo. The
+first message of two ranks opens their process set in the background; until the set is open,
+messages are deferred.
 
 A receive from any rank writes a request into the store of the group. A send that is not received
 within a moment looks for such requests and claims one: the receiver then receives from that rank.

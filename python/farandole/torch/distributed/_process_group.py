@@ -94,11 +94,11 @@ class FarandoleGroup(dist.ProcessGroup):
 
         Args:
             new_ranks: Ranks in this group, in the order of the new group.
-            timeout: Timeout of the new group; by default, the one of this group.
+            timeout: Timeout of the new group; by default, the timeout of this group.
             opts: Ignored.
             group_name: Name of the new group.
             group_desc: Description of the new group.
-            device_types: Types of the devices of the new group; by default, those of this group.
+            device_types: Types of its devices; by default, all types of this group.
 
         Returns:
             The group; `None` if this process is no member.
@@ -109,8 +109,8 @@ class FarandoleGroup(dist.ProcessGroup):
         name = group_name or f"{self.group_name}:split:{new_ranks}"
         backend = self._backend.split_members(new_ranks, timeout)
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
-        kept = [device.type for device in device_types or []] or self._devices
-        group = FarandoleGroup(backend, store, kept)
+        device_names = [device.type for device in device_types or []] or self._devices
+        group = FarandoleGroup(backend, store, device_names)
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
         return group

@@ -197,7 +197,7 @@ class FarandoleWork(Work):
         pending: The operation.
         outputs: The tensors it writes, which a future holds.
         completer: Completes it for callers that ask for a future.
-        timeout: Limit of a wait without its own one; zero for none.
+        timeout: Limit of a wait without a limit; zero for none.
         number: Number of the operation in its group.
     """
 
@@ -284,7 +284,7 @@ class FarandoleWork(Work):
 
     @property
     def timeout(self) -> timedelta:
-        """Limit of a wait without its own one."""
+        """Limit of a wait without a limit."""
         return self._limit
 
     def get_future(self) -> Any:
