@@ -56,6 +56,7 @@ LOCAL_FUNCTIONS = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
+    "record_comm",
     "supports_complex",
 ]
 

@@ -107,7 +107,8 @@ class FarandoleBackend(ReductionOperations):
 
     def shutdown(self) -> None:
         """Waits for all futures that were returned."""
-        self._point_to_point.close()
+        if self._messages is not None:
+            self._messages.close()
         self._completer.close()
 
     def abort(self) -> None:

@@ -155,7 +155,7 @@ class GroupOperations(Backend):
 @contextlib.contextmanager
 def _profiled_operation(name: str) -> Iterator[Callable[[Any], None] | None]:
     """Begins an event of torch's profiler; yields the function that lets it end with a work."""
-    if not torch.autograd._profiler_enabled():  # noqa: SLF001 - torch has no public name for it
+    if not torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name for it
         yield None
         return
     event = torch.profiler.record_function(f"farandole:{name}")
@@ -164,4 +164,8 @@ def _profiled_operation(name: str) -> Iterator[Callable[[Any], None] | None]:
     def end_with_work(work: Any) -> None:
         event._call_end_callbacks_on_future(work.get_future())  # noqa: SLF001 - as torch's RPC does
 
-    yield end_with_work
+    try:
+        yield end_with_work
+    except BaseException:
+        event.__exit__(None, None, None)
+        raise

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class FarandoleGroup(dist.ProcessGroup):
         new_ranks: list[int],
         timeout: timedelta | None = None,
         opts: Any = None,
-        group_name: str | None = None,
+        group_name: Any = None,
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> FarandoleGroup | None:
@@ -106,9 +107,9 @@ class FarandoleGroup(dist.ProcessGroup):
         del opts
         if self.rank() not in new_ranks:
             return None
-        name = group_name or f"{self.group_name}:split:{new_ranks}"
+        name: Any = group_name or f"{self.group_name}:split:{new_ranks}"
         backend = self._backend.split_members(new_ranks, timeout)
-        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        store = PrefixStore(f"{name}/", self.get_group_store())
         device_names = [device.type for device in device_types or []] or self._devices
         group = FarandoleGroup(backend, store, device_names)
         group._set_group_name(name)

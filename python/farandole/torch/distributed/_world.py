@@ -21,6 +21,17 @@ from farandole.common.exceptions import FarandoleEnvironmentError
 from farandole.torch.distributed._groups import WorldStore, join_world
 
 _START_TIMEOUT: Final = timedelta(minutes=5)
+_SIZE_VARIABLES: Final = (
+    "WORLD_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_SIZE",
+    "PMI_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "HOROVOD_SIZE",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+)
+"""Variables of launchers with the number of ranks."""
 
 
 def join_world_of_group(store: Any, rank: int, size: int) -> None:
@@ -45,8 +56,7 @@ def _has_launcher_rank(size: int) -> bool:
     """Returns whether a launcher has started this process as one of `size`."""
     if variables.TASK in os.environ:
         return True
-    counts = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-    return any(os.environ.get(name) == str(size) for name in counts)
+    return any(os.environ.get(name) == str(size) for name in _SIZE_VARIABLES)
 
 
 def _form_world_by_store(store: WorldStore, rank: int, size: int) -> None:
