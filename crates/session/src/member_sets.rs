@@ -10,45 +10,14 @@
 //! Each process numbers its member sets itself. They end with the session: no later world
 //! continues them, and `process_sets` does not list them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
 use farandole_engine::ProcessSetOptions;
-use farandole_world::{ProcessSetId, World};
+use farandole_world::ProcessSetId;
 
 use crate::init_options::sorted_ranks;
 use crate::registrar_rendezvous::Interrupted;
 use crate::{Result, Session};
-
-/// First number and first channel of member sets. The sets that all ranks know count from 1 and
-/// would have to reach it.
-const FIRST_MEMBER_SET: u32 = 1 << 31;
-
-/// Counters of the member sets of this process.
-#[derive(Default)]
-pub(crate) struct MemberSetCounters {
-    channels: AtomicU32,
-    sets: AtomicU32,
-}
-
-impl MemberSetCounters {
-    /// Returns a channel that no rank of the world has reserved. A set uses it and the next one.
-    fn next_channel(&self, world: &World) -> u32 {
-        let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
-        let count = self.channels.fetch_add(1, Ordering::Relaxed);
-        // After billions of channels, the last one is returned again, and the mesh refuses it.
-        count
-            .saturating_mul(size)
-            .saturating_add(world.rank.0)
-            .saturating_mul(2)
-            .saturating_add(FIRST_MEMBER_SET)
-            .min(u32::MAX - 1)
-    }
-
-    fn next_set(&self) -> ProcessSetId {
-        ProcessSetId(FIRST_MEMBER_SET.saturating_add(self.sets.fetch_add(1, Ordering::Relaxed)))
-    }
-}
 
 impl Session {
     /// Returns an unused channel for [`add_member_set`](Self::add_member_set).

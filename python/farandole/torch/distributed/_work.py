@@ -52,7 +52,7 @@ class PendingOperation:
         self._handle: int | None = None
         self._deferred: tuple[Any, Any, threading.Event] | None = None
         self.began = time.monotonic()
-        """When it was requested, in seconds of the monotonic clock."""
+        """Time of the request, in seconds of the monotonic clock."""
         self.done = False
         self.error: Exception | None = None
         if submission is None:
