@@ -16,7 +16,7 @@ use farandole::kernels::LARGE_MEMORY_BYTES;
 use farandole::registrar::Error as RegistrarError;
 use farandole::session::{self, AssignedRank, InitOptions, Session};
 use farandole::world::{self, ProcessSetId, Rank};
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::device::{
@@ -64,6 +64,8 @@ pub(crate) fn register_submodule(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(carried_process_sets, module)?)?;
     module.add_function(wrap_pyfunction!(add_process_set, module)?)?;
     module.add_function(wrap_pyfunction!(remove_process_set, module)?)?;
+    module.add_function(wrap_pyfunction!(reserve_set_channel, module)?)?;
+    module.add_function(wrap_pyfunction!(add_member_set, module)?)?;
     module.add_function(wrap_pyfunction!(allocate_shared_memory, module)?)?;
     module.add_function(wrap_pyfunction!(copy_memory, module)?)?;
     module.add("LARGE_MEMORY", LARGE_MEMORY_BYTES)?;
@@ -248,6 +250,25 @@ fn remove_process_set(py: Python<'_>, id: u32) -> PyResult<bool> {
             removed => removed.map(|()| true),
         }
     })
+}
+
+/// Returns a channel that no other process set uses, for `add_member_set` on all members.
+#[pyfunction]
+fn reserve_set_channel() -> PyResult<u32> {
+    current_session()?.reserve_set_channel().map_err(|error| to_exception(error.fault(), &error))
+}
+
+/// Makes a process set together with its members only, within `timeout` seconds; its number in this
+/// process.
+#[pyfunction]
+#[pyo3(signature = (ranks, channel, timeout, /))]
+fn add_member_set(py: Python<'_>, ranks: Vec<u32>, channel: u32, timeout: f64) -> PyResult<u32> {
+    let session = current_session()?;
+    let deadline = Instant::now() + Duration::try_from_secs_f64(timeout).unwrap_or_default();
+    run_interruptibly(py, |interrupted| {
+        session.add_member_set(&ranks, channel, deadline, interrupted)
+    })
+    .map(|set| set.0)
 }
 
 /// Leaves the world.
@@ -537,18 +558,26 @@ fn join(allow_gather: bool) -> PyResult<u64> {
 }
 
 /// Waits for a result and takes it: memory that the engine filled, the rank that joined last, or
-/// nothing. If a GPU has not finished the result, returns a `PendingDeviceResult`.
+/// nothing. If a GPU has not finished the result, returns a `PendingDeviceResult`. After `timeout`
+/// seconds, raises `TimeoutError`; the operation stays in progress.
 #[pyfunction]
-#[pyo3(signature = (handle, /))]
-fn wait(py: Python<'_>, handle: u64) -> PyResult<Option<Py<PyAny>>> {
+#[pyo3(signature = (handle, timeout=None, /))]
+fn wait(py: Python<'_>, handle: u64, timeout: Option<f64>) -> PyResult<Option<Py<PyAny>>> {
     let session = current_session()?;
-    let completion = runtime::wait_interruptibly(py, None, |slice| {
+    let limit = timeout.map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default());
+    let deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+    let completion = runtime::wait_interruptibly(py, deadline, |slice| {
         session
             .engine()
             .wait(RequestHandle(handle), slice)
             .map_err(|error| to_exception(error.fault(), &error))
     })?;
-    let Some(completion) = completion else { return Ok(None) };
+    let Some(completion) = completion else {
+        return Err(PyTimeoutError::new_err(format!(
+            "the operation did not complete within {:.3} s",
+            limit.unwrap_or_default().as_secs_f64()
+        )));
+    };
     if let Some(last) = completion.last {
         return Ok(Some(last.0.into_pyobject(py)?.into_any().unbind()));
     }

@@ -31,6 +31,7 @@ def output_of(script):
         ("user-guide/jax.md", 0, "2 processes, loss 0.000000"),
         ("user-guide/jax.md", 1, "[0. 2. 4.] (3, 2)"),
         ("moving.md", 0, "2 ranks with DDP"),
+        ("user-guide/torch-distributed.md", 0, "2 ranks, sum 3"),
         ("user-guide/operations.md", 1, "2 ranks, 20 steps"),
     ],
 )

@@ -59,8 +59,8 @@ def reductions_equal_one_process():
     view = torch.ones(4, 4)[:, ::2]
     dist.all_reduce(view)
     assert torch.equal(view, torch.full((4, 2), float(size)))
-    with pytest.raises(ValueError, match="not supported"):
-        dist.all_reduce(torch.ones(1, dtype=torch.int32), op=dist.ReduceOp.BAND)
+    with pytest.raises(ValueError, match="whole numbers"):
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BAND)
     dist.destroy_process_group()
 
 
@@ -108,12 +108,6 @@ def movements_equal_one_process():
         assert equal(even, torch.arange(size).repeat_interleave(2).view(size, 2).to(dtype))
     with pytest.raises(ValueError, match="evenly"):
         dist.all_to_all_single(torch.empty(1), torch.empty(size + 1))
-    for call in (
-        lambda: dist.send(torch.ones(1), 1 - min(rank, 1)),
-        lambda: dist.recv(torch.ones(1), 1 - min(rank, 1)),
-    ):
-        with pytest.raises(NotImplementedError, match="all_to_all_single"):
-            call()
     dist.destroy_process_group()
 
 
@@ -226,8 +220,9 @@ def groups_are_process_sets():
     dist.all_reduce(tensor, group=half)
     assert tensor.item() == (1 if rank == 1 else 2)
     if rank == 0:
-        with pytest.raises(ValueError, match="use_local_synchronization"):
-            dist.new_group([0], use_local_synchronization=True)
+        alone = dist.new_group([0], use_local_synchronization=True)
+        dist.all_reduce(tensor := torch.ones(1), group=alone)
+        assert tensor.item() == 1
     if rank in (0, 1):
         dist.destroy_process_group(pairs[0])
     dist.destroy_process_group()

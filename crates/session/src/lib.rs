@@ -35,7 +35,7 @@
 //!   interrupts it.
 //! - `SE-4`: a forked child can read its rank, but neither uses nor ends its parent's session.
 //! - `SE-5`: a rank belongs to one process; process sets have the same numbers and members on all
-//!   ranks.
+//!   ranks, except member sets, which only their members know (`member_sets`).
 //! - `SE-6`: a process that was started as one of several never forms a world of one: it joins the
 //!   others or fails.
 
@@ -49,6 +49,7 @@ mod form;
 mod gpu_policy;
 mod init_options;
 mod links;
+mod member_sets;
 mod memory;
 mod mesh_parker;
 mod process;

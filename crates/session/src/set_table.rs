@@ -4,6 +4,7 @@
 //! The process sets of a session, and their locks.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use farandole_collectives::CrossoverTable;
@@ -14,6 +15,36 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::{Error, Result, links};
 
+/// First number and first channel of member sets. The sets that all ranks know count from 1 and
+/// would have to reach it.
+const FIRST_MEMBER_SET: u32 = 1 << 31;
+
+/// Counters of the member sets of this process.
+#[derive(Default)]
+pub(crate) struct MemberSetCounters {
+    channels: AtomicU32,
+    sets: AtomicU32,
+}
+
+impl MemberSetCounters {
+    /// Returns a channel that no rank of the world has reserved. A set uses it and the next one.
+    pub(crate) fn next_channel(&self, world: &World) -> u32 {
+        let size = u32::try_from(world.size()).unwrap_or(u32::MAX);
+        let count = self.channels.fetch_add(1, Ordering::Relaxed);
+        // After billions of channels, the last one is returned again, and the mesh refuses it.
+        count
+            .saturating_mul(size)
+            .saturating_add(world.rank.0)
+            .saturating_mul(2)
+            .saturating_add(FIRST_MEMBER_SET)
+            .min(u32::MAX - 1)
+    }
+
+    pub(crate) fn next_set(&self) -> ProcessSetId {
+        ProcessSetId(FIRST_MEMBER_SET.saturating_add(self.sets.fetch_add(1, Ordering::Relaxed)))
+    }
+}
+
 /// Process sets and their locks. Lock order: `changes`, then `table`.
 pub(crate) struct SessionProcessSets {
     pub(crate) elastic: bool,
@@ -23,6 +54,7 @@ pub(crate) struct SessionProcessSets {
     pub(crate) open_timeout: Duration,
     pub(crate) table: RwLock<ProcessSetTable>,
     pub(crate) changes: Mutex<SetChangeState>,
+    pub(crate) member_counters: MemberSetCounters,
 }
 
 /// The sets of a world, equal on all ranks.
@@ -93,6 +125,7 @@ impl SessionProcessSets {
                 carried_ids: None,
             }),
             changes: Mutex::new(SetChangeState { channel: links::DATA_CHANNEL + 1, pending: None }),
+            member_counters: MemberSetCounters::default(),
         }
     }
 }

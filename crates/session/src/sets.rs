@@ -294,7 +294,7 @@ impl Session {
         Ok(id)
     }
 
-    fn open_set_links(
+    pub(crate) fn open_set_links(
         &self,
         ranks: &[Rank],
         channel: u32,

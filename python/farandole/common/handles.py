@@ -179,31 +179,40 @@ class HandleTable:
             map(engine.poll, (self._entries.get(handle) or _raise_unknown_handle(handle))[0])
         )
 
-    def synchronize(self, handle: int) -> Any:
+    def synchronize(self, handle: int, timeout: float | None = None) -> Any:
         """Waits for an operation and returns its result.
 
         The handle is consumed, whether the operation succeeded or failed; Ctrl-C interrupts the
         wait and leaves it valid. Of a group whose members failed, the first failure is raised.
 
+        Args:
+            handle: The handle.
+            timeout: Longest wait in seconds; `None` for no limit.
+
         Raises:
+            TimeoutError: When the wait took longer than `timeout`; the handle stays valid.
             ValueError: When the handle was consumed already, or never given out; or when ranks
                 disagree about the operation.
             FarandoleInternalError: When a peer failed or the session was shut down.
         """
         members, keep, finish = self._entries.get(handle) or _raise_unknown_handle(handle)
         outcomes: list[Any] = []
+        end = None if timeout is None else time.monotonic() + timeout
         for member in members:
             try:
-                outcome = engine.wait(member)
+                outcome = engine.wait(
+                    member, None if end is None else max(0.0, end - time.monotonic())
+                )
             except BaseException as error:
                 finish = (
                     finish
                     if isinstance(finish, _ResumableGroupFinish)
                     else _ResumableGroupFinish(finish, [])
                 )
-                # A failed operation is over; an interrupted wait is not, and its memory is still
-                # being written.
-                if not isinstance(error, Exception) or engine.is_pending(member):
+                # A failed operation is over. An operation whose wait was interrupted or has timed
+                # out is not: its memory is still being written.
+                waits_on = isinstance(error, TimeoutError) or not isinstance(error, Exception)
+                if waits_on or engine.is_pending(member):
                     self._entries[handle] = (
                         members[len(outcomes) :],
                         keep,

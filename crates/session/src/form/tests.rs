@@ -4,8 +4,8 @@
 //! Whole worlds in one process: a registrar, and for each rank a thread with its client, mesh and
 //! engine.
 
-use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Barrier, Mutex};
 use std::thread;
 
 use farandole_engine::{CollectiveRequest, RequestKind};
@@ -314,6 +314,50 @@ fn process_sets_from_the_start_are_the_same_everywhere_and_work() {
                 session.add_process_set(&[0, 1], &mut || false),
                 Err(Error::FixedProcessSets)
             ));
+            assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 3.0);
+        },
+    );
+}
+
+/// SE-5.
+#[test]
+fn member_sets_need_their_members_only_and_no_order() {
+    let (sender_01, receiver_01) = std::sync::mpsc::channel();
+    let (sender_12, receiver_12) = std::sync::mpsc::channel();
+    let channels = Mutex::new((receiver_01, receiver_12));
+    world(
+        3,
+        |_| "a".to_owned(),
+        |client, deadline| {
+            let session = session(client, deadline, &InitOptions::default()).unwrap();
+            let add = |ranks: &[u32], channel| {
+                session.add_member_set(ranks, channel, deadline, &mut || false).unwrap()
+            };
+            // Rank 1 links its two sets at the same time: no order of theirs can be wrong.
+            let sums = match session.world().rank.0 {
+                0 => {
+                    let channel = session.reserve_set_channel().unwrap();
+                    sender_01.send(channel).unwrap();
+                    vec![sum_in(&session, add(&[0, 1], channel))]
+                }
+                1 => {
+                    let channels = channels.lock().unwrap();
+                    let (first, second) = (channels.0.recv().unwrap(), channels.1.recv().unwrap());
+                    assert_ne!(first, second);
+                    std::thread::scope(|scope| {
+                        let other = scope.spawn(|| add(&[2, 1], second));
+                        let own = add(&[1, 0], first);
+                        [own, other.join().unwrap()].map(|set| sum_in(&session, set)).to_vec()
+                    })
+                }
+                _ => {
+                    let channel = session.reserve_set_channel().unwrap();
+                    sender_12.send(channel).unwrap();
+                    vec![sum_in(&session, add(&[1, 2], channel))]
+                }
+            };
+            assert!(sums.iter().all(|sum| *sum == 2.0), "{sums:?}");
+            assert_eq!(session.process_sets().len(), 1, "no other rank knows them");
             assert_eq!(sum_in(&session, ProcessSetId::GLOBAL), 3.0);
         },
     );

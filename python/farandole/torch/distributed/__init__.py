@@ -4,13 +4,12 @@
 
 Importing this module registers the backend `"farandole"`. Its world is the one this process was
 launched into, so `init_process_group` needs only the backend's name under `farandole run` and in
-Spark jobs, which set the environment that `env://` reads. A process that was started in another
-way, or that does not use the environment, passes `init_method="farandole://"`.
+Spark jobs, which set the environment that `env://` reads. `init_method="farandole://"` does not use
+the environment. Processes without a launcher form a world by any other `init_method` of torch.
 
-Tensors on the host are used in place, tensors on a GPU go through host memory. All collectives of
-`torch.distributed` exist. Point-to-point operations do not: use `all_to_all_single`. Every process
-calls `new_group`, as torch requires anyway; `use_local_synchronization=True` is refused. Groups end
-with the session, not with `destroy_process_group`.
+Tensors on the host are used in place, tensors on a GPU go through host memory. All functions of
+`torch.distributed` work as with Gloo: `docs/user-guide/torch-distributed.md` lists them with their
+differences. The links of groups end with the session, not with `destroy_process_group`.
 
 With `enable_reconfigure=True` (torch 2.15) a group has no members before
 `torch.distributed._reconfigure`, which changes them as often as it is called. In an elastic job,

@@ -1,66 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""The backend: collectives of torch.distributed as operations of the engine.
-
-Operations are named by their number in the group, because ranks start the operations of a group in
-one order. If they do not, the engine raises an error that shows what each rank submitted.
-"""
+"""The backend: collectives of torch.distributed as operations of the engine."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import torch
-from torch._C._distributed_c10d import Backend
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
 
 from farandole._native import engine
 from farandole.common import basics
-from farandole.common.handles import process_set_number
-from farandole.common.util import Average, Sum
 from farandole.torch._handles import ENGINE_DTYPES
-from farandole.torch.distributed._groups import agree_on_process_sets
+from farandole.torch.distributed._barriers import BarrierScope, BarrierWork, run_monitored_barrier
+from farandole.torch.distributed._groups import (
+    current_world_store,
+    name_next_group,
+    open_member_set,
+)
+from farandole.torch.distributed._point_to_point import PointToPoint
+from farandole.torch.distributed._reductions import ReductionOperations
 from farandole.torch.distributed._tensors import (
     copy_into,
     copy_parts_into,
-    engine_reduction,
     flat_length,
     join_flat,
     received_elements,
     to_flat_host,
-    to_reducible_host,
 )
-from farandole.torch.distributed._work import BackgroundCompleter, FarandoleWork, PendingOperation
+from farandole.torch.distributed._work import PendingOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from farandole.common.process_sets import ProcessSet
+    import torch
+    from torch._C._distributed_c10d import Backend
 
-Tensors = list[torch.Tensor]
+    from farandole.torch.distributed._operations import Tensors
+
+_UNSET_TIMEOUT: Final = timedelta(0)
+"""Options of torch have this timeout or a shorter one if the caller gave none."""
 
 
-class FarandoleBackend(Backend):
-    """One group's collectives.
-
-    Args:
-        rank: This process's number in the group.
-        size: Number of members.
-        process_set: The members, in the order of the group.
-        name: Keeps the names of this group's operations apart.
-    """
-
-    def __init__(self, rank: int, size: int, process_set: ProcessSet, name: str) -> None:
-        super().__init__(rank, size)
-        self._rank = rank
-        self._size = size
-        self._set = process_set_number(process_set)
-        self._members = process_set.ranks or list(range(size))
-        self._name = f"torch.distributed.{name}"
-        self._options = Backend.Options("farandole")
-        self._operation_numbers = itertools.count()
-        self._completer = BackgroundCompleter()
+class FarandoleBackend(ReductionOperations):
+    """One group's collectives."""
 
     # torch's interface of a backend.
 
@@ -74,7 +56,7 @@ class FarandoleBackend(Backend):
 
     @property
     def supports_splitting(self) -> bool:
-        """Whether groups can be split: always, because a split informs ranks of other groups."""
+        """Whether groups can be split: always."""
         return True
 
     @property
@@ -87,29 +69,37 @@ class FarandoleBackend(Backend):
         """The options that torch passes to a group that is split from this one."""
         return self._options
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Takes part in creating a group without this process."""
-        del device
-        agree_on_process_sets(None)
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the limit of each operation that starts later."""
+        self._limit = timeout
+        self._options._timeout = timeout  # noqa: SLF001 - torch's name
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._operation_count
 
     def split(self, store: Any, ranks: list[int], options: Any) -> FarandoleBackend | None:
-        """Makes a group of some of this group's members, by torch's `split_group`; all members call
-        it.
+        """Makes a group of some of this group's members, for a group of several backends.
 
-        Raises:
-            ValueError: When this is not the group of all ranks, or the ranks are not in ascending
-                order.
+        Args:
+            store: Ignored.
+            ranks: Ranks in this group, in the order of the new group.
+            options: Options of the new group, with its timeout.
         """
         del store
-        if self._set != 0 or ranks != sorted(ranks):
-            raise ValueError(
-                f"split_group needs the default group and ranks in ascending order: {ranks}"
-            )
-        process_set = agree_on_process_sets(ranks if self._rank in ranks else None)
-        if process_set is None:
+        if self._rank not in ranks:
             return None
-        return FarandoleBackend(
-            ranks.index(self._rank), len(ranks), process_set, options.group_name
+        return self.split_members(ranks, options._timeout)  # noqa: SLF001 - torch's name
+
+    def split_members(self, ranks: list[int], timeout: timedelta | None) -> FarandoleBackend:
+        """Makes a group of some of this group's members, with this one.
+
+        Args:
+            ranks: Ranks in this group, in the order of the new group.
+            timeout: Limit of its operations; by default, the limit of this group.
+        """
+        return make_member_backend(
+            [self._members[rank] for rank in ranks],
+            timeout if timeout is not None and timeout > _UNSET_TIMEOUT else self._limit,
         )
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
@@ -117,190 +107,17 @@ class FarandoleBackend(Backend):
 
     def shutdown(self) -> None:
         """Waits for all futures that were returned."""
+        if self._messages is not None:
+            self._messages.close()
         self._completer.close()
 
     def abort(self) -> None:
         """Leaves the world. Operations in progress fail."""
         basics.shutdown()
 
-    # Reductions.
-
-    def allreduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """Overwrites the tensor with the combination of all ranks' tensors."""
-        if len(tensors) != 1:
-            return self.allreduce_coalesced(tensors, opts)
-        return self._reduce_into(tensors[0], tensors[0], opts)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """Like `allreduce`, for several tensors as one unit."""
-        op = engine_reduction(opts.reduceOp)
-        data = [to_reducible_host(tensor) for tensor in tensors]
-        base = self._next_name()
-        members = [
-            (
-                f"{base}_{i}of{len(data)}",
-                ENGINE_DTYPES[part.dtype],
-                part.shape,
-                part.data_ptr(),
-                part.data_ptr(),
-            )
-            for i, part in enumerate(data, start=1)
-        ]
-
-        def finish_allreduce(_: list[Any]) -> None:
-            for tensor, part in zip(tensors, data, strict=True):
-                if part.data_ptr() != tensor.data_ptr():
-                    copy_into(tensor, part)
-
-        submission = (engine.grouped_allreduce, members, op, 1.0, 1.0, self._set)
-        return self._submit_work(submission, data, finish_allreduce, tensors)
-
-    def reduce(self, tensors: Tensors, opts: Any) -> FarandoleWork:
-        """Like `allreduce`, but overwrites the root's tensor only."""
-        (tensor,) = tensors
-        return self._reduce_into(tensor if opts.rootRank == self._rank else None, tensor, opts)
-
-    def _reduce_into(
-        self, target: torch.Tensor | None, tensor: torch.Tensor, opts: Any
-    ) -> FarandoleWork:
-        op = engine_reduction(opts.reduceOp)
-        data = to_reducible_host(tensor)
-        result = torch.empty_like(data) if target is None else data
-        name = self._next_name()
-        submission = (
-            engine.allreduce,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            data.data_ptr(),
-            result.data_ptr(),
-            op,
-            1.0,
-            1.0,
-            self._set,
-            not opts.asyncOp,
-        )
-
-        def finish_reduce(_: list[Any]) -> None:
-            if target is not None and result.data_ptr() != target.data_ptr():
-                copy_into(target, result)
-
-        return self._submit_work(submission, (data, result), finish_reduce, [tensor])
-
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> FarandoleWork:
-        """Combines all ranks' lists of tensors; this rank gets the one at its position."""
-        (output,), (parts,) = outputs, inputs
-        if any(part.numel() != output.numel() for part in parts):
-            raise ValueError("reduce_scatter needs tensors of one size")
-        return self._reduce_scatter(
-            output, torch.cat([to_reducible_host(part).reshape(-1) for part in parts]), opts
-        )
-
-    def reduce_scatter_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any
-    ) -> FarandoleWork:
-        """Combines all ranks' tensors; this rank gets its part of the first dimension."""
-        return self._reduce_scatter(output, to_reducible_host(source).reshape(-1), opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> FarandoleWork:
-        """Like `reduce_scatter_single`, for several pairs of tensors as one unit."""
-        op = self._scatterable_op(opts)
-        data = [
-            self._rows_per_member(to_reducible_host(source).reshape(-1), out)
-            for source, out in zip(inputs, outputs, strict=True)
-        ]
-        results = [torch.empty(part.shape[1:], dtype=part.dtype) for part in data]
-        base = self._next_name()
-        members = [
-            (
-                f"{base}_{i}of{len(data)}",
-                ENGINE_DTYPES[part.dtype],
-                part.shape,
-                part.data_ptr(),
-                result.data_ptr(),
-            )
-            for i, (part, result) in enumerate(zip(data, results, strict=True), start=1)
-        ]
-
-        def finish_reduce_scatter(_: list[Any]) -> None:
-            for output, result in zip(outputs, results, strict=True):
-                copy_into(output, result)
-
-        submission = (engine.grouped_reducescatter, members, op, 1.0, 1.0, self._set)
-        return self._submit_work(submission, (data, results), finish_reduce_scatter, outputs)
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def _reduce_scatter(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any
-    ) -> FarandoleWork:
-        op = engine_reduction(opts.reduceOp)
-        data = self._rows_per_member(source, output)
-        if op not in (Average, Sum):
-            return self._reduce_then_take(output, data.clone(), op)
-        result = torch.empty_like(data[0])
-        name = self._next_name()
-        submission = (
-            engine.reducescatter,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            data.data_ptr(),
-            result.data_ptr(),
-            op,
-            1.0,
-            1.0,
-            self._set,
-            not opts.asyncOp,
-        )
-
-        return self._submit_work(
-            submission, (data, result), lambda _: copy_into(output, result), [output]
-        )
-
-    def _reduce_then_take(self, output: torch.Tensor, data: torch.Tensor, op: int) -> FarandoleWork:
-        """Reduces everything everywhere: the engine scatters sums and averages only."""
-        name = self._next_name()
-        address = data.data_ptr()
-        submission = (
-            engine.allreduce,
-            name,
-            ENGINE_DTYPES[data.dtype],
-            data.shape,
-            address,
-            address,
-            op,
-            1.0,
-            1.0,
-            self._set,
-            False,
-        )
-        return self._submit_work(
-            submission, data, lambda _: copy_into(output, data[self._rank]), [output]
-        )
-
-    def _rows_per_member(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Returns a flat input as one row per member."""
-        if source.numel() != output.numel() * self._size:
-            raise ValueError(
-                f"reduce_scatter needs {self._size} times as many elements as it returns: "
-                f"{source.numel()} for {output.numel()}"
-            )
-        return source.view(self._size, output.numel())
-
-    def _scatterable_op(self, opts: Any) -> int:
-        op = engine_reduction(opts.reduceOp)
-        if op not in (Average, Sum):
-            raise ValueError("a coalesced reduce_scatter is a sum or an average")
-        return op
-
     # Movements.
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> FarandoleWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         """Overwrites the tensor by the root's."""
         (tensor,) = tensors
         data = to_flat_host(tensor)
@@ -324,36 +141,30 @@ class FarandoleBackend(Backend):
 
         return self._submit_work(submission, data, finish_broadcast, [tensor])
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Gives every rank all ranks' tensors, which may differ in shape like the outputs."""
         (targets,), (source,) = outputs, inputs
         return self._allgather_flat([targets], [source], opts)
 
-    def all_gather_single(
-        self, output: torch.Tensor, source: torch.Tensor, opts: Any
-    ) -> FarandoleWork:
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> Any:
         """Gives every rank all ranks' tensors, one after the other."""
         return self._allgather_flat([[output]], [source], opts)
 
     _allgather_base = all_gather_single
 
-    def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any
-    ) -> FarandoleWork:
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Like `allgather`, for several tensors as one unit; `outputs` has a list per rank."""
         return self._allgather_flat(
             [list(targets) for targets in zip(*outputs, strict=True)], inputs, opts
         )
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
-    ) -> FarandoleWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Like `all_gather_single`, for several tensors as one unit."""
         return self._allgather_flat([[output] for output in outputs], inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def _allgather_flat(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+    def _allgather_flat(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Allgathers each input into its outputs: one tensor for all ranks, or one per rank."""
         data = [to_flat_host(source) for source in inputs]
         name = self._next_name()
@@ -376,7 +187,7 @@ class FarandoleBackend(Backend):
 
         def finish_allgather(outcomes: list[Any]) -> None:
             for targets, part, outcome in zip(outputs, data, outcomes, strict=True):
-                whole, rows = received_elements(outcome, part.dtype)
+                whole, rows = self._to_group_order(*received_elements(outcome, part.dtype))
                 copy_parts_into(targets, whole, rows if len(targets) > 1 else [whole.numel()])
 
         return self._submit_work(
@@ -386,23 +197,23 @@ class FarandoleBackend(Backend):
             [target for targets in outputs for target in targets],
         )
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> FarandoleWork:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Gives the root all ranks' tensors."""
         (source,) = inputs
         return self._gather_to_root(outputs[0] if opts.rootRank == self._rank else [], source, opts)
 
-    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> FarandoleWork:
+    def gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> Any:
         """Gives the root all ranks' tensors, one after the other."""
         return self._gather_to_root([output] if opts.rootRank == self._rank else [], source, opts)
 
     gather_into_tensor = gather_single
 
-    def _gather_to_root(self, targets: Tensors, source: torch.Tensor, opts: Any) -> FarandoleWork:
+    def _gather_to_root(self, targets: Tensors, source: torch.Tensor, opts: Any) -> Any:
         data = to_flat_host(source)
         sends = [data.numel() if member == opts.rootRank else 0 for member in range(self._size)]
         return self._exchange_elements(data, sends, targets, None, opts)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> FarandoleWork:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Any:
         """Gives every rank its tensor of the root's list."""
         (output,) = outputs
         parts = inputs[0] if opts.rootRank == self._rank else []
@@ -410,7 +221,7 @@ class FarandoleBackend(Backend):
         sends = [flat_length(part) for part in parts] or [0] * self._size
         return self._exchange_elements(data, sends, [output], None, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> FarandoleWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
         """Sends a tensor to every rank and gets one from each."""
         sends = [flat_length(part) for part in inputs]
         return self._exchange_elements(
@@ -424,7 +235,7 @@ class FarandoleBackend(Backend):
         receives: list[int],
         sends: list[int],
         opts: Any,
-    ) -> FarandoleWork:
+    ) -> Any:
         """Sends rows to every rank and gets rows from each; equal numbers if none are given."""
         data = to_flat_host(source)
         expected = self._split_elements(output, receives)
@@ -455,8 +266,9 @@ class FarandoleBackend(Backend):
         targets: Tensors,
         expected: list[int] | None,
         opts: Any,
-    ) -> FarandoleWork:
+    ) -> Any:
         """Returns an all-to-all of flat elements into one tensor or one per member."""
+        data, sends = self._to_engine_order(data, sends)
         name = self._next_name()
         described = (
             ENGINE_DTYPES[data.dtype],
@@ -469,7 +281,7 @@ class FarandoleBackend(Backend):
         submission = (engine.alltoall, name, *described)
 
         def finish_exchange(outcomes: list[Any]) -> None:
-            whole, rows = received_elements(outcomes[0], data.dtype)
+            whole, rows = self._to_group_order(*received_elements(outcomes[0], data.dtype))
             if expected is not None and rows != expected:
                 raise ValueError(
                     f"elements received from each rank differ: expected {expected}, received {rows}"
@@ -483,44 +295,81 @@ class FarandoleBackend(Backend):
 
     # The rest.
 
-    def barrier(self, opts: Any) -> FarandoleWork:
+    def barrier(self, opts: Any) -> BarrierWork:
         """Returns when every member has called it."""
-        del opts
-        return FarandoleWork(self._submit_barrier(), [], self._completer)
+        timeout = opts.timeout if opts.timeout > _UNSET_TIMEOUT else self._limit
+        pending = PendingOperation((engine.barrier, self._next_name(), self._set), None, _ignore)
+        return self._note_work(
+            BarrierWork(
+                pending,
+                self._completer,
+                timeout,
+                self._operation_count,
+                BarrierScope(self._store, self._name, self._rank, self._members),
+            )
+        )
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """A barrier with a deadline. The engine's stall report names the missing ranks."""
-        del wait_all_ranks
-        FarandoleWork(self._submit_barrier(), [], self._completer).wait(opts.timeout)
+        """A barrier that names the ranks that did not come in time."""
+        self.run_monitored_barrier(opts.timeout, wait_all_ranks)
 
-    def _submit_barrier(self) -> PendingOperation:
-        return PendingOperation(
-            (engine.barrier, self._next_name(), self._set), None, lambda _: None
+    def run_monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        """Like `monitored_barrier`, with the timeout itself."""
+        self._barrier_count += 1
+        run_monitored_barrier(
+            BarrierScope(
+                self._store, f"{self._name}.{self._barrier_count}", self._rank, self._members
+            ),
+            timeout if timeout is not None and timeout > _UNSET_TIMEOUT else self._limit,
+            wait_all_ranks,
         )
 
-    def send(self, tensors: Tensors, destination: int, tag: int) -> NoReturn:
-        """Raises an error: the engine has collectives only."""
-        del tensors, destination, tag
-        raise NotImplementedError(
-            "farandole has no point-to-point operations: use all_to_all_single"
-        )
+    _barrier_count = 0
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> NoReturn:
-        """Raises an error: the engine has collectives only."""
-        self.send(tensors, source, tag)
+    @property
+    def _point_to_point(self) -> PointToPoint:
+        if self._messages is None:
+            self._messages = PointToPoint(self._name, self._rank, self._members, self._store)
+        return self._messages
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> NoReturn:
-        """Raises an error: the engine has collectives only."""
-        self.send(tensors, -1, tag)
+    _messages: PointToPoint | None = None
 
-    def _next_name(self) -> str:
-        return f"{self._name}.{next(self._operation_numbers)}"
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
+        """Sends a tensor to a member, which receives it with the same tag."""
+        (tensor,) = tensors
+        return self._note_work(self._point_to_point.send(tensor, destination, tag, self._limit))
 
-    def _submit_work(
-        self,
-        submission: tuple[Any, ...],
-        keep: Any,
-        finish: Callable[[list[Any]], None],
-        outputs: Tensors,
-    ) -> FarandoleWork:
-        return FarandoleWork(PendingOperation(submission, keep, finish), outputs, self._completer)
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
+        """Receives a tensor from a member."""
+        (tensor,) = tensors
+        return self._note_work(self._point_to_point.receive(tensor, source, tag, self._limit))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
+        """Receives a tensor from any member."""
+        (tensor,) = tensors
+        return self._note_work(self._point_to_point.receive_from_any(tensor, tag, self._limit))
+
+
+def _ignore(_: list[Any]) -> None:
+    """Stores no result."""
+
+
+def make_member_backend(members: list[int], timeout: timedelta) -> FarandoleBackend:
+    """Returns the backend of a group of some ranks, with this one.
+
+    Args:
+        members: The global ranks, in the order of the group.
+        timeout: Limit of each operation, and of linking the members.
+
+    Raises:
+        ValueError: There is no default group of backend farandole.
+    """
+    opening = open_member_set(tuple(sorted(members)), timeout.total_seconds())
+    return FarandoleBackend(
+        members.index(basics.rank()),
+        members,
+        opening,
+        current_world_store(),
+        name_next_group(members),
+        timeout,
+    )

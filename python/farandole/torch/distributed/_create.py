@@ -4,52 +4,66 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import torch
-
 from farandole.common import basics
-from farandole.common.process_sets import global_process_set
-from farandole.torch.distributed._backend import FarandoleBackend
-from farandole.torch.distributed._groups import agree_on_process_sets, join_world
+from farandole.torch.distributed._backend import FarandoleBackend, make_member_backend
+from farandole.torch.distributed._groups import enter_world, open_member_set
+from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._reconfigure import ReconfigurableBackend, ReconfigurableGroup
 from farandole.torch.distributed._store import RegistrarStore
+from farandole.torch.distributed._world import join_world_of_group
 
 
-def create_backend(options: Any, _: Any) -> FarandoleBackend | ReconfigurableGroup:
+def create_backend(options: Any, _: Any) -> FarandoleBackend | FarandoleGroup:
     """Makes the backend of a new group; torch calls it in every member.
+
+    Returns:
+        The group, or its backend if the group has other backends, too. Only a group returns works
+        of this backend.
 
     Raises:
         ValueError: When torch's rank or size is not Farandole's, or the group is not supported.
     """
+    devices = _requested_devices(sys._getframe(1).f_locals)  # noqa: SLF001 - the function has no argument for them
     if getattr(options, "enable_reconfigure", False):  # since torch 2.15
         return _create_reconfigurable_group(options)
     if not options.global_ranks_in_group:
-        join_world()
-        theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
-        if theirs != ours:
-            raise ValueError(
-                f"torch.distributed was initialized with rank {theirs[0]} of {theirs[1]}, but this "
-                f"process is rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
-                "init_method='farandole://'"
-            )
-        # If a group is bound to a device, torch splits other groups from it, and also
-        # calls the processes that are no members.
-        options.process_group.bound_device_id = torch.device("cpu", 0)
-        return FarandoleBackend(*ours, global_process_set, options.group_id)
-    ranks = list(options.global_ranks_in_group)
-    if not isinstance(options.split_from, FarandoleBackend):
-        raise ValueError("groups of backend farandole need a default group of backend farandole")
-    if not options.group_id.isdecimal():
+        backend = _create_default_backend(options)
+    else:
+        backend = make_member_backend(list(options.global_ranks_in_group), options.timeout)
+    if devices is None:
+        return backend
+    return FarandoleGroup(backend, options.store, devices)
+
+
+def _requested_devices(caller: dict[str, Any]) -> list[str] | None:
+    """Returns the devices of a group that has only this backend; `None` for other groups.
+
+    Args:
+        caller: The locals of torch's function that makes the group.
+    """
+    config = caller.get("backend_config")
+    if config is None:
+        return ["cpu", "cuda"]
+    backends = config.get_device_backend_map()
+    return list(backends) if set(backends.values()) == {"farandole"} else None
+
+
+def _create_default_backend(options: Any) -> FarandoleBackend:
+    join_world_of_group(options.store, options.group_rank, options.group_size)
+    theirs, ours = (options.group_rank, options.group_size), (basics.rank(), basics.size())
+    if theirs != ours:
         raise ValueError(
-            "new_group(use_local_synchronization=True) is not supported: all ranks must call "
-            "new_group"
+            f"torch.distributed was initialized with rank {theirs[0]} of {theirs[1]}, but this "
+            f"process is rank {ours[0]} of {ours[1]}: start it with farandole run, or pass "
+            "init_method='farandole://'"
         )
-    if ranks != sorted(ranks):
-        raise ValueError(f"the ranks of a group must be in ascending order: {ranks}")
-    process_set = agree_on_process_sets(ranks)
-    assert process_set is not None  # noqa: S101 - `agree_on_process_sets` returns the requested set
-    return FarandoleBackend(options.group_rank, options.group_size, process_set, options.group_id)
+    store = enter_world(options.store)
+    members = list(range(ours[1]))
+    opening = open_member_set(tuple(members), options.timeout.total_seconds())
+    return FarandoleBackend(ours[0], members, opening, store, options.group_id, options.timeout)
 
 
 def _create_reconfigurable_group(options: Any) -> ReconfigurableGroup:

@@ -36,15 +36,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 import torch.distributed as dist
 
 from farandole import _variables as variables
 from farandole._native import engine
 from farandole.common import basics
 from farandole.common.exceptions import FarandoleEnvironmentError, FarandoleUsageError
-from farandole.common.process_sets import global_process_set
 from farandole.torch.distributed._backend import FarandoleBackend
+from farandole.torch.distributed._groups import enter_world, open_member_set
+from farandole.torch.distributed._process_group import FarandoleGroup
 from farandole.torch.distributed._work import CompletedWork
 
 if TYPE_CHECKING:
@@ -138,10 +138,9 @@ class ReconfigurableBackend(FarandoleBackend):
     """
 
     def __init__(self, rank: int, size: int, name: str, store: Any, timeout: timedelta) -> None:
-        super().__init__(rank, size, global_process_set, name)
+        super().__init__(rank, range(size), None, None, name, timeout)
         self._options.enable_reconfigure = True
-        self._store = store
-        self._limit = timeout
+        self._ticket_store = store
         self._uuid = _NO_WORLD_UUID
         self._instance = secrets.token_hex(8)
         self._has_world = False
@@ -197,7 +196,7 @@ class ReconfigurableBackend(FarandoleBackend):
             time.monotonic() + (opts.timeout or self._limit).total_seconds(),
         )
         with self._reconfigure_lock:
-            exchange = _TicketExchange(self._store, opts.uuid, members, deadline)
+            exchange = _TicketExchange(self._ticket_store, opts.uuid, members, deadline)
             if rank == 0:
                 exchange.claim_world_number()
                 ticket = exchange.host_registrar()
@@ -211,7 +210,11 @@ class ReconfigurableBackend(FarandoleBackend):
                 basics.init(process_sets="dynamic")
             self._uuid, self._rank, self._size = opts.uuid, rank, len(members)
             self._members = list(range(len(members)))
+            self._store = enter_world(self._ticket_store, f"reconfigured{opts.uuid}")
+            self._opening = open_member_set(tuple(self._members), self._limit.total_seconds())
+            self._messages = None
             self._operation_numbers = itertools.count()
+            self._operation_count = self._barrier_count = 0
             self._has_world = True
         return CompletedWork()
 
@@ -233,7 +236,7 @@ class ReconfigurableBackend(FarandoleBackend):
         return super()._next_name()
 
 
-class ReconfigurableGroup(dist.ProcessGroup):
+class ReconfigurableGroup(FarandoleGroup):
     """A group that reports rank and size of the present world to torch: a group of torch itself
     reports only its initial rank and size.
 
@@ -242,15 +245,8 @@ class ReconfigurableGroup(dist.ProcessGroup):
     """
 
     def __init__(self, backend: ReconfigurableBackend) -> None:
-        super().__init__(backend.rank(), backend.size())
-        self._backend = backend
-        # If a group is bound to a device, torch splits other groups from it, and also
-        # calls the processes that are no members.
-        self.bound_device_id = torch.device("cpu", 0)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._set_default_backend(kind)
-        for device in ("cpu", "cuda"):
-            self._register_backend(torch.device(device), kind, backend)
+        super().__init__(backend)
+        self._backend: ReconfigurableBackend = backend
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         """This process's rank in the present world."""

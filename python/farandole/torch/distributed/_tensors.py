@@ -13,7 +13,7 @@ from farandole.common.util import Average, Max, Min, Product, Sum
 from farandole.torch._handles import ENGINE_DTYPES, needs_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _ENGINE_REDUCTIONS = {
     ReduceOp.SUM: Sum,
@@ -21,6 +21,12 @@ _ENGINE_REDUCTIONS = {
     ReduceOp.MIN: Min,
     ReduceOp.MAX: Max,
     ReduceOp.PRODUCT: Product,
+    ReduceOp.PREMUL_SUM: Sum,
+}
+_BITWISE_REDUCTIONS = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
 }
 
 
@@ -34,6 +40,38 @@ def engine_reduction(op: Any) -> int:
         if op == theirs:
             return ours
     raise ValueError(f"reduction is not supported: {getattr(op, 'op', op)}")
+
+
+def bitwise_reduction(
+    op: Any, dtype: torch.dtype
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Returns the function of two tensors of a reduction of bits; `None` for other reductions.
+
+    Raises:
+        ValueError: When the dtype has no bits to combine.
+    """
+    for theirs, function in _BITWISE_REDUCTIONS.items():
+        if op == theirs:
+            if dtype.is_floating_point or dtype.is_complex:
+                raise ValueError(f"{getattr(op, 'op', op)} needs whole numbers or bool: {dtype}")
+            return function
+    return None
+
+
+def scale_before_sum(data: torch.Tensor, op: Any) -> torch.Tensor:
+    """Returns the tensor times the factor of a `PREMUL_SUM`, or the tensor itself for other
+    reductions.
+
+    Raises:
+        ValueError: When the dtype cannot hold the products.
+    """
+    if op != ReduceOp.PREMUL_SUM:
+        return data
+    factor = op.__getstate__()[1]
+    scaled = data * (factor.cpu() if isinstance(factor, torch.Tensor) else factor)
+    if torch.is_floating_point(scaled) != torch.is_floating_point(data):
+        raise ValueError(f"PREMUL_SUM of {data.dtype} needs a factor of whole numbers: {factor}")
+    return scaled.to(data.dtype)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
@@ -17,7 +16,9 @@ from torch._C._distributed_c10d import Work
 from farandole.common.handles import HandleTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from farandole.torch.distributed._completion import BackgroundCompleter
 
 table = HandleTable("distributed")
 """The operations of this backend in progress."""
@@ -27,43 +28,101 @@ _watched: weakref.WeakKeyDictionary[PendingOperation, tuple[str, float]] | None 
 """Names of operations and their start times; `None` unless requested."""
 
 
+class OperationTimeoutError(TimeoutError, RuntimeError):
+    """An operation of torch.distributed did not complete in time.
+
+    It is a `RuntimeError`, too, because Gloo raises that one.
+    """
+
+
 class PendingOperation:
     """One operation of the engine in progress.
 
     Args:
-        submission: A function of the engine, and its arguments.
+        submission: A function of the engine, and its arguments. With `None`, the operation is
+            submitted later, by `submit` or `fail`.
         keep: Owners of the memory that the engine uses.
         finish: Stores the results; called with the outcomes of the members.
     """
 
     def __init__(
-        self, submission: tuple[Any, ...], keep: Any, finish: Callable[[list[Any]], None]
+        self, submission: tuple[Any, ...] | None, keep: Any, finish: Callable[[list[Any]], None]
     ) -> None:
-        self._handle = table.submit_operation(keep, finish, *submission)
         self._lock = threading.Lock()
+        self._handle: int | None = None
+        self._deferred: tuple[Any, Any, threading.Event] | None = None
+        self.began = time.monotonic()
+        """Time of the request, in seconds of the monotonic clock."""
         self.done = False
         self.error: Exception | None = None
+        if submission is None:
+            self._deferred = keep, finish, threading.Event()
+        else:
+            self._start(submission, keep, finish)
+
+    def _start(self, submission: tuple[Any, ...], keep: Any, finish: Any) -> None:
+        self._handle = table.submit_operation(keep, finish, *submission)
         if _watched is not None:
-            _watched[self] = (_operation_name(submission), time.monotonic())
+            _watched[self] = (_operation_name(submission), self.began)
+
+    def submit(self, submission: tuple[Any, ...]) -> None:
+        """Submits a deferred operation."""
+        assert self._deferred is not None  # noqa: S101 - only deferred operations are submitted here
+        keep, finish, submitted = self._deferred
+        try:
+            self._start(submission, keep, finish)
+        except Exception as error:  # noqa: BLE001 - raised by the waiter
+            self.fail(error)
+        else:
+            submitted.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends a deferred operation that cannot be submitted."""
+        assert self._deferred is not None  # noqa: S101 - as above
+        self.error = error
+        self.done = True
+        self._deferred[2].set()
 
     @property
     def is_over(self) -> bool:
         """Whether the engine has finished, with or without a waiter."""
         try:
-            return self.done or table.poll(self._handle)
+            return self.done or (self._handle is not None and table.poll(self._handle))
         except ValueError:  # another thread has waited meanwhile
             return True
 
-    def wait_until_over(self) -> None:
-        """Waits until the operation is over, also after an error; raises only interrupts."""
-        with self._lock:
+    def wait_until_over(self, timeout: float | None = None) -> bool:
+        """Waits until the operation is over, also after an error; raises only interrupts.
+
+        Args:
+            timeout: Longest wait in seconds; `None` for no limit.
+
+        Returns:
+            Whether the operation is over.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        if self._deferred is not None and not self._deferred[2].wait(timeout):
+            return False
+        if not self._lock.acquire(timeout=-1 if end is None else _seconds_until(end)):
+            return False
+        try:
             if self.done:
-                return
+                return True
+            assert self._handle is not None  # noqa: S101 - submitted above
             try:
-                table.synchronize(self._handle)
+                table.synchronize(self._handle, None if end is None else _seconds_until(end))
+            except TimeoutError:
+                return False
             except Exception as error:  # noqa: BLE001 - kept for all who will ask
                 self.error = error
             self.done = True
+            return True
+        finally:
+            self._lock.release()
+
+
+def _seconds_until(end: float) -> float:
+    return max(0.0, end - time.monotonic())
 
 
 def watch_operations(*, on: bool = True) -> None:
@@ -93,49 +152,11 @@ def _operation_name(submission: tuple[Any, ...]) -> str:
     return named if isinstance(named, str) else str(named[0][0])
 
 
-class BackgroundCompleter:
-    """Completes operations of one group in the background, for the holders of futures.
-
-    One per group: members of a group start its operations in one order, so waiting in this order
-    blocks no operation.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[PendingOperation, Callable[[], None]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def add_operation(self, pending: PendingOperation, then: Callable[[], None]) -> None:
-        """Calls `then` when `pending` is over."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._complete_operations, name="farandole-futures", daemon=True
-                )
-                self._thread.start()
-            self._queue.put((pending, then))
-
-    def close(self) -> None:
-        """Ends the thread after all given operations."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                self._queue.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _complete_operations(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            pending, then = entry
-            pending.wait_until_over()
-            then()
-            del entry, pending, then  # an idle thread keeps no tensors
-
-
 def make_future(
-    pending: PendingOperation, outputs: list[torch.Tensor], completer: BackgroundCompleter
+    pending: PendingOperation,
+    outputs: list[torch.Tensor],
+    completer: BackgroundCompleter,
+    timeout: timedelta,
 ) -> Any:
     """Returns a future of the tensors an operation writes; C++ waits for it too, so a failure must
     be an error there.
@@ -146,6 +167,8 @@ def make_future(
     over: torch.futures.Future[None] = torch.futures.Future()
 
     def return_outputs(_: Any) -> list[torch.Tensor]:
+        if not pending.done:
+            raise OperationTimeoutError(timeout_message(timeout))
         if pending.error is not None:
             raise pending.error
         return outputs
@@ -154,54 +177,174 @@ def make_future(
     if pending.done:
         over.set_result(None)
     else:
-        completer.add_operation(pending, lambda: over.set_result(None))
+        end = pending.began + timeout.total_seconds() if timeout > _NO_TIMEOUT else None
+        completer.add_operation(pending, lambda: over.set_result(None), end)
     return future
+
+
+def timeout_message(timeout: timedelta) -> str:
+    """Returns the text of an error about an operation that is late."""
+    return (
+        f"the operation did not complete within {timeout.total_seconds():.3f} s. It stays in "
+        "progress: the other ranks of the group have not started it, or are lost"
+    )
 
 
 class FarandoleWork(Work):
     """The result of a collective.
 
-    torch forwards only `wait` and `get_future` to works made in Python. Its `is_completed` always
-    returns `False`, so a program that polls must call `get_future().done()`.
-
     Args:
         pending: The operation.
         outputs: The tensors it writes, which a future holds.
         completer: Completes it for callers that ask for a future.
+        timeout: Limit of a wait without a limit; zero for none.
+        number: Number of the operation in its group.
     """
 
     def __init__(
-        self, pending: PendingOperation, outputs: list[torch.Tensor], completer: BackgroundCompleter
+        self,
+        pending: PendingOperation,
+        outputs: list[torch.Tensor],
+        completer: BackgroundCompleter,
+        timeout: timedelta = _NO_TIMEOUT,
+        number: int = 0,
     ) -> None:
         super().__init__()
         self._pending = pending
         self._outputs = outputs
         self._completer = completer
+        self._limit = timeout
+        self._number = number
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Waits until the operation is over.
 
+        Args:
+            timeout: Longest wait; by default, the timeout of the group.
+
         Raises:
             FarandoleInternalError: When a peer failed or the session was shut down.
             ValueError: When ranks disagree about the operation.
-            TimeoutError: When it took longer than `timeout`; it stays in progress.
+            OperationTimeoutError: When it took longer than the timeout; it stays in progress.
         """
-        if timeout > _NO_TIMEOUT:
-            over = threading.Event()
-            self._completer.add_operation(self._pending, over.set)
-            if not over.wait(timeout.total_seconds()):
-                raise TimeoutError(
-                    f"operation did not complete within {timeout.total_seconds():.3f} s"
-                )
-        else:
-            self._pending.wait_until_over()
+        limit = timeout if timeout > _NO_TIMEOUT else self._limit
+        seconds = limit.total_seconds() if limit > _NO_TIMEOUT else None
+        if not self._pending.wait_until_over(seconds):
+            raise OperationTimeoutError(self._describe_timeout(limit))
         if self._pending.error is not None:
             raise self._pending.error
         return True
 
+    def _describe_timeout(self, limit: timedelta) -> str:
+        return timeout_message(limit)
+
+    def is_completed(self) -> bool:
+        """Returns whether the operation is over, and its results are stored."""
+        return self._pending.is_over and self._pending.wait_until_over()
+
+    def is_success(self) -> bool:
+        """Returns whether the operation is over without an error."""
+        return self.is_completed() and self._pending.error is None
+
+    def exception(self) -> Exception | None:
+        """Returns the error of an operation that is over, or `None`."""
+        return self._pending.error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the tensors that the operation has written.
+
+        Raises:
+            RuntimeError: When the operation is not over.
+        """
+        if not self.is_completed():
+            raise RuntimeError("the operation is not completed: call wait() before result()")
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Waits like `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Waits like `wait`: results on a GPU are complete when the wait ends."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Raises an error: only a receive from any rank has a source.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError("source_rank() needs the work of a recv() without a source")
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def _get_sequence_number(self) -> int:
+        return self._number
+
+    @property
+    def timeout(self) -> timedelta:
+        """Limit of a wait without a limit."""
+        return self._limit
+
     def get_future(self) -> Any:
         """Returns a future of the tensors the operation writes."""
-        return make_future(self._pending, self._outputs, self._completer)
+        return make_future(self._pending, self._outputs, self._completer, self._limit)
+
+
+class CombinedWork(Work):
+    """Several works as one.
+
+    Args:
+        works: The works.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Waits for all works.
+
+        Raises:
+            Exception: The first error of a work, after all have ended.
+        """
+        failure: Exception | None = None
+        for work in self._works:
+            try:
+                work.wait(timeout)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return True
+
+    def is_completed(self) -> bool:
+        """Returns whether all works are over."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Returns whether all works are over without an error."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """Returns the first error, or `None`."""
+        found = (work.exception() for work in self._works)
+        return next((error for error in found if error is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """Returns the tensors that the works have written."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def synchronize(self) -> None:
+        """Waits like `wait`."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """Returns a future of the tensors of all works."""
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(
+            lambda every: [tensor for one in every.value() for tensor in one.value()]
+        )
 
 
 class CompletedWork(Work):

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Point-to-point operations of a group.
+
+A message is a broadcast in the process set of its two ranks. Its name has both ranks, the tag, and
+a number that counts the messages with the same ranks and tag. So a receive finds the send with its
+number, in any order of other messages. Sender and receiver wait for each other, as in Gloo. The
+first message of two ranks opens their process set in the background; until the set is open,
+messages are deferred.
+
+A receive from any rank writes a request into the store of the group. A send that is not received
+within a moment looks for such requests and claims one: the receiver then receives from that rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from farandole._native import engine
+from farandole.torch.distributed._completion import BackgroundCompleter
+from farandole.torch.distributed._groups import open_member_set
+from farandole.torch.distributed._tensors import copy_into, to_host
+from farandole.torch.distributed._work import (
+    FarandoleWork,
+    OperationTimeoutError,
+    PendingOperation,
+)
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from farandole.torch.distributed._groups import WorldStore
+
+_UINT8: Final = 0
+"""The engine's number of bytes."""
+_SEND_GRACE_PERIOD: Final = 0.005
+"""Seconds after which a send that is not received looks for receives from any rank."""
+_LONGEST_LOOK_PAUSE: Final = 0.05
+_QUIET_PERIOD: Final = 1.0
+"""Seconds without sends after which the thread of late sends sleeps."""
+
+
+class MessageWork(FarandoleWork):
+    """A send or a receive in progress.
+
+    Args:
+        pending: The operation.
+        outputs: The received tensor.
+        timeout: Limit of a wait.
+    """
+
+    def __init__(
+        self, pending: PendingOperation, outputs: list[torch.Tensor], timeout: timedelta
+    ) -> None:
+        # Each has its own completer: a receive may wait long, and others must not wait for it.
+        super().__init__(pending, outputs, BackgroundCompleter(), timeout)
+        self.source: int | None = None
+        """The rank in the group that has sent the message, once it is known."""
+
+    def source_rank(self) -> int:
+        """Waits for the message; returns the rank in the group that has sent it.
+
+        Raises:
+            RuntimeError: This is a send.
+        """
+        self.wait()
+        if self.source is None:
+            return super().source_rank()
+        return self.source
+
+
+@dataclass
+class _LateSend:
+    """A send that has not been received yet."""
+
+    pending: PendingOperation
+    destination: int
+    tag: int
+    number: int
+    claimed: bool = False
+
+
+class PointToPoint:
+    """The messages of one group.
+
+    Args:
+        name: Name of the group.
+        rank: This process's rank in the group.
+        members: The global ranks, in the order of the group.
+        store: The store of the members; `None` if the group has no members yet.
+    """
+
+    def __init__(self, name: str, rank: int, members: list[int], store: WorldStore | None) -> None:
+        self._name = name
+        self._rank = rank
+        self._members = members
+        self._store = store
+        self._lock = threading.Lock()
+        self._sent: defaultdict[tuple[int, int], itertools.count[int]] = defaultdict(
+            itertools.count
+        )
+        """The next number of a message by its destination and tag."""
+        self._received: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        """Numbers of received messages that are not below the next one, by source and tag."""
+        self._next_received: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._requests = itertools.count()
+        self._sends = LateSends(self)
+
+    def close(self) -> None:
+        """Ends the thread of late sends."""
+        self._sends.close()
+
+    def send(
+        self, tensor: torch.Tensor, destination: int, tag: int, timeout: timedelta
+    ) -> MessageWork:
+        """Starts a send.
+
+        Args:
+            tensor: The tensor; must not change until the work is over.
+            destination: The receiving rank in the group.
+            tag: The tag; the receive has the same one.
+            timeout: Limit of a wait.
+
+        Raises:
+            ValueError: The tag is negative, or the destination is this rank or no member.
+        """
+        self._check_message("send", destination, tag)
+        data = _to_bytes(tensor)
+        pending = PendingOperation(None, data, _ignore)
+        with self._lock:
+            number = next(self._sent[destination, tag])
+        self._submit_when_linked(
+            pending,
+            destination,
+            self._message_name(self._rank, destination, tag, number),
+            data,
+            self._rank,
+            timeout,
+        )
+        self._sends.add(_LateSend(pending, destination, tag, number))
+        return MessageWork(pending, [tensor], timeout)
+
+    def receive(
+        self, tensor: torch.Tensor, source: int, tag: int, timeout: timedelta
+    ) -> MessageWork:
+        """Starts a receive from a rank.
+
+        Args:
+            tensor: The tensor to overwrite; as many bytes as the sent one.
+            source: The sending rank in the group.
+            tag: The tag of the send.
+            timeout: Limit of a wait.
+
+        Raises:
+            ValueError: The tag is negative, or the source is this rank or no member.
+        """
+        self._check_message("recv", source, tag)
+        data = _to_bytes(tensor)
+        pending = PendingOperation(None, data, _storing_into(tensor, data))
+        with self._lock:
+            number = self._take_number(source, tag)
+        self._start_receive(pending, data, source, tag, number, timeout)
+        work = MessageWork(pending, [tensor], timeout)
+        work.source = source
+        return work
+
+    def receive_from_any(self, tensor: torch.Tensor, tag: int, timeout: timedelta) -> MessageWork:
+        """Starts a receive from any rank; arguments as of `receive`."""
+        if tag < 0:
+            raise ValueError(f"recv needs a tag of 0 or more: {tag}")
+        data = _to_bytes(tensor)
+        pending = PendingOperation(None, data, _storing_into(tensor, data))
+        work = MessageWork(pending, [tensor], timeout)
+        # Requests are written in the order of the calls.
+        request = self._write_request(tag)
+        threading.Thread(
+            target=self._match_request,
+            args=(work, pending, data, request, tag, timeout),
+            name="farandole-receive",
+            daemon=True,
+        ).start()
+        return work
+
+    def _check_message(self, operation: str, peer: int, tag: int) -> None:
+        if tag < 0:
+            raise ValueError(f"{operation} needs a tag of 0 or more: {tag}")
+        if peer == self._rank:
+            raise ValueError(
+                f"{operation} needs another rank than the own one, which is {self._rank} in the "
+                "group: copy the tensor instead"
+            )
+        if not 0 <= peer < len(self._members):
+            raise ValueError(f"{operation} needs a rank of 0 to {len(self._members) - 1}: {peer}")
+
+    def _message_name(self, source: int, destination: int, tag: int, number: int) -> str:
+        return f"{self._name}.message.{source}.{destination}.{tag}.{number}"
+
+    def _take_number(self, source: int, tag: int) -> int:
+        """Returns the number of the next message from a rank. The caller holds the lock."""
+        received = self._received[source, tag]
+        number = self._next_received[source, tag]
+        while number in received:
+            received.discard(number)
+            number += 1
+        self._next_received[source, tag] = number + 1
+        return number
+
+    def _claim_number(self, source: int, tag: int, number: int) -> bool:
+        """Takes a certain message for a receive from any rank; returns whether it is free. The
+        caller holds the lock.
+        """
+        received = self._received[source, tag]
+        if number < self._next_received[source, tag] or number in received:
+            return False
+        received.add(number)
+        return True
+
+    def _start_receive(
+        self,
+        pending: PendingOperation,
+        data: torch.Tensor,
+        source: int,
+        tag: int,
+        number: int,
+        timeout: timedelta,
+    ) -> None:
+        name = self._message_name(source, self._rank, tag, number)
+        self._submit_when_linked(pending, source, name, data, source, timeout)
+
+    def _submit_when_linked(
+        self,
+        pending: PendingOperation,
+        peer: int,
+        name: str,
+        data: torch.Tensor,
+        root: int,
+        timeout: timedelta,
+    ) -> None:
+        """Submits a message once this rank and the peer are linked."""
+        pair = sorted((self._members[self._rank], self._members[peer]))
+        root_rank = self._members[root]
+
+        def submit_message(opened: int | Exception) -> None:
+            if isinstance(opened, Exception):
+                pending.fail(opened)
+                return
+            address = data.data_ptr()
+            pending.submit(
+                (
+                    engine.broadcast,
+                    name,
+                    _UINT8,
+                    data.shape,
+                    address,
+                    address,
+                    root_rank,
+                    opened,
+                    False,
+                )
+            )
+
+        opening = open_member_set((pair[0], pair[1]), timeout.total_seconds())
+        opening.call_when_open(submit_message)
+
+    # Receives from any rank.
+
+    def request_key(self, destination: int, request: int) -> str:
+        """Returns the key of a request in the store."""
+        return f"receive/{self._name}/{destination}/{request}"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    @property
+    def store(self) -> WorldStore | None:
+        """The store of the members."""
+        return self._store
+
+    def _write_request(self, tag: int) -> int:
+        assert self._store is not None  # noqa: S101 - a group without members has refused before
+        with self._lock:
+            request = next(self._requests)
+            self._store.set(self.request_key(self._rank, request), str(tag))
+        return request
+
+    def _match_request(
+        self,
+        work: MessageWork,
+        pending: PendingOperation,
+        data: torch.Tensor,
+        request: int,
+        tag: int,
+        timeout: timedelta,
+    ) -> None:
+        """Waits for a sender, in a thread of its own."""
+        assert self._store is not None  # noqa: S101 - as above
+        end = time.monotonic() + timeout.total_seconds()
+        try:
+            while True:
+                key = f"{self.request_key(self._rank, request)}/sender"
+                if not self._store.wait_for_key(key, end):
+                    raise OperationTimeoutError(  # noqa: TRY301 - the thread's only error path
+                        f"no rank has sent a message with tag {tag} within "
+                        f"{timeout.total_seconds():.3f} s"
+                    )
+                source, number = map(int, self._store.get(key).split())
+                with self._lock:
+                    claimed = self._claim_number(source, tag, number)
+                if claimed:
+                    break
+                # A receive from that rank has taken the message meanwhile.
+                request = self._write_request(tag)
+            work.source = source
+            self._start_receive(pending, data, source, tag, number, timeout)
+        except Exception as error:  # noqa: BLE001 - raised by the waiter
+            pending.fail(error)
+
+
+class LateSends:
+    """Sends that are not received yet, which look for receives from any rank in a thread.
+
+    Args:
+        messages: The messages of the group.
+    """
+
+    def __init__(self, messages: PointToPoint) -> None:
+        self._messages = messages
+        self._added: deque[_LateSend] = deque()
+        self._awake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._next_request: defaultdict[int, int] = defaultdict(int)
+        self._open_requests: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """Tags of requests without a sender, by destination and number."""
+
+    def add(self, send: _LateSend) -> None:
+        """Adds a send."""
+        self._added.append(send)
+        if not self._awake.is_set():
+            self._awake.set()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._watch_sends, name="farandole-sends", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed = True
+        self._awake.set()
+
+    def _watch_sends(self) -> None:
+        waiting: list[_LateSend] = []
+        pause, last = _SEND_GRACE_PERIOD, time.monotonic()
+        while not self._closed:
+            time.sleep(pause)
+            while self._added:
+                waiting.append(self._added.popleft())
+                pause, last = _SEND_GRACE_PERIOD, time.monotonic()
+            waiting = [send for send in waiting if not send.pending.is_over and not send.claimed]
+            try:
+                for destination in {send.destination for send in waiting}:
+                    self._claim_requests(destination, waiting)
+            except RuntimeError:
+                return  # the store has ended, and with it the program
+            if waiting:
+                pause = min(1.5 * pause, _LONGEST_LOOK_PAUSE)
+            elif time.monotonic() - last > _QUIET_PERIOD:
+                self._awake.clear()
+                if not self._added:
+                    self._awake.wait()
+                last = time.monotonic()
+
+    def _claim_requests(self, destination: int, waiting: list[_LateSend]) -> None:
+        store, rank = self._messages.store, self._messages.rank
+        if store is None:
+            return
+        requests = self._open_requests[destination]
+        while store.contains(self._key(destination)):
+            requests[self._next_request[destination]] = int(store.get(self._key(destination)))
+            self._next_request[destination] += 1
+        for send in waiting:
+            if send.destination != destination or time.monotonic() - send.pending.began < (
+                _SEND_GRACE_PERIOD
+            ):
+                continue
+            for request in [one for one, tag in requests.items() if tag == send.tag]:
+                del requests[request]
+                key = f"{self._messages.request_key(destination, request)}/sender"
+                if store.claim(key, f"{rank} {send.number}"):
+                    send.claimed = True
+                    break
+
+    def _key(self, destination: int) -> str:
+        return self._messages.request_key(destination, self._next_request[destination])
+
+
+def _ignore(_: list[Any]) -> None:
+    """Stores no result."""
+
+
+def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as flat bytes on the host: its own memory if possible."""
+    return to_host(tensor).reshape(-1).view(torch.uint8)
+
+
+def _storing_into(tensor: torch.Tensor, data: torch.Tensor) -> Any:
+    def store_message(_: list[Any]) -> None:
+        if data.data_ptr() != tensor.data_ptr():
+            copy_into(tensor, data)
+
+    return store_message

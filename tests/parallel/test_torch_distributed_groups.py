@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: the Farandole authors
+"""Groups of torch.distributed in ways that Gloo does not have, and worlds without a launcher."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+LIMIT = 100.0
+"""Seconds for processes of this test's own."""
+
+
+def begin(backend="farandole", **options):
+    import farandole.torch.distributed  # noqa: F401 - registers the backend
+
+    dist.init_process_group(backend, init_method="farandole://", **options)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def groups_in_any_order():
+    rank, size = begin()
+    pairs = [(i, (i + 1) % size) for i in range(size)]
+    # Each rank begins with another pair, so in any round each waits for a rank that is elsewhere.
+    own = [tuple(sorted(pair)) for pair in pairs[rank:] + pairs[:rank] if rank in pair]
+    for _ in range(8):
+        groups = {pair: dist.new_group(list(pair), use_local_synchronization=True) for pair in own}
+        works = []
+        for pair, group in groups.items():
+            tensor = torch.ones(2) * rank
+            works.append((pair, tensor, dist.all_reduce(tensor, group=group, async_op=True)))
+        for pair, tensor, work in works:
+            assert work.wait()
+            assert tensor.tolist() == [sum(pair)] * 2
+        for group in groups.values():
+            dist.destroy_process_group(group)
+    dist.destroy_process_group()
+
+
+def test_ranks_create_groups_in_any_order(trio):
+    trio.run(groups_in_any_order)
+
+
+def a_late_barrier_names_the_rank_and_the_next_one_works():
+    rank, size = begin()
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    if rank < size - 1:
+        with pytest.raises(TimeoutError, match=rf"rank {size - 1} did not call it"):
+            dist.barrier(group)
+        with pytest.raises(RuntimeError, match="did not complete"):
+            dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()  # the last rank comes to it first
+    if rank == size - 1:
+        dist.barrier(group)
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def test_a_late_barrier_names_the_rank_and_the_next_one_works(trio):
+    trio.run(a_late_barrier_names_the_rank_and_the_next_one_works)
+
+
+def works_tell_their_states():
+    rank, _ = begin()
+    if rank == 0:
+        tensor = torch.ones(3)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert not work.is_completed()
+        assert work.exception() is None
+        with pytest.raises(RuntimeError, match="wait"):
+            work.result()
+        dist.send(torch.ones(1), 1)
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.result()[0] is tensor
+    else:
+        source = dist.irecv(received := torch.zeros(1), tag=0)
+        assert source.source_rank() == 0
+        assert received.item() == 1
+        dist.all_reduce(torch.ones(3))
+    # Ranks that disagree get an error, which the work keeps.
+    work = dist.all_reduce(torch.ones(2 + rank), async_op=True)
+    with pytest.raises(ValueError, match="allreduce"):
+        work.wait()
+    assert isinstance(work.exception(), ValueError)
+    assert not work.is_success()
+    with pytest.raises(RuntimeError):
+        work.get_future().wait()
+    with pytest.raises(ValueError, match="own one"):
+        dist.isend(torch.ones(1), rank)
+    dist.destroy_process_group()
+
+
+def test_works_tell_their_states(pair):
+    pair.run(works_tell_their_states)
+
+
+def a_future_of_a_late_operation_fails():
+    rank, _ = begin()
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="did not complete"):
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().wait()
+    dist.barrier()
+    if rank == 1:
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group()
+
+
+def test_a_future_of_a_late_operation_fails(pair):
+    pair.run(a_future_of_a_late_operation_fails)
+
+
+def backends_of_devices():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, size = begin("cpu:farandole")
+    mesh = init_device_mesh("cpu", (size,))
+    assert [device.type for device in mesh.get_group()._device_types] == ["cpu"]
+    dist.all_reduce(tensor := torch.ones(1), group=mesh.get_group())
+    assert tensor.item() == size
+    dist.destroy_process_group()
+    begin("cpu:farandole,cuda:gloo")
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert tensor.item() == size * size
+    pair = dist.new_group([0, 1])
+    dist.all_gather_object(found := [None, None], rank, group=pair)
+    assert found == [0, 1]
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    dist.destroy_process_group()
+
+
+def test_a_group_has_backends_by_device(pair):
+    pair.run(backends_of_devices)
+
+
+PROGRAM = textwrap.dedent("""
+    import sys
+    import torch, torch.distributed as dist, farandole.torch.distributed
+    method, rank = sys.argv[1], int(sys.argv[2])
+    own = {} if method == "env://" else {"rank": rank, "world_size": 2}
+    dist.init_process_group("farandole", init_method=method, **own)
+    dist.all_reduce(tensor := torch.ones(2))
+    group = dist.new_group([0, 1])
+    dist.all_gather_object(found := [None, None], dist.get_rank(), group=group)
+    sys.stdout.write(f"sum {tensor.tolist()} {found}\\n")
+    dist.destroy_process_group()
+""")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def plain_environment(**more):
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FARANDOLE_", "HOROVOD_", "RANK", "WORLD", "MASTER", "LOCAL"))
+    }
+    return {**environment, "OMP_NUM_THREADS": "1", **more}
+
+
+@pytest.mark.parametrize("method", ["tcp", "file", "env"])
+def test_processes_without_a_launcher_form_a_world(method, tmp_path):
+    port = free_port()
+    url = {
+        "tcp": f"tcp://127.0.0.1:{port}",
+        "file": f"file://{tmp_path}/store",
+        "env": "env://",
+    }[method]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, url, str(rank)],
+            env=plain_environment(**({**variables, "RANK": str(rank)} if method == "env" else {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all("sum [2.0, 2.0] [0, 1]" in output for output in outputs), outputs
+
+
+def test_torchrun_starts_and_restarts_a_world(tmp_path):
+    failing = PROGRAM.replace(
+        "method, rank =",
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    sys.exit(3)\n"
+        "method, rank =",
+    )
+    script = tmp_path / "program.py"
+    script.write_text(failing)
+    launched = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
+            *("--max-restarts=1", f"--master-port={free_port()}", str(script), "env://", "0"),
+        ],
+        env=plain_environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert launched.stdout.count("sum [2.0, 2.0] [0, 1]") == 2, launched.stderr[-3000:]
