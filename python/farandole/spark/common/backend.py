@@ -27,20 +27,15 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "LocalBackend", "SparkBackend", "default_num_proc"]
 
 
-def _keyword_arguments(function: Callable[..., Any], *own: str) -> set[str]:
-    """Returns the keyword arguments of a function, except the backend's own arguments."""
-    keywords = inspect.signature(function).parameters.values()
-    return {one.name for one in keywords if one.kind is inspect.Parameter.KEYWORD_ONLY} - set(own)
-
-
-_RUN_KEYWORDS = _keyword_arguments(runner.run_with_progress, "num_proc", "env")
-_RUN_ELASTIC_KEYWORDS = _keyword_arguments(
-    runner.run_elastic_with_progress,
-    "num_proc",
-    "min_num_proc",
-    "max_num_proc",
-    "env",
-    "ends_on_error",
+_CALL_ARGUMENTS = {"fn", "args", "kwargs", "on_progress", "num_proc", "env", "timeline", "ui"}
+"""Arguments of `farandole.spark.run` and `run_elastic` that are not for backends, or that a backend
+sets in each run.
+"""
+_RUN_KEYWORDS = set(inspect.signature(runner.run).parameters) - _CALL_ARGUMENTS
+_RUN_ELASTIC_KEYWORDS = (
+    set(inspect.signature(runner.run_elastic).parameters)
+    - _CALL_ARGUMENTS
+    - {"min_num_proc", "max_num_proc", "min_np", "max_np", "nics", "ends_on_error"}
 )
 _NUMERIC_KEYWORDS = (
     "start_timeout",
@@ -159,15 +154,11 @@ class SparkBackend(Backend):
             for name, value in (base | dict(env or {})).items()
             if name not in _DRIVER_ONLY_VARIABLES
         }
-        more: dict[str, Any] = {"env": merged, **self._bounds, **self._kwargs}
+        more: dict[str, Any] = {"env": merged, "on_progress": on_progress, **self._kwargs}
         if self._bounds:
-            first = self._num_proc
-            return runner.run_elastic_with_progress(
-                fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more
-            )
-        return runner.run_with_progress(
-            fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more
-        )
+            more |= {"ends_on_error": True, **self._bounds}
+            return runner.run_elastic(fn, args, kwargs, self._num_proc, **more)
+        return runner.run(fn, args, kwargs, self.num_processes(), **more)
 
     def _report_unforwarded(self, left: Sequence[str]) -> None:
         if left:
