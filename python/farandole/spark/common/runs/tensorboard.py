@@ -25,7 +25,6 @@ from farandole.spark.common.runs.tracking import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from farandole.spark.common.runs.tracking import ModelExample
     from farandole.stores.remote_store import RemoteStore
@@ -117,12 +116,7 @@ class TensorboardTracker(Tracker):
         shown = "\n".join(lines)
         self._details.add_summary(self._encode_text("model", f"```\n{shown}\n```"), 0)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Like `Tracker.__exit__`; waits until all is written."""
         try:
             self._details.add_summary(_session_end_summary(failed=kind is not None), 0)

@@ -23,7 +23,6 @@ from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
 
 _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
@@ -71,12 +70,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             example: some rows, if the model has one input.
         """
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the log; a failed run is marked as such."""
 
 
@@ -116,24 +110,13 @@ class TrackerGroup(Tracker):
             with self._warn_of_failure(one, "the model"):
                 one.log_model(model, flavor, example)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:  # noqa: PYI036 - handed on
         """Like `Tracker.__exit__`."""
-        self._open.__exit__(kind, error, traceback)
+        self._open.__exit__(*failure)
 
-    def _end_tracker(
-        self,
-        tracker: Tracker,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end_tracker(self, tracker: Tracker, *failure: Any) -> None:
         with self._warn_of_failure(tracker, "the end of the run"):
-            tracker.__exit__(kind, error, traceback)
+            tracker.__exit__(*failure)
 
     @contextmanager
     def _warn_of_failure(self, tracker: Tracker, what: str) -> Iterator[None]:
@@ -186,12 +169,7 @@ class _ServiceTracker(Tracker):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Like `Tracker.__exit__`."""
         if self._owns_run:
             self._finish_run(failed=kind is not None)

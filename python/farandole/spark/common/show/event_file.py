@@ -14,13 +14,12 @@ import struct
 from functools import cache
 from typing import TYPE_CHECKING
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import entry_scores
 
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
 
 _CRC32C_POLYNOMIAL = 0x82F63B78
-_UNLOGGED_NUMBERS = ("epoch", "seconds", "rows")
 
 
 def encode_scalar_events(history: list[Entry]) -> bytes:
@@ -34,16 +33,12 @@ def encode_scalar_events(history: list[Entry]) -> bytes:
     parts = [_encode_record(_encode_event(0.0, 0, version=b"brain.Event:2"))]
     for entry in history:
         seconds += entry.get("seconds", 0.0)
-        for name, value in flatten_entry(entry).items():
-            if name not in _UNLOGGED_NUMBERS:
-                tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
-                parts.append(
-                    _encode_record(
-                        _encode_event(
-                            seconds, entry["epoch"] + 1, summary=_encode_summary(tag, value)
-                        )
-                    )
-                )
+        for name, value in entry_scores(entry).items():
+            tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
+            summary = _encode_summary(tag, value)
+            parts.append(
+                _encode_record(_encode_event(seconds, entry["epoch"] + 1, summary=summary))
+            )
     return b"".join(parts)
 
 
