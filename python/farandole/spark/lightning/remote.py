@@ -137,7 +137,9 @@ def _train_in_world(
             len(history),
             reached.place,
             size=size,
-            passes=objects.trainer_args.get("accumulate_grad_batches", job.loop.backward_passes),
+            passes=objects.trainer_args.get(
+                "accumulate_grad_batches", job.loop.backward_passes_per_step
+            ),
             counter=counter,
         )
         data = {"train_dataloaders": loader}
@@ -194,8 +196,8 @@ def _create_trainer(
         "log_every_n_steps": job.log_every,
         "num_sanity_val_steps": 0,
         "precision": _PRECISION_ARGUMENTS[loop.precision],
-        "accumulate_grad_batches": loop.backward_passes,
-        "gradient_clip_val": loop.clip_norm,
+        "accumulate_grad_batches": loop.backward_passes_per_step,
+        "gradient_clip_val": loop.gradient_clip_norm,
         "deterministic": loop.deterministic or None,
         "profiler": objects.profiler,
         "enable_checkpointing": bool(own),

@@ -251,7 +251,7 @@ class LightningRunRecorder:
         return self._earlier_totals[1] + float(total)
 
     def _publish_epoch(self, trainer: Any) -> None:
-        best, every = self.job.loop.best, self.job.loop.checkpoint_every
+        best, every = self.job.loop.best_checkpoint, self.job.loop.checkpoint_every
         is_best = best is not None and best.best_index(self.history) == len(self.history) - 1
         if is_best and (self._moves or self.rank == 0):
             self.best = {
@@ -294,7 +294,7 @@ class LightningRunRecorder:
             return self.best
         found = (
             self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
-            if self.job.loop.best
+            if self.job.loop.best_checkpoint
             else None
         )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")

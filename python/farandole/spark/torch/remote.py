@@ -88,7 +88,7 @@ class _TorchTrainer:
             objects.optimizer,
             named_parameters=self.model.named_parameters(),
             compression=objects.compression or hvd.Compression.none,
-            backward_passes_per_step=job.loop.backward_passes,
+            backward_passes_per_step=job.loop.backward_passes_per_step,
             op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
         self.elastic_run = ElasticRun(
@@ -193,7 +193,7 @@ class _TorchTrainer:
 
     def _step_rows(self) -> int:
         """Returns the rows of a step of the optimizer on one process."""
-        return self.job.data.batch_size * self.loop.backward_passes
+        return self.job.data.batch_size * self.loop.backward_passes_per_step
 
     def _rate_factor(self, rate_rows: int) -> float:
         """Returns the factor of the learning rate that checkpoints contain."""
@@ -233,7 +233,7 @@ class _TorchTrainer:
         self.history.append(entry)
         self._check_weight_sum(epoch)
         self.batches.first_pass = False
-        if self.loop.scheduler_interval == "epoch":
+        if self.loop.lr_scheduler_interval == "epoch":
             self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
         self.callbacks.call_callbacks("on_epoch_end")
         self.checkpoints.publish_epoch(self._checkpoint_state, self.history)
@@ -280,7 +280,7 @@ class _TorchTrainer:
             self.size,
             step=step,
             steps=steps,
-            passes=self.loop.backward_passes,
+            passes=self.loop.backward_passes_per_step,
         )
         for rows, counts in counted:
             meter.begin_batch()
@@ -312,14 +312,14 @@ class _TorchTrainer:
         is_due = (
             self.elastic_run.moves
             and source.keeps_place
-            and step % (self.loop.backward_passes * COMMIT_INTERVAL_STEPS) == 0
+            and step % (self.loop.backward_passes_per_step * COMMIT_INTERVAL_STEPS) == 0
         )
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
         self, rows: SourceBatch, counts: StepCounts, step: int, steps: int
     ) -> ScoredBatch:
-        passes = self.loop.backward_passes
+        passes = self.loop.backward_passes_per_step
         if self.minibatch is not None:
             outputs, labels, terms = self.minibatch(rows, step, passes, counts)
             self._check_step_loss(rows, terms, step)
@@ -332,7 +332,7 @@ class _TorchTrainer:
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
-            if self.loop.scheduler_interval == "step":
+            if self.loop.lr_scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
         return outputs, labels, terms
 

@@ -60,7 +60,7 @@ class OptimizerStepper:
         self.meter = StepMeter()
         self.taken = 0
         self._rate_factor = factor
-        self._clip = loop.clip_norm
+        self._clip = loop.gradient_clip_norm
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
