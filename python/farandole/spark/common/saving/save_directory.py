@@ -40,7 +40,7 @@ import re
 import sys
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from farandole import _variables as variables
 from farandole._native import reader
@@ -95,46 +95,6 @@ _log = logging.getLogger("farandole")
 _Row = tuple[str, int, bytes]
 
 
-class _SaveFiles(Protocol):
-    """The reader and writer of the directory; names are relative to it."""
-
-    def has_object(self) -> bool:
-        """Returns whether an object is there, or a part of one."""
-        ...
-
-    def deletable_names(self) -> list[str] | None:
-        """Returns all names that an overwriting save deletes at its end; `None` if nothing can be
-        deleted.
-        """
-        ...
-
-    def local_directory(self) -> Path | None:
-        """Returns the directory if a file system of this host has it; the directory need not exist
-        yet.
-        """
-        ...
-
-    def metadata_lines(self) -> list[str]:
-        """Returns the lines of all metadata."""
-        ...
-
-    def read_rows(self, directory: str) -> Iterable[_Row]:
-        """Yields the rows of the Parquet files directly in a directory."""
-        ...
-
-    def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
-        """Writes a new directory of Parquet files."""
-        ...
-
-    def write_text(self, identity: str, text: str) -> None:
-        """Adds a file to the metadata, which appears as a whole."""
-        ...
-
-    def delete_entry(self, name: str) -> None:
-        """Deletes a file, or a directory with all that is in it."""
-        ...
-
-
 class SaveDirectory:
     """A directory that holds a saved object.
 
@@ -145,7 +105,7 @@ class SaveDirectory:
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path.rstrip("/")
-        self._files: _SaveFiles = (
+        self._files: _StoreFiles | _SparkFiles = (
             _SparkFiles(self._path, session)
             if _spark_has_scheme(path, session)
             else _StoreFiles(native.Store(self._path))
@@ -265,15 +225,19 @@ class SaveDirectory:
 
 
 class _StoreFiles:
-    """Through the native store, whose files appear as a whole."""
+    """The reader and writer of the directory through the native store, whose files appear as a
+    whole; names are relative to the directory.
+    """
 
     def __init__(self, store: native.Store) -> None:
         self._store = store
 
     def has_object(self) -> bool:
+        """Returns whether an object is there, or a part of one."""
         return self._store.exists()
 
     def deletable_names(self) -> list[str]:
+        """Returns all names that an overwriting save deletes at its end."""
         # Metadata goes first: once it is gone, nothing names the old data.
         return sorted(
             (name for name, _ in self._store.list()),
@@ -281,9 +245,13 @@ class _StoreFiles:
         )
 
     def local_directory(self) -> Path | None:
+        """Returns the directory if a file system of this host has it; the directory need not exist
+        yet.
+        """
         return None if self._store.local_path is None else Path(self._store.local_path)
 
     def metadata_lines(self) -> list[str]:
+        """Returns the lines of all metadata."""
         names = [name for name, _ in self._store.list() if name.startswith("metadata/part-")]
         texts = []
         for name in names:
@@ -293,20 +261,24 @@ class _StoreFiles:
         return [line for text in texts for line in text.splitlines()]
 
     def read_rows(self, directory: str) -> Iterable[_Row]:
+        """Yields the rows of the Parquet files directly in a directory."""
         return _read_parquet_rows(self._store, directory)
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
+        """Writes a new directory of Parquet files."""
         self._store.write(f"{directory}/part-00000.parquet", _encode_parquet(rows))
 
     def write_text(self, identity: str, text: str) -> None:
+        """Adds a file to the metadata, which appears as a whole."""
         self._store.write(f"metadata/part-00000-{identity}.txt", text.encode() + b"\n")
 
     def delete_entry(self, name: str) -> None:
+        """Deletes a file, or a directory with all that is in it."""
         self._store.delete(name)
 
 
 class _SparkFiles:
-    """Through Spark, whose committed files appear as a whole."""
+    """Like `_StoreFiles` through Spark, whose committed files appear as a whole."""
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path
@@ -329,6 +301,7 @@ class _SparkFiles:
         return any(files.exists(path(f"{self._path}/{name}")) for name in ("metadata", "data"))
 
     def deletable_names(self) -> list[str] | None:
+        """Like `_StoreFiles.deletable_names`; `None` if nothing can be deleted."""
         if self._hadoop is None:
             return None
         files, path = self._hadoop
