@@ -23,6 +23,7 @@ import farandole.torch as hvd
 from farandole.common import scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
+from farandole.spark import task
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
 from farandole.spark.lightning.loader import LightningLoader
@@ -30,7 +31,6 @@ from farandole.spark.lightning.run_recorder import LightningRunRecorder
 from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.setup import (
-    check_device_agreement,
     choose_rank_device,
     create_sources,
     data_module_steps,
@@ -104,7 +104,7 @@ def _train_in_world(
     state: LightningRunState | None,
 ) -> TorchTrainingResult | None:
     """Trains from the beginning, or from the progress so far, to the end."""
-    check_device_agreement(device)
+    task.check_gpu_agreement(device.type == "cuda")
     rank, size = hvd.rank(), hvd.size()
     reached = LightningRunProgress() if state is None else state.reached
     resume, history = None, list(reached.history)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
@@ -37,7 +38,6 @@ from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.setup import (
-    check_device_agreement,
     choose_rank_device,
     create_sources,
     move_loss_to_device,
@@ -152,7 +152,7 @@ class _TorchTrainer:
         """Loads the progress so far into this process, in a world that may differ from the one
         before.
         """
-        check_device_agreement(self.device)
+        task.check_gpu_agreement(self.device.type == "cuda")
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
         self.end_reason = None
