@@ -83,6 +83,6 @@ def load_prestaged(data: bytes | PrestagedFile) -> bytes:
     """Returns the uploaded object, in a task.
 
     Args:
-        data: As `sent` returned it.
+        data: As `prestage_if_large` returned it.
     """
     return data.read_payload() if isinstance(data, PrestagedFile) else data

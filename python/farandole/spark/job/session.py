@@ -343,8 +343,8 @@ def _session_of_context() -> SparkSession | None:
     """Returns a session for the context that exists, as in a thread that has made no session its
     own.
     """
-    from pyspark import SparkContext  # noqa: PLC0415 - as in `active`
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `active`
+    from pyspark import SparkContext  # noqa: PLC0415 - as in `from_active_session`
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `from_active_session`
 
     return (
         SparkSession.builder.getOrCreate()

@@ -188,7 +188,7 @@ class _ServiceTracker(Tracker):
 
     @abstractmethod
     def _finish_run(self, *, failed: bool) -> None:
-        """Ends the run that `_start` has started."""
+        """Ends the run that `_start_run` has started."""
 
 
 class WandbTracker(_ServiceTracker):

@@ -207,7 +207,7 @@ class SaveDirectory:
         """Returns the parts that belong to metadata.
 
         Args:
-            metadata: as `metadata` returned it.
+            metadata: as `read_metadata` returned it.
 
         Raises:
             ValueError: the metadata names a place outside of the directory's data.
@@ -414,7 +414,7 @@ def _allowed_row_bytes() -> int:
 
 
 def _decode_rows(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
-    """Like `_rows`, of files that are there."""
+    """Like `_read_parquet_rows`, of files that are there."""
     files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
     rows = reader.Reader(
         files, columns=_DATA_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1

@@ -140,7 +140,7 @@ def _nested_tensor(
 def check_finite_inputs(
     columns: Mapping[str, torch.Tensor], torch_input: TorchInput, rows: int
 ) -> None:
-    """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
+    """Refuses features that would make outputs NaN, and with them gradients and all weights.
 
     Args:
         columns: tensors by name, rows first.

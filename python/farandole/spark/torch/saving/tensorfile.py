@@ -80,7 +80,7 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     """Returns the bytes as tensors.
 
     Args:
-        data: what `dump`, or the library of that name, made.
+        data: what `dump_tensors`, or the library of that name, made.
 
     Raises:
         ValueError: they are none, or cut off.
