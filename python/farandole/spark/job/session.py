@@ -275,8 +275,13 @@ class SparkCluster:
         except Exception:  # noqa: BLE001 - Connect servers hide static settings
             return default
 
-    def explain_failure(self, error: BaseException) -> str | None:
-        """Explains a failed job to its user; `None` if Spark's own message is as good."""
+    def explain_failure(self, error: BaseException, job: str) -> str:
+        """Explains a failed job to its user, by Spark's own message if that is as good.
+
+        Args:
+            error: Spark's error.
+            job: Words for the job, with which such a message begins.
+        """
         text = str(error)
         for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
             if f"No module named '{module}'" in text:
@@ -310,7 +315,7 @@ class SparkCluster:
             )
         ):
             return f"the Spark job was cancelled: {error_headline(error)}"
-        return None
+        return f"{job} has failed: {error_headline(error)}"
 
     def _describe_interpreter(self) -> str:
         named = getattr(self.context, "pythonExec", None) or os.environ.get(

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from farandole.spark.lightning.job import LightningTrainingJob
     from farandole.spark.lightning.loader import LightningLoader
 
-_TENSOR_STATE_KEYS = ("model", "optimizer")
 _CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the files of Lightning's checkpoint callbacks."""
 

@@ -19,6 +19,8 @@ from farandole.runner.show.history import entry_scores
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
 
+FILE_VERSION = b"brain.Event:2"
+"""Version in the first event of a file."""
 _CRC32C_POLYNOMIAL = 0x82F63B78
 
 
@@ -30,27 +32,31 @@ def encode_scalar_events(history: list[Entry]) -> bytes:
         history: one entry per epoch.
     """
     seconds = 0.0
-    parts = [_encode_record(_encode_event(0.0, 0, version=b"brain.Event:2"))]
+    parts = [encode_event(0.0, 0, version=FILE_VERSION)]
     for entry in history:
         seconds += entry.get("seconds", 0.0)
         for name, value in entry_scores(entry).items():
             tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
             summary = _encode_summary(tag, value)
-            parts.append(
-                _encode_record(_encode_event(seconds, entry["epoch"] + 1, summary=summary))
-            )
+            parts.append(encode_event(seconds, entry["epoch"] + 1, summary=summary))
     return b"".join(parts)
 
 
-def _encode_event(
-    seconds: float, step: int, *, version: bytes = b"", summary: bytes = b""
-) -> bytes:
+def encode_event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = b"") -> bytes:
+    """Returns an event, as a file has it.
+
+    Args:
+        seconds: its time.
+        step: its place on the axis of steps.
+        version: version of the file, in its first event.
+        summary: encoded `Summary`, in all other events.
+    """
     event = b"\x09" + struct.pack("<d", seconds) + b"\x10" + _encode_varint(step)
     if version:
         event += b"\x1a" + _encode_varint(len(version)) + version
     if summary:
         event += b"\x2a" + _encode_varint(len(summary)) + summary
-    return event
+    return _encode_record(event)
 
 
 def _encode_summary(tag: str, value: float) -> bytes:
