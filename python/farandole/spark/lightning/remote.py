@@ -27,7 +27,7 @@ from farandole.spark import task
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
 from farandole.spark.lightning.loader import LightningLoader
-from farandole.spark.lightning.run_recorder import LightningRunRecorder
+from farandole.spark.lightning.run_recorder import recorder_class
 from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.setup import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
+    from farandole.spark.lightning.run_recorder import LightningRunRecorder
 
 _PRECISION_ARGUMENTS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -117,7 +118,7 @@ def _train_in_world(
             resume.write_bytes(found)
             history = _load_checkpoint(job, found).get("farandole_history", [])
     moves = state is not None
-    watch = LightningRunRecorder(
+    watch = recorder_class(job.package)(
         job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves
     )
     watch.best = reached.best
@@ -181,7 +182,7 @@ def _create_trainer(
     loggers = given if isinstance(given, list | tuple) else [given]
     for logger in loggers:
         _redirect_logger(logger, folder / "run" / job.store.logs_subdir)
-    callbacks = [*objects.callbacks, watch.create_callback(lightning.Callback)]
+    callbacks = [*objects.callbacks, watch]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],

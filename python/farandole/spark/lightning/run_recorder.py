@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Callbacks of a Lightning run: history, progress, checkpoints in the store, early stopping.
+"""The callback of a Lightning run: history, progress, checkpoints in the store, early stopping.
 
 The history contains every value that the module logs, as a mean over the rows of all processes.
 Names that start with `val_` are of validation, a leading `train_` is removed, and `train` always
@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +45,7 @@ _CHECKPOINT_SUFFIX = ".ckpt"
 
 
 class LightningRunRecorder:
-    """One rank's view of a run.
+    """One rank's view of a run, by the hooks of Lightning's callbacks; see `recorder_class`.
 
     Args:
         job: the run.
@@ -105,14 +107,8 @@ class LightningRunRecorder:
         """Returns the part of a batch in the step's loss, see `StepLossScaler.scale_loss`."""
         return loss if self._scaler is None else self._scaler.scale_loss(loss, trainer)
 
-    def begin_batch(self, trainer: Any, stage: str, index: int) -> None:
-        """Notes the batch in progress.
-
-        Args:
-            trainer: Lightning's.
-            stage: `"train"` or `"val"`.
-            index: number of the batch.
-        """
+    def _begin_batch(self, trainer: Any, stage: str, index: int) -> None:
+        """Notes the batch in progress."""
         if stage == "train" and self._scaler is not None:
             self._scaler.index = index
         loader = self._loaders[stage]
@@ -120,47 +116,42 @@ class LightningRunRecorder:
             self._padding_logs = PaddingLogs(trainer)
             self._padding_scope.enter_context(leave_out_padding(0, 1))
 
-    def end_padding(self) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Lets the next batch count, also if this one has failed."""
         self._padding_scope.close()
 
-    def batch_rows(self, batch: Any, stage: str, index: int) -> int:
+    def _end_batch(self, batch: Any, stage: str, index: int) -> int:
         """Returns the rows of a batch that count, and removes the values that were logged for
         padding.
-
-        Args:
-            batch: the batch.
-            stage: `"train"` or `"val"`.
-            index: number of the batch.
         """
-        self.end_padding()
+        self._padding_scope.close()
         if self._padding_logs is not None:
             self._padding_logs.restore()
             self._padding_logs = None
         loader = self._loaders[stage]
         return _batch_row_count(batch) if loader is None else loader.read_batch(index).valid
 
-    def create_callback(self, base: type[Any]) -> Any:
-        """Returns a Lightning callback that calls this.
-
-        Args:
-            base: Lightning's class of callbacks.
-        """
-        return type("FarandoleWatch", (_RecorderCallback, base), {"__module__": __name__})(self)
-
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Resets the counts."""
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
         self.meter.begin_epoch()
         self.halt.begin_epoch()
 
-    def end_batch(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
+    def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
+        """Notes the batch in progress."""
+        self.meter.begin_batch()
+        self._begin_batch(trainer, "train", index)
+
+    def on_train_batch_end(
+        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         """Counts a batch, and sends a report to the driver at intervals.
 
         Raises:
             NotFiniteError: the loss is NaN or infinite, and such a loss must end the run.
         """
+        rows = self._end_batch(batch, "train", index)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.rows += rows
         self.meter.end_batch(rows)
@@ -177,7 +168,23 @@ class LightningRunRecorder:
         steps, loss = int(trainer.num_training_batches), self.total / max(self.rows, 1)
         self.reporter.report_step(trainer.current_epoch, index + 1, steps, speed, loss)
 
-    def end_epoch(self, trainer: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, _module: Any, _batch: Any, index: int, *_: Any
+    ) -> None:
+        """Notes the batch in progress."""
+        self._begin_batch(trainer, "val", index)
+
+    def on_validation_batch_end(
+        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, index: int, *_: Any
+    ) -> None:
+        """Counts a batch."""
+        self.val_rows += self._end_batch(batch, "val", index)
+
+    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the history."""
+        checkpoint["farandole_history"] = self.history
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
         self.meter.finish_report()
         seconds = time.monotonic() - self.started
@@ -186,7 +193,6 @@ class LightningRunRecorder:
             for name, value in trainer.callback_metrics.items()
             if value.numel() == 1
         }
-        module = trainer.lightning_module
         records = allgather_plain(
             (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
         )
@@ -266,11 +272,12 @@ class LightningRunRecorder:
         count = len(self.history)
         write_epoch_checkpoints(self.store, path.read_bytes(), count, is_best=is_best, every=every)
         write_history(self.store, self.history)
-        self.publish_files()
+        self.on_fit_end()
 
-    def publish_files(self) -> None:
-        """Copies the files of loggers and checkpoint callbacks to the store. A log that cannot be
-        written is a warning, a checkpoint an error.
+    def on_fit_end(self, *_: Any) -> None:
+        """Copies the files of loggers and checkpoint callbacks to the store; Lightning writes its
+        own checkpoint of the last epoch after the end of the epoch. A log that cannot be written is
+        a warning, a checkpoint an error.
         """
         if self.rank != 0 or not self.store.saving_runs:
             return
@@ -308,47 +315,15 @@ class LightningRunRecorder:
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
-class _RecorderCallback:
-    """Lightning's callback, which passes all calls to the recorder."""
+@cache
+def recorder_class(package: str) -> type[Any]:
+    """Returns the recorder that is a callback of one of Lightning's packages.
 
-    def __init__(self, watch: LightningRunRecorder) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self.watch.begin_epoch()
-
-    def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
-        self.watch.meter.begin_batch()
-        self.watch.begin_batch(trainer, "train", index)
-
-    def on_train_batch_end(
-        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
-        rows = self.watch.batch_rows(batch, "train", index)
-        self.watch.end_batch(trainer, outputs, rows, index)
-
-    def on_validation_batch_start(
-        self, trainer: Any, _module: Any, _batch: Any, index: int, *_: Any
-    ) -> None:
-        self.watch.begin_batch(trainer, "val", index)
-
-    def on_validation_batch_end(
-        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, index: int, *_: Any
-    ) -> None:
-        self.watch.val_rows += self.watch.batch_rows(batch, "val", index)
-
-    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
-        self.watch.end_epoch(trainer)
-
-    def on_exception(self, *_: Any) -> None:
-        self.watch.end_padding()
-
-    def on_fit_end(self, *_: Any) -> None:
-        self.watch.publish_files()  # Lightning writes its own checkpoint of the last epoch later
-
-    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["farandole_history"] = self.watch.history
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base = import_module(package).Callback
+    return type("FarandoleRunRecorder", (LightningRunRecorder, base), {"__module__": __name__})
 
 
 def _known_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:
