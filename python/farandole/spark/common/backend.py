@@ -17,6 +17,7 @@ from farandole.runner.backend import Backend, LocalBackend, elastic_bounds
 from farandole.runner.gang import JobOutput
 from farandole.runner.limits import spark_start_timeout_seconds
 from farandole.spark import runner
+from farandole.spark.job.session import SparkCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -186,8 +187,6 @@ class SparkBackend(Backend):
         is given, Spark decides.
         """
         if self._num_proc is None:
-            from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - LocalBackend does without
-
             most = self._bounds.get("max_num_proc")
             return (
                 SparkCluster.from_active_session().default_parallelism() if most is None else most
@@ -200,8 +199,6 @@ class SparkBackend(Backend):
 
     def check(self) -> None:
         """Like `Backend.check`."""
-        from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - as above
-
         SparkCluster.from_active_session().check_job_size(
             self._bounds.get("min_num_proc") or self.num_processes()
         )

@@ -25,7 +25,6 @@ from pyspark.ml.base import _FitMultipleIterator
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.learning import LEARNED_FILL_WORDS, EncodingSpec
 from farandole.data.splits import resolve_split
-from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import write_run_journal
 from farandole.runner.show.training import report_run

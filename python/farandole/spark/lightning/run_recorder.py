@@ -28,7 +28,6 @@ from farandole.spark.common.show.epoch_reports import (
 )
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
-from farandole.spark.lightning.step_loss import StepLossScaler
 from farandole.stores import durable
 from farandole.stores.pickle_policy import resolve_decision
 from farandole.torch.sync_batch_norm import leave_out_padding
@@ -85,7 +84,7 @@ class LightningRunRecorder:
         self.total = 0.0
         self.meter = StepMeter()
         self.halt = halt
-        self._scaler: StepLossScaler | None = None
+        self._batch_index = 0
         self._loaders: dict[str, LightningLoader | None] = {"train": None, "val": None}
         self._padding_logs: PaddingLogs | None = None
         self._padding_scope = contextlib.ExitStack()
@@ -100,17 +99,42 @@ class LightningRunRecorder:
                 them.
         """
         self._loaders = {"train": train, "val": val}
-        reduction = self.job.loss_reduction or "mean"
-        self._scaler = StepLossScaler(train, reduction, self.size)
 
     def scale_loss(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
-        """Returns the part of a batch in the step's loss, see `StepLossScaler.scale_loss`."""
-        return loss if self._scaler is None else self._scaler.scale_loss(loss, trainer)
+        """Returns the part of the batch in progress in the step's loss, before DDP averages
+        gradients over ranks.
+
+        Lightning divides the loss of a batch by `accumulate_grad_batches`, and DDP averages
+        gradients over ranks, so every batch would weigh the same. Here each batch weighs by its
+        rows, and a batch of padding weighs 0.
+
+        Args:
+            loss: loss of the batch, divided by `accumulate_grad_batches` if Lightning steps the
+                optimizer.
+            trainer: Lightning's.
+        """
+        module, loader, index = trainer.lightning_module, self._loaders["train"], self._batch_index
+        passes = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        own = getattr(module, "take_step_loss", None)
+        prepared = None if own is None else own()
+        if prepared is not None:
+            return prepared
+        if loader is None:
+            return loss
+        rows = loader.read_batch(index).valid
+        if self.job.loss_reduction == "sum":
+            return loss * float(passes * self.size if rows else 0)
+        first = index - index % passes
+        last = min(first + passes, int(trainer.num_training_batches))
+        if self.job.loss_reduction == "per_batch":
+            batches = loader.filled_batches(first, last)
+            return loss * (passes * self.size / batches if rows else 0.0)
+        return loss * (rows * passes * self.size / loader.global_rows(first, last))
 
     def _begin_batch(self, trainer: Any, stage: str, index: int) -> None:
         """Notes the batch in progress."""
-        if stage == "train" and self._scaler is not None:
-            self._scaler.index = index
+        if stage == "train":
+            self._batch_index = index
         loader = self._loaders[stage]
         if loader is not None and not loader.read_batch(index).valid:
             self._padding_logs = PaddingLogs(trainer)
