@@ -609,11 +609,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "transformation_edit_fields",
                 "transformation_removed_fields",
             )
-            asked |= {
-                name: self.getOrDefault(name)
-                for name in names
-                if self.getOrDefault(name) is not None
-            }
+            known = {name: self.getOrDefault(name) for name in names}
+            asked |= {name: value for name, value in known.items() if value is not None}
         if prepared.statistics is not None:
             asked["statistics"] = prepared.statistics
         if prepared.encoding is None:

@@ -64,8 +64,7 @@ class SparkCluster:
         )
         if session is None:
             raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type
-        connect = type(session).__module__.startswith("pyspark.sql.connect")
-        return cls(session, None if connect else session.sparkContext)
+        return cls(session, None if is_connect(session) else session.sparkContext)
 
     def default_parallelism(self) -> int:
         """Spark's own idea of how many tasks run side by side."""
@@ -337,6 +336,11 @@ def error_headline(error: BaseException, limit: int = 20) -> str:
         if line.strip() and not line.startswith(("\tat ", "An error occurred"))
     ]
     return "\n".join(lines[:limit]).removeprefix(": ")
+
+
+def is_connect(session: SparkSession) -> bool:
+    """Returns whether a session is a client of a Spark Connect server."""
+    return type(session).__module__.startswith("pyspark.sql.connect")
 
 
 def _active_connect_session() -> SparkSession | None:

@@ -174,6 +174,17 @@ class _ServiceTracker(Tracker):
         if self._owns_run:
             self._finish_run(failed=kind is not None)
 
+    def log_report(self, record: dict[str, Any]) -> None:
+        """Like `Tracker.log_report`."""
+        if record.get("kind") == "epoch":
+            row = flatten_entry(record["entry"])
+            epoch = int(row.pop("epoch"))
+            self._log_epoch(epoch, {name: float(value) for name, value in row.items()})
+
+    @abstractmethod
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        """Logs the numbers of an epoch."""
+
     @abstractmethod
     def _has_active_run(self) -> bool:
         """Returns whether the user has a run."""
@@ -208,13 +219,10 @@ class WandbTracker(_ServiceTracker):
     def _log_parameters(self) -> None:
         self._run.config.update(self._parameters, allow_val_change=True)
 
-    def log_report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.log_report`."""
-        if record.get("kind") == "epoch":
-            # The epoch is a value and no step: W&B drops a step below its last one, as in an active
-            # run that has more, or for epochs that are repeated after a restart.
-            row = {name: float(value) for name, value in flatten_entry(record["entry"]).items()}
-            self._run.log(row | {"epoch": int(row["epoch"])})
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        # The epoch is a value and no step: W&B drops a step below its last one, as in an active run
+        # that has more, or for epochs that are repeated after a restart.
+        self._run.log({"epoch": epoch, **row})
 
     def _finish_run(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
@@ -284,14 +292,8 @@ class MlflowTracker(_ServiceTracker):
         dataset = MetaDataset(source, name=f"{data.rows} rows", digest=data.digest)
         self._library.log_input(dataset, context=context)
 
-    def log_report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.log_report`."""
-        if record.get("kind") == "epoch":
-            row = flatten_entry(record["entry"])
-            epoch = int(row.pop("epoch"))
-            self._library.log_metrics(
-                {name: float(value) for name, value in row.items()}, step=epoch
-            )
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        self._library.log_metrics(row, step=epoch)
 
     def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
         """Like `Tracker.log_model`."""

@@ -46,6 +46,7 @@ from farandole import _variables as variables
 from farandole._native import reader
 from farandole._native import store as native
 from farandole._native.settings import read_setting
+from farandole.spark.job.session import is_connect
 from farandole.stores import durable
 from farandole.stores.small_files import (
     MAX_TABLE_FILE_BYTES,
@@ -285,7 +286,7 @@ class _SparkFiles:
         self._session = session
         self._hadoop: tuple[Any, Any] | None = None
         self._local: native.Store | None = None
-        if not _is_connect(session):
+        if not is_connect(session):
             classic: Any = session
             root = classic._jvm.org.apache.hadoop.fs.Path
             configuration = classic._jsparkSession.sessionState().newHadoopConf()
@@ -472,13 +473,9 @@ def _save_number(metadata: dict[str, Any]) -> int:
     return metadata.get("save", {}).get("number", 0)
 
 
-def _is_connect(session: SparkSession) -> bool:
-    return type(session).__module__.startswith("pyspark.sql.connect")
-
-
 def _spark_has_scheme(path: str, session: SparkSession) -> bool:
     scheme = _SCHEME_PATTERN.match(path)
-    if scheme is None or _is_connect(session):
+    if scheme is None or is_connect(session):
         return True
     classic: Any = session
     configuration = classic._jsparkSession.sessionState().newHadoopConf()
