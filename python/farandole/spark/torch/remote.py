@@ -345,9 +345,7 @@ class _TorchTrainer:
         self.model.eval()
         scores = ScoreSums(self.objects.metrics, self.job.labels)
         with torch.no_grad(), self.stepper.autocast_context():
-            for rows in source.epoch(
-                epoch, self._epoch_step_count(source, self.job.data.val_steps)
-            ):
+            for rows in source.epoch(epoch, self.job.data.val_steps or source.steps):
                 if rows.valid:
                     scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
         return scores.global_scores()
@@ -432,6 +430,3 @@ class _TorchTrainer:
         return (
             place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
         )
-
-    def _epoch_step_count(self, source: BatchedSource, asked: int | None) -> int:
-        return source.steps if asked is None else asked

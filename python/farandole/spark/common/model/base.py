@@ -384,6 +384,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         """
         from farandole.spark.job.connect_artifacts import prestage_if_large
 
+        change = self._feature_transformation()
         return {
             "model": prestage_if_large(dataset.sparkSession, model),
             "columns": tuple(dataset.columns),
@@ -391,7 +392,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             "labels": tuple(self.getLabelColumns()),
             "batch_size": self.getBatchSize(),
             "encoding": self._feature_encoding(),
-            "transformation": self._pickled_transformation(),
+            "transformation": None if change is None else pickling.pickle_by_value(change),
         }
 
     def _check_feature_columns(self, dataset: DataFrame) -> None:
@@ -426,11 +427,6 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         return UserTransformation(function, edits, removed).for_prediction(
             names, self.getLabelColumns() or ()
         )
-
-    def _pickled_transformation(self) -> bytes | None:
-        """Returns the same, as tasks get it."""
-        found = self._feature_transformation()
-        return None if found is None else pickling.pickle_by_value(found)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self._check_feature_columns(dataset)

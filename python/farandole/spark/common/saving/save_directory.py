@@ -389,7 +389,7 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
         return
     most = max(
         _BASE_ROW_BYTES + _MAX_ROW_BYTES_RATIO * sum(size for _, size in found),
-        _allowed_row_bytes(),
+        read_setting(SAVED_BYTES_VARIABLE),
     )
     where = f"{store.url}/{directory}"
     try:
@@ -403,15 +403,6 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
             f"the bytes that "
             f"they may take, more than {most}"
         ) from error
-
-
-def _allowed_row_bytes() -> int:
-    """Returns the value of the variable; 0 if it is not set.
-
-    Raises:
-        ValueError: it is no number of bytes.
-    """
-    return read_setting(SAVED_BYTES_VARIABLE)
 
 
 def _decode_rows(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:

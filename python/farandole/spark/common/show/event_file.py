@@ -56,7 +56,8 @@ def encode_event(seconds: float, step: int, *, version: bytes = b"", summary: by
         event += b"\x1a" + _encode_varint(len(version)) + version
     if summary:
         event += b"\x2a" + _encode_varint(len(summary)) + summary
-    return _encode_record(event)
+    length = struct.pack("<Q", len(event))
+    return length + _masked_crc(length) + event + _masked_crc(event)
 
 
 def _encode_summary(tag: str, value: float) -> bytes:
@@ -76,11 +77,6 @@ def _encode_varint(number: int) -> bytes:
         number >>= 7
     parts.append(number)
     return bytes(parts)
-
-
-def _encode_record(data: bytes) -> bytes:
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
 
 
 def _masked_crc(data: bytes) -> bytes:
