@@ -293,7 +293,10 @@ class _TorchTrainer:
             meter.end_batch(rows.valid)
             if self._should_end_after_step():
                 break
-            self._report_step(epoch, step, steps, source, begun, started, scores)
+            if self.rank == 0 and self.reporter.is_step_due():
+                trained = self._trained_row_count(source, source.position_after_steps(epoch, step))
+                speed = trained / max(begun.seconds + time.monotonic() - started, 1e-9)
+                self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
             if step < steps and self._may_commit(source, step):
                 self.elastic_run.commit_progress(
                     **current_progress(), totals=scores.global_totals()
@@ -408,22 +411,6 @@ class _TorchTrainer:
             "history": self.history,
             "rate_rows": rate_rows,
         } | self.stepper.checkpoint_state()
-
-    def _report_step(
-        self,
-        epoch: int,
-        step: int,
-        steps: int,
-        source: BatchedSource,
-        begun: TorchRunProgress,
-        started: float,
-        scores: ScoreSums,
-    ) -> None:
-        if self.rank != 0 or not self.reporter.is_step_due():
-            return
-        rows = self._trained_row_count(source, source.position_after_steps(epoch, step))
-        speed = rows / max(begun.seconds + time.monotonic() - started, 1e-9)
-        self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
 
     def _trained_row_count(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
