@@ -21,8 +21,8 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from farandole.runner.show.event_file import FILE_VERSION, encode_event
 from farandole.spark.common.runs.tracking import Tracker
-from farandole.spark.common.show.event_file import FILE_VERSION, encode_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable
