@@ -66,6 +66,14 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
 
     try:
         return load(data)
-    # The library leaves some checks of shapes to torch.
-    except (SafetensorError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+    # The library leaves some checks of types and shapes to torch.
+    except (
+        SafetensorError,
+        ArithmeticError,
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"not a whole file of tensors: {error}") from error
