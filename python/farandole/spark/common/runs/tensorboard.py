@@ -117,7 +117,7 @@ class TensorboardTracker(Tracker):
         shown = "\n".join(lines)
         self._details.add_summary(self._encode_text("model", f"```\n{shown}\n```"), 0)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Like `Tracker.__exit__`; waits until all is written."""
         try:
             self._details.add_summary(_session_end_summary(failed=kind is not None), 0)

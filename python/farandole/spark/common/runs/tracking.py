@@ -70,7 +70,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             example: some rows, if the model has one input.
         """
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Ends the log; a failed run is marked as such."""
 
 
@@ -169,7 +169,7 @@ class _ServiceTracker(Tracker):
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Like `Tracker.__exit__`."""
         if self._owns_run:
             self._finish_run(failed=kind is not None)

@@ -118,7 +118,7 @@ class NotebookDisplay(ProgressDisplay):
         table = self._ranks.table_html
         return f'<div class="farandole-progress">{bar}<div>{text}</div>{table}{chart}</div>'
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Draws the last values."""
         if kind is not None:
             self._status_text = f"ended by {kind.__name__}"

@@ -81,7 +81,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         del stop
         return nullcontext()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Leaves the terminal as it was."""
 
 
