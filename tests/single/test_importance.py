@@ -13,7 +13,10 @@ import pytest
 
 from farandole.spark.common.model import importance
 from farandole.spark.common.model.evaluation import empty_sums
-from farandole.spark.common.model.importance import column_importances, permutation_task
+from farandole.spark.common.model.importance import (
+    column_importances,
+    sum_permuted_predictions,
+)
 
 ROWS = 3000
 
@@ -32,17 +35,15 @@ def counted(batches, seeds=(1,), metric=None):
         sizes.append(batch.num_rows)
         return [3.0 * batch.column(0).to_numpy()[:, None] + batch.column(1).to_numpy()[:, None]]
 
-    task = permutation_task(
+    sums = sum_permuted_predictions(
+        iter(batches),
         SimpleNamespace(predict_outputs=outputs),
         lambda batch: batch.column(2).to_numpy(),
         empty_sums("values", None),
         [0, 1],
         seeds,
     )
-    (part,) = task(iter(batches))
-    return column_importances(
-        pickle.loads(part.column(0)[0].as_py()), {1: "b", 0: "a"}, metric
-    ), sizes
+    return column_importances(sums, {1: "b", 0: "a"}, metric), sizes
 
 
 def test_a_column_counts_as_much_as_its_rows_change_the_prediction(monkeypatch):

@@ -125,7 +125,7 @@ def test_a_poisoned_best_checkpoint_runs_with_consent_only(tmp_path, executed_fi
         read_checkpoint=lambda name: native.Store(str(tmp_path)).read(name),
     )
     job = SimpleNamespace(
-        store=store, loop=SimpleNamespace(best=True, epochs=2), allow_pickle=allowed
+        store=store, loop=SimpleNamespace(best_checkpoint=True, epochs=2), allow_pickle=allowed
     )
     watch = LightningRunRecorder(job, tmp_path, [], 0, 1, StopCheck(store))
     with contextlib.nullcontext() if allowed else pytest.raises(pickle.UnpicklingError):

@@ -49,9 +49,7 @@ def test_a_variable_that_the_user_names_travels_whatever_it_is():
 @pytest.mark.parametrize("verbose", [1, 2])
 def test_omitted_variables_are_named_without_their_values(monkeypatch, capsys, verbose):
     sent = []
-    monkeypatch.setattr(
-        runner, "run_with_progress", lambda *_, env, **__: sent.append(env) or [None]
-    )
+    monkeypatch.setattr(runner, "run", lambda *_, env, **__: sent.append(env) or [None])
     monkeypatch.setenv("MY_SECRET", "hidden")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -66,9 +64,7 @@ def test_omitted_variables_are_named_without_their_values(monkeypatch, capsys, v
 
 def test_an_environment_of_the_users_own_travels_whole(monkeypatch):
     sent = []
-    monkeypatch.setattr(
-        runner, "run_with_progress", lambda *_, env, **__: sent.append(env) or [None]
-    )
+    monkeypatch.setattr(runner, "run", lambda *_, env, **__: sent.append(env) or [None])
     SparkBackend(1, env={"MY_SECRET": "mine"}).run(print, env={"MORE": "more"})
     assert sent == [{"MY_SECRET": "mine", "MORE": "more"}]
     with pytest.raises(TypeError, match="pass_env is a list"):

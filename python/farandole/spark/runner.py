@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
 
     from farandole._native.registrar import Registrar
+    from farandole.runner.backend import OnProgress
     from farandole.stores.store import Store
 
 DIAL_OUT_VARIABLE = variables.DIAL_OUT
@@ -73,6 +74,7 @@ def run(  # noqa: D417 - the ignored ones are named in one line
     warm: bool | None = None,
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
+    on_progress: OnProgress | None = None,
 ) -> list[Any]:
     """Runs a function on `num_proc` Spark tasks that start together, and returns the result of each
     rank.
@@ -120,6 +122,8 @@ def run(  # noqa: D417 - the ignored ones are named in one line
             shows ranks, their load, events and the reports of `farandole.spark.task.report`. With
             `stdout` and `stderr` of this call, a local store also gets all their lines; without
             them, it gets the last lines of stderr of each rank.
+        on_progress: Called on this thread, while the job runs, with the rank and the record of
+            every `farandole.spark.task.report`. An exception it raises ends the job.
 
     Returns:
         The results by rank.
@@ -132,31 +136,67 @@ def run(  # noqa: D417 - the ignored ones are named in one line
         TimeoutError: Not all tasks started in time.
         Exception: There is no active Spark session.
     """
+    del use_gloo
+    if use_mpi or extra_mpi_args:
+        warnings.warn(
+            "use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own",
+            stacklevel=2,
+        )
+    if nics:
+        warnings.warn(
+            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them; "
+            "FARANDOLE_DRIVER_HOST names the "
+            "driver's",
+            stacklevel=2,
+        )
     with (
         timelines.collect_timelines(timeline),
         view_run(ui, fn, num_proc, "run", SparkPlugin.from_active_context(), writes_output=True),
     ):
-        return run_with_progress(
-            fn,
-            args,
-            kwargs,
-            None,
-            num_proc=num_proc,
-            start_timeout=start_timeout,
-            use_mpi=use_mpi,
-            use_gloo=use_gloo,
-            extra_mpi_args=extra_mpi_args,
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            verbose=verbose,
-            nics=nics,
-            prefix_output_with_timestamp=prefix_output_with_timestamp,
-            executable=executable,
-            resource_profile=resource_profile,
-            store=store,
-            warm=warm,
+        cluster = SparkCluster.from_active_session()
+        size = (
+            cluster.default_parallelism()
+            if num_proc is None
+            else integer_at_least(1)("num_proc", num_proc)
         )
+        cluster.check_job_size(size)
+        if resource_profile is not None:
+            cluster.check_profile_support()
+        spark_start_timeout_seconds(start_timeout)
+        output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
+        warmth = warm_workers.choose_warm_workers(warm, by_default=False)
+        spill = None if store is None else TaskSpill.create_in_store(store)
+        job = _SparkJob(cluster, output, pickle_payload(fn, args, kwargs), spill, env, executable)
+
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
+
+        with job.hold_resources(fn, "run", size, start_timeout, resource_profile) as (
+            limit,
+            training,
+        ):
+            # The tasks of a local master are threads of this process's JVM.
+            has_local_tasks = cluster.context is not None and cluster.is_local
+            where = {"host": "127.0.0.1", "bind": ""} if has_local_tasks else {}
+            registrar = Registrar(size, start_timeout=limit, **where)
+            rejoin_after = 0.0 if cluster.uses_dynamic_allocation else BARRIER_REJOIN_SECONDS
+            work = job.make_worker_spec(
+                registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
+            )
+            rendezvous = _make_rendezvous(cluster, registrar, size, spill)
+            agents = SparkAgents(cluster, work, size, output, resource_profile, rendezvous)
+            with job.explain_failures(agents.tag, size, training):
+                endings = run_gang(
+                    registrar,
+                    agents,
+                    size,
+                    output,
+                    on_progress,
+                    limit,
+                    "Spark tasks to start",
+                    training,
+                )
+                found = outcome.results_by_rank(endings, size)
+            return job.load_results(found)
 
 
 def run_elastic(  # noqa: D417 - the ignored ones are named in one line
@@ -183,6 +223,8 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
     store: Store | str | None = None,
     timeline: bool | str | os.PathLike[str] | None = None,
     ui: bool | str | os.PathLike[str] | Store = False,
+    on_progress: OnProgress | None = None,
+    ends_on_error: bool = False,
 ) -> list[Any]:
     """Runs a function on Spark tasks whose number changes while it runs, and returns the results of
     the tasks of the last world.
@@ -215,6 +257,10 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         store: As for `run`.
         timeline: As for `run`; the timeline of the last world.
         ui: As for `run`.
+        on_progress: As for `run`.
+        ends_on_error: Whether the job ends when the function raises an exception on one rank, and
+            not only on all ranks of a world. An error of the network, such as a lost peer, does not
+            count.
         nics: Accepted for compatibility with Horovod, with a warning.
         min_np, max_np: Horovod's old names of `min_num_proc` and `max_num_proc`.
 
@@ -235,102 +281,56 @@ def run_elastic(  # noqa: D417 - the ignored ones are named in one line
         timelines.collect_timelines(timeline),
         view_run(ui, fn, num_proc, "run_elastic", shim, writes_output=True),
     ):
-        return run_elastic_with_progress(
-            fn,
-            args,
-            kwargs,
-            None,
-            num_proc=num_proc,
-            min_num_proc=_merge_aliases("min_num_proc", min_num_proc, "min_np", min_np),
-            max_num_proc=_merge_aliases("max_num_proc", max_num_proc, "max_np", max_np),
-            start_timeout=start_timeout,
-            elastic_timeout=elastic_timeout,
-            reset_limit=reset_limit,
-            env=env,
-            stdout=stdout,
-            stderr=stderr,
-            verbose=verbose,
-            prefix_output_with_timestamp=prefix_output_with_timestamp,
-            executable=executable,
-            resource_profile=resource_profile,
-            store=store,
+        cluster = SparkCluster.from_active_session()
+        first, min_workers, max_workers = elastic_worker_counts(
+            num_proc,
+            _merge_aliases("min_num_proc", min_num_proc, "min_np", min_np),
+            _merge_aliases("max_num_proc", max_num_proc, "max_np", max_np),
+            cluster.default_parallelism,
+        )
+        cluster.check_job_size(min_workers)
+        if resource_profile is not None:
+            cluster.check_profile_support()
+        spark_start_timeout_seconds(start_timeout)
+        wait_seconds = elastic_timeout_seconds(elastic_timeout)
+        output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
+        job = _SparkJob(
+            cluster,
+            output,
+            pickle_payload(fn, args, kwargs),
+            None if store is None else TaskSpill.create_in_store(store),
+            env,
+            executable,
         )
 
+        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
 
-def run_elastic_with_progress(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    on_progress: Callable[[int, dict[str, Any]], None] | None,
-    *,
-    num_proc: int | None = None,
-    min_num_proc: int | None = None,
-    max_num_proc: int | None = None,
-    start_timeout: float | None = None,
-    elastic_timeout: float | None = None,
-    reset_limit: int | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    verbose: int = 1,
-    prefix_output_with_timestamp: bool = False,
-    executable: str | None = None,
-    resource_profile: ResourceProfile | None = None,
-    store: Store | str | None = None,
-    ends_on_error: bool = False,
-) -> list[Any]:
-    """Like `run_elastic`, with a callback for the records of workers; raises as `run_elastic`.
-
-    With `ends_on_error` an exception of the function on one rank ends the job.
-    """
-    cluster = SparkCluster.from_active_session()
-    first, min_workers, max_workers = elastic_worker_counts(
-        num_proc, min_num_proc, max_num_proc, cluster.default_parallelism
-    )
-    cluster.check_job_size(min_workers)
-    if resource_profile is not None:
-        cluster.check_profile_support()
-    spark_start_timeout_seconds(start_timeout)
-    wait_seconds = elastic_timeout_seconds(elastic_timeout)
-    output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
-    job = _SparkJob(
-        cluster,
-        output,
-        pickle_payload(fn, args, kwargs),
-        None if store is None else TaskSpill.create_in_store(store),
-        env,
-        executable,
-    )
-
-    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-
-    # Wait for slots for the maximum number of workers. Otherwise this job would later take slots
-    # that the next gang in the queue needs.
-    with job.hold_resources(fn, "run_elastic", max_workers, start_timeout, resource_profile) as (
-        limit,
-        training,
-    ):
-        registrar = Registrar.start_elastic(
-            first,
-            min_workers,
-            max_workers,
-            timeout=wait_seconds,
-            reset_limit=reset_limit,
-            start_timeout=limit,
-        )
-        work = job.make_worker_spec(registrar.ticket, training, limit, elastic=True)
-        agent_pool = SparkAgentPool(cluster, work, max_workers, output, resource_profile)
-        with job.explain_failures(agent_pool.tag, first, training):
-            found = elastic.run_elastic_job(
-                registrar,
-                agent_pool,
-                output,
-                on_progress,
-                ExecutorDecommissions(cluster),
-                training,
-                ends_on_error=ends_on_error,
+        # Wait for slots for the maximum number of workers. Otherwise this job would later take
+        # slots that the next gang in the queue needs.
+        with job.hold_resources(
+            fn, "run_elastic", max_workers, start_timeout, resource_profile
+        ) as (limit, training):
+            registrar = Registrar.start_elastic(
+                first,
+                min_workers,
+                max_workers,
+                timeout=wait_seconds,
+                reset_limit=reset_limit,
+                start_timeout=limit,
             )
-        return job.load_results(found)
+            work = job.make_worker_spec(registrar.ticket, training, limit, elastic=True)
+            agent_pool = SparkAgentPool(cluster, work, max_workers, output, resource_profile)
+            with job.explain_failures(agent_pool.tag, first, training):
+                found = elastic.run_elastic_job(
+                    registrar,
+                    agent_pool,
+                    output,
+                    on_progress,
+                    ExecutorDecommissions(cluster),
+                    training,
+                    ends_on_error=ends_on_error,
+                )
+            return job.load_results(found)
 
 
 @dataclass(frozen=True)
@@ -441,85 +441,6 @@ def _merge_aliases(name: str, value: int | None, old: str, given: int | None) ->
     if value is not None and given is not None and value != given:
         raise ValueError(f"{name} and {old} are two names of one argument: {value} and {given}")
     return value if value is not None else given
-
-
-def run_with_progress(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    on_progress: Callable[[int, dict[str, Any]], None] | None,
-    *,
-    num_proc: int | None = None,
-    start_timeout: float | None = None,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
-    extra_mpi_args: str | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
-    verbose: int = 1,
-    nics: Iterable[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
-    executable: str | None = None,
-    resource_profile: ResourceProfile | None = None,
-    store: Store | str | None = None,
-    warm: bool | None = None,
-) -> list[Any]:
-    """Like `run`, with a callback for the records of workers; raises as `run`."""
-    del use_gloo
-    if use_mpi or extra_mpi_args:
-        warnings.warn(
-            "use_mpi and extra_mpi_args are ignored: Farandole has a transport of its own",
-            stacklevel=3,
-        )
-    if nics:
-        warnings.warn(
-            f"nics={sorted(set(nics))} is ignored: addresses are found by trying them; "
-            "FARANDOLE_DRIVER_HOST names the "
-            "driver's",
-            stacklevel=3,
-        )
-    cluster = SparkCluster.from_active_session()
-    size = (
-        cluster.default_parallelism()
-        if num_proc is None
-        else integer_at_least(1)("num_proc", num_proc)
-    )
-    cluster.check_job_size(size)
-    if resource_profile is not None:
-        cluster.check_profile_support()
-    spark_start_timeout_seconds(start_timeout)
-    output = JobOutput(stdout, stderr, prefix_output_with_timestamp, verbose)
-    warmth = warm_workers.choose_warm_workers(warm, by_default=False)
-    spill = None if store is None else TaskSpill.create_in_store(store)
-    job = _SparkJob(cluster, output, pickle_payload(fn, args, kwargs), spill, env, executable)
-
-    from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-
-    with job.hold_resources(fn, "run", size, start_timeout, resource_profile) as (limit, training):
-        # The tasks of a local master are threads of this process's JVM.
-        has_local_tasks = cluster.context is not None and cluster.is_local
-        where = {"host": "127.0.0.1", "bind": ""} if has_local_tasks else {}
-        registrar = Registrar(size, start_timeout=limit, **where)
-        rejoin_after = 0.0 if cluster.uses_dynamic_allocation else BARRIER_REJOIN_SECONDS
-        work = job.make_worker_spec(
-            registrar.ticket, training, limit, warm=warmth, rejoin_after=rejoin_after
-        )
-        rendezvous = _make_rendezvous(cluster, registrar, size, spill)
-        agents = SparkAgents(cluster, work, size, output, resource_profile, rendezvous)
-        with job.explain_failures(agents.tag, size, training):
-            endings = run_gang(
-                registrar,
-                agents,
-                size,
-                output,
-                on_progress,
-                limit,
-                "Spark tasks to start",
-                training,
-            )
-            found = outcome.results_by_rank(endings, size)
-        return job.load_results(found)
 
 
 def _inherited_variables() -> dict[str, str | None]:

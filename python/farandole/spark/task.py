@@ -125,6 +125,28 @@ def choose_own_gpu(count: int, local_rank: int, local_size: int) -> GpuChoice | 
     return choice
 
 
+def check_gpu_agreement(has_gpu: bool) -> None:
+    """Checks that all ranks have a GPU, or none; a collective call.
+
+    Args:
+        has_gpu: Whether this rank has one.
+
+    Raises:
+        RuntimeError: Some ranks have a GPU and some do not.
+    """
+    import numpy as np  # noqa: PLC0415 - only workers need it
+
+    import farandole.numpy as arrays  # noqa: PLC0415 - as above
+
+    mine = np.array([int(has_gpu)], np.int32)
+    ranks = int(arrays.allreduce(mine, op=arrays.Sum, name="farandole.gpus")[0])
+    if ranks not in (0, arrays.size()):
+        raise RuntimeError(
+            f"only some ranks have a GPU: {ranks} of {arrays.size()}; set use_gpu=False to train "
+            "on CPUs"
+        )
+
+
 def task_resources() -> dict[str, list[str]]:
     """Addresses by resource name of the Spark task this process runs; empty when it runs none."""
     pyspark = sys.modules.get("pyspark")

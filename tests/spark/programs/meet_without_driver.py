@@ -38,11 +38,9 @@ def note_report(rank, record):
     open(folder + "/report_noted", "w").close()
 
 
-from farandole.spark import runner
-
 out = io.StringIO()
 options = {"num_proc": 2, "store": folder + "/store", "stdout": out, "start_timeout": 20}
-print("met", runner.run_with_progress(train, (1,), {}, note_report, **options))
+print("met", farandole.spark.run(train, (1,), on_progress=note_report, **options))
 assert sorted(out.getvalue().splitlines()) == [
     f"[{rank}]<stdout>:hello from {rank}" for rank in range(2)
 ]

@@ -30,14 +30,23 @@ def flatten_entry(entry: Entry) -> dict[str, float]:
     Args:
         entry: One epoch.
     """
-    row: dict[str, float | None] = {"epoch": entry["epoch"]}
+    size = {key: entry[key] for key in ("seconds", "rows") if entry.get(key) is not None}
+    return {"epoch": entry["epoch"], **entry_scores(entry), **size}
+
+
+def entry_scores(entry: Entry) -> dict[str, float]:
+    """Returns the losses and metrics of one entry, as in `flatten_entry`.
+
+    Args:
+        entry: One epoch.
+    """
+    row: dict[str, float | None] = {}
     for prefix, part in (("", "train"), ("val_", "validation")):
         scores = entry.get(part)
         if scores:
             row[f"{prefix}loss"] = scores["loss"]
             for group in scores["all_metrics"]:
                 row |= {f"{prefix}{name}": value for name, value in group.items()}
-    row |= {key: entry.get(key) for key in ("seconds", "rows")}
     return {name: value for name, value in row.items() if value is not None}
 
 

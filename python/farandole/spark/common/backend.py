@@ -17,6 +17,7 @@ from farandole.runner.backend import Backend, LocalBackend, elastic_bounds
 from farandole.runner.gang import JobOutput
 from farandole.runner.limits import spark_start_timeout_seconds
 from farandole.spark import runner
+from farandole.spark.job.session import SparkCluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,20 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["Backend", "LocalBackend", "SparkBackend", "default_num_proc"]
 
 
-def _keyword_arguments(function: Callable[..., Any], *own: str) -> set[str]:
-    """Returns the keyword arguments of a function, except the backend's own arguments."""
-    keywords = inspect.signature(function).parameters.values()
-    return {one.name for one in keywords if one.kind is inspect.Parameter.KEYWORD_ONLY} - set(own)
-
-
-_RUN_KEYWORDS = _keyword_arguments(runner.run_with_progress, "num_proc", "env")
-_RUN_ELASTIC_KEYWORDS = _keyword_arguments(
-    runner.run_elastic_with_progress,
-    "num_proc",
-    "min_num_proc",
-    "max_num_proc",
-    "env",
-    "ends_on_error",
+_CALL_ARGUMENTS = {"fn", "args", "kwargs", "on_progress", "num_proc", "env", "timeline", "ui"}
+"""Arguments of `farandole.spark.run` and `run_elastic` that are not for backends, or that a backend
+sets in each run.
+"""
+_RUN_KEYWORDS = set(inspect.signature(runner.run).parameters) - _CALL_ARGUMENTS
+_RUN_ELASTIC_KEYWORDS = (
+    set(inspect.signature(runner.run_elastic).parameters)
+    - _CALL_ARGUMENTS
+    - {"min_num_proc", "max_num_proc", "min_np", "max_np", "nics", "ends_on_error"}
 )
 _NUMERIC_KEYWORDS = (
     "start_timeout",
@@ -159,15 +155,11 @@ class SparkBackend(Backend):
             for name, value in (base | dict(env or {})).items()
             if name not in _DRIVER_ONLY_VARIABLES
         }
-        more: dict[str, Any] = {"env": merged, **self._bounds, **self._kwargs}
+        more: dict[str, Any] = {"env": merged, "on_progress": on_progress, **self._kwargs}
         if self._bounds:
-            first = self._num_proc
-            return runner.run_elastic_with_progress(
-                fn, args, kwargs, on_progress, num_proc=first, ends_on_error=True, **more
-            )
-        return runner.run_with_progress(
-            fn, args, kwargs, on_progress, num_proc=self.num_processes(), **more
-        )
+            more |= {"ends_on_error": True, **self._bounds}
+            return runner.run_elastic(fn, args, kwargs, self._num_proc, **more)
+        return runner.run(fn, args, kwargs, self.num_processes(), **more)
 
     def _report_unforwarded(self, left: Sequence[str]) -> None:
         if left:
@@ -195,8 +187,6 @@ class SparkBackend(Backend):
         is given, Spark decides.
         """
         if self._num_proc is None:
-            from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - LocalBackend does without
-
             most = self._bounds.get("max_num_proc")
             return (
                 SparkCluster.from_active_session().default_parallelism() if most is None else most
@@ -209,8 +199,6 @@ class SparkBackend(Backend):
 
     def check(self) -> None:
         """Like `Backend.check`."""
-        from farandole.spark.job.session import SparkCluster  # noqa: PLC0415 - as above
-
         SparkCluster.from_active_session().check_job_size(
             self._bounds.get("min_num_proc") or self.num_processes()
         )

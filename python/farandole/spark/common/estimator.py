@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import secrets
-import threading
 import time
 import uuid
 import warnings
@@ -21,11 +20,11 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pyspark.ml import Estimator
+from pyspark.ml.base import _FitMultipleIterator
 
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.learning import LEARNED_FILL_WORDS, EncodingSpec
 from farandole.data.splits import resolve_split
-from farandole.runner.backend import Backend
 from farandole.runner.errors import FarandoleJobError
 from farandole.runner.show.journal import write_run_journal
 from farandole.runner.show.training import report_run
@@ -149,7 +148,7 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             with declare_same_rows(rows):
                 return estimator.fit(dataset, paramMaps[number])
 
-        return _FitIterator(fit_param_map, len(paramMaps))
+        return _FitMultipleIterator(fit_param_map, len(paramMaps))
 
     def fit_on_parquet(
         self,
@@ -610,11 +609,8 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
                 "transformation_edit_fields",
                 "transformation_removed_fields",
             )
-            asked |= {
-                name: self.getOrDefault(name)
-                for name in names
-                if self.getOrDefault(name) is not None
-            }
+            known = {name: self.getOrDefault(name) for name in names}
+            asked |= {name: value for name, value in known.items() if value is not None}
         if prepared.statistics is not None:
             asked["statistics"] = prepared.statistics
         if prepared.encoding is None:
@@ -656,28 +652,6 @@ class FarandoleEstimator(ClassificationParams, EstimatorParams, Estimator[Any]):
             weight=self.getSampleWeightCol(),
             validation=self.getValidation(),
         )
-
-
-class _FitIterator:
-    """An iterator that fits one model in each call; several threads may ask it at the same time.
-
-    Args:
-        fit: makes the model of a number.
-        total: how many there are.
-    """
-
-    def __init__(self, fit: Callable[[int], Any], total: int) -> None:
-        self._fit = fit
-        self._numbers = iter(range(total))
-        self._lock = threading.Lock()
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        with self._lock:
-            number = next(self._numbers)
-        return number, self._fit(number)
 
 
 HorovodEstimator = FarandoleEstimator

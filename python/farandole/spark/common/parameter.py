@@ -4,11 +4,10 @@
 
     class Example(Parameters):
         batch_size: Parameter[int] = Parameter("Rows per step.", check.at_least(1), default=32)
-        setBatchSize, getBatchSize = accessors("batch_size")
 
 The class derives everything else from this attribute: the constructor's keyword with its type (in
-editors like a dataclass field), the default, the check of every value, `explainParam`, `help`, and
-the reference in the documentation.
+editors like a dataclass field), the default, the check of every value, `setBatchSize` and
+`getBatchSize`, `explainParam`, `help`, and the reference in the documentation.
 
 A value is checked when it is set, by the constructor, a setter, `setParams` or a param map of
 `fit`. A wrong value is a `ValueError` or `TypeError` that names the parameter.
@@ -36,23 +35,36 @@ _MAX_DOC_COLUMNS = 100
 
 
 class Parameter(Param[T]):
-    """A `Param` with the name of its attribute, and with a default.
+    """A `Param` with the name of its attribute, with a default, and with a setter and a getter in
+    its class: `batch_size` has `setBatchSize` and `getBatchSize`.
 
     Args:
         doc: Description of the parameter.
         check: Checks a value, and returns it in its canonical form.
         default: Value of the parameter if none is set.
+        horovod_name: Another name of setter and getter, without `set` and `get`.
     """
 
-    def __init__(self, doc: str, check: Check, *, default: T | None) -> None:
+    def __init__(
+        self, doc: str, check: Check, *, default: T | None, horovod_name: str | None = None
+    ) -> None:
         super().__init__(Params._dummy(), "", doc, None)
         self.check = check
         self.default = default
+        self._horovod_name = horovod_name
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Takes the name of the attribute."""
+        """Takes the name of the attribute, and gives the class a setter and a getter unless it has
+        its own.
+        """
         self.name = name
         self.typeConverter = partial(self.check, name)
+        spark_name = "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+        setter, getter = _create_accessors(name)
+        for title in filter(None, (spark_name, self._horovod_name)):
+            for method, accessor in ((f"set{title}", setter), (f"get{title}", getter)):
+                if not hasattr(owner, method):
+                    setattr(owner, method, accessor)
 
     @property
     def doc_with_default(self) -> str:
@@ -65,15 +77,9 @@ class Parameter(Param[T]):
         def __set__(self, instance: Any, value: T | None) -> None: ...  # noqa: D105
 
 
-def accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
+def _create_accessors(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]:
     """Returns the setter and the getter of one parameter; a setter returns its object, so that
     calls can be chained.
-
-    Args:
-        name: The parameter's name.
-
-    Returns:
-        Two functions, to be assigned to `set<Name>` and `get<Name>`.
     """
 
     def setter(self: Params, value: Any) -> Params:
@@ -95,6 +101,10 @@ class DeclaredParams(Params):
 
     _UNUSED: ClassVar[tuple[str, ...]] = ()
     """Keywords of Horovod's constructor that are accepted and not used."""
+
+    if TYPE_CHECKING:
+        # A type checker does not know the setters and getters.
+        def __getattr__(self, name: str) -> Any: ...  # noqa: D105
 
     def __init__(self, **given: Any) -> None:
         super().__init__()

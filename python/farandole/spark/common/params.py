@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of all estimators, and of all fitted models."""
 
-# ruff: noqa: N802, N815, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
+# ruff: noqa: N802, PLC0415 - names are Spark ML's; pyarrow is loaded where statistics are
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
 from farandole.spark.common import param_checks
-from farandole.spark.common.parameter import DeclaredParams, Parameter, accessors
+from farandole.spark.common.parameter import DeclaredParams, Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +118,7 @@ class EstimatorParams(DeclaredParams):
         "Ignored.",
         check.deprecated_argument("the order of an epoch does not depend on a buffer"),
         default=None,
+        horovod_name="ShufflingBufferSize",
     )
     partitions_per_process: Parameter[int] = Parameter(
         "Largest number of prepared files per process.", check.integer_at_least(1), default=10
@@ -183,10 +184,16 @@ class EstimatorParams(DeclaredParams):
         "Columns it removes.", check.column_names_or_none, default=None
     )
     train_reader_num_workers: Parameter[int] = Parameter(
-        "Reading threads per process.", check.integer_at_least(1), default=2
+        "Reading threads per process.",
+        check.integer_at_least(1),
+        default=2,
+        horovod_name="TrainReaderNumWorker",
     )
     val_reader_num_workers: Parameter[int] = Parameter(
-        "The same for validation.", check.integer_at_least(1), default=2
+        "The same for validation.",
+        check.integer_at_least(1),
+        default=2,
+        horovod_name="ValReaderNumWorker",
     )
     reader_pool_type: Parameter[str] = Parameter(
         "Accepted for compatibility with Horovod: readers are native threads.",
@@ -197,6 +204,7 @@ class EstimatorParams(DeclaredParams):
         "Whether each process keeps its rows in memory after the first epoch.",
         check.boolean_flag,
         default=False,
+        horovod_name="InMemoryCacheAll",
     )
     mp_start_method: Parameter[str] = Parameter(
         "Start method of processes that a training process starts.",
@@ -282,78 +290,6 @@ class EstimatorParams(DeclaredParams):
         "Largest number of restarts of one fit.", check.integer_at_least(1), default=3
     )
 
-    setNumProc, getNumProc = accessors("num_proc")
-    setModel, getModel = accessors("model")
-    setBackend, getBackend = accessors("backend")
-    setStore, getStore = accessors("store")
-    setOptimizer, getOptimizer = accessors("optimizer")
-    setLoss, getLoss = accessors("loss")
-    setLossWeights, getLossWeights = accessors("loss_weights")
-    setSampleWeightCol, getSampleWeightCol = accessors("sample_weight_col")
-    setMetrics, getMetrics = accessors("metrics")
-    setFeatureCols, getFeatureCols = accessors("feature_cols")
-    setLabelCols, getLabelCols = accessors("label_cols")
-    setValidation, getValidation = accessors("validation")
-    setBatchSize, getBatchSize = accessors("batch_size")
-    setValBatchSize, getValBatchSize = accessors("val_batch_size")
-    setEpochs, getEpochs = accessors("epochs")
-    setVerbose, getVerbose = accessors("verbose")
-    setRandomSeed, getRandomSeed = accessors("random_seed")
-    setShuffle, getShuffle = accessors("shuffle")
-    setPartitionsPerProcess, getPartitionsPerProcess = accessors("partitions_per_process")
-    setRunId, getRunId = accessors("run_id")
-    setResume, getResume = accessors("resume")
-    setGcOlderThan, getGcOlderThan = accessors("gc_older_than")
-    setGcMaxSize, getGcMaxSize = accessors("gc_max_size")
-    setTrainStepsPerEpoch, getTrainStepsPerEpoch = accessors("train_steps_per_epoch")
-    setValidationStepsPerEpoch, getValidationStepsPerEpoch = accessors("validation_steps_per_epoch")
-    setLabelShapes, getLabelShapes = accessors("label_shapes")
-    setUseGpu, getUseGpu = accessors("use_gpu")
-    setBackwardPassesPerStep, getBackwardPassesPerStep = accessors("backward_passes_per_step")
-    setGradientCompression, getGradientCompression = accessors("gradient_compression")
-    setCallbacks, getCallbacks = accessors("callbacks")
-    setContinuousCols, getContinuousCols = accessors("continuous_cols")
-    setCategoricalCols, getCategoricalCols = accessors("categorical_cols")
-    setCompressSparseCols, getCompressSparseCols = accessors("compress_sparse_cols")
-    setFill, getFill = accessors("fill")
-    setCategories, getCategories = accessors("categories")
-    setRagged, getRagged = accessors("ragged")
-    setValidationStratify, getValidationStratify = accessors("validation_stratify")
-    setValidationGroup, getValidationGroup = accessors("validation_group")
-    setValidationTime, getValidationTime = accessors("validation_time")
-    setAllowNan, getAllowNan = accessors("allow_nan")
-    setShuffleBufferSize, getShuffleBufferSize = accessors("shuffle_buffer_size")
-    # Horovod's names
-    setShufflingBufferSize, getShufflingBufferSize = setShuffleBufferSize, getShuffleBufferSize
-    setTransformationFn, getTransformationFn = accessors("transformation_fn")
-    setTransformationEditFields, getTransformationEditFields = accessors(
-        "transformation_edit_fields"
-    )
-    setTransformationRemovedFields, getTransformationRemovedFields = accessors(
-        "transformation_removed_fields"
-    )
-    setTrainReaderNumWorkers, getTrainReaderNumWorkers = accessors("train_reader_num_workers")
-    setTrainReaderNumWorker, getTrainReaderNumWorker = (
-        setTrainReaderNumWorkers,
-        getTrainReaderNumWorkers,
-    )
-    setValReaderNumWorkers, getValReaderNumWorkers = accessors("val_reader_num_workers")
-    setValReaderNumWorker, getValReaderNumWorker = setValReaderNumWorkers, getValReaderNumWorkers
-    setReaderPoolType, getReaderPoolType = accessors("reader_pool_type")
-    setInmemoryCacheAll, getInmemoryCacheAll = accessors("inmemory_cache_all")
-    setInMemoryCacheAll, getInMemoryCacheAll = setInmemoryCacheAll, getInmemoryCacheAll
-    setMpStartMethod, getMpStartMethod = accessors("mp_start_method")
-    setTensorflowDatasetPrefetchBufferSize, getTensorflowDatasetPrefetchBufferSize = accessors(
-        "tensorflow_dataset_prefetch_buffer_size"
-    )
-    setOnFailure, getOnFailure = accessors("on_failure")
-    setMaxRestarts, getMaxRestarts = accessors("max_restarts")
-    setTerminateOnNan, getTerminateOnNan = accessors("terminate_on_nan")
-    setStatistics, getStatistics = accessors("statistics")
-    setMlflow, getMlflow = accessors("mlflow")
-    setWandb, getWandb = accessors("wandb")
-    setTensorboard, getTensorboard = accessors("tensorboard")
-
 
 class ModelParams(DeclaredParams):
     """The parameters of every fitted model."""
@@ -366,7 +302,10 @@ class ModelParams(DeclaredParams):
         "Columns for the model, as in the estimator.", param_checks.check_feature_cols, default=None
     )
     label_columns: Parameter[Sequence[str]] = Parameter(
-        "Columns the outputs are named after.", check.column_names, default=None
+        "Columns the outputs are named after.",
+        check.column_names,
+        default=None,
+        horovod_name="LabelColoumns",
     )
     run_id: Parameter[str] = Parameter(
         "Name of the run that trained the model.", check.nonempty_text, default=None
@@ -429,31 +368,6 @@ class ModelParams(DeclaredParams):
         check.any_value,
         default=None,
     )
-
-    setTransformationFn, getTransformationFn = accessors("transformation_fn")
-    setTransformationEditFields, getTransformationEditFields = accessors(
-        "transformation_edit_fields"
-    )
-    setTransformationRemovedFields, getTransformationRemovedFields = accessors(
-        "transformation_removed_fields"
-    )
-    setApplyTransformation, getApplyTransformation = accessors("apply_transformation")
-    setStatistics = accessors("statistics")[0]
-    setSignature, getSignature = accessors("signature")
-    setFill, getFill = accessors("fill")
-    setCategories, getCategories = accessors("categories")
-    setRagged, getRagged = accessors("ragged")
-    setLearned, getLearned = accessors("learned")
-    setVerbose, getVerbose = accessors("verbose")
-    setHistory, getHistory = accessors("history")
-    setModel, getModel = accessors("model")
-    setFeatureColumns, getFeatureColumns = accessors("feature_columns")
-    setLabelColumns, getLabelColumns = accessors("label_columns")
-    setLabelColoumns = setLabelColumns  # Horovod's spelling
-    setOutputCols = accessors("output_cols")[0]
-    setRunId, getRunId = accessors("run_id")
-    setPaths, getPaths = accessors("paths")
-    setBatchSize, getBatchSize = accessors("batch_size")
 
     def getStatistics(self) -> Statistics | None:
         """Returns the statistics of the rows that the model was trained with, if it carries

@@ -268,7 +268,7 @@ def _rebatch_rows(reader: Iterable[Any], batch_size: int, capacity: int) -> Iter
     min_rows = max(capacity, batch_size)
 
     def draw_batches(all_of_it: bool) -> Iterator[Batch]:
-        """Yields batches while more than `least` rows are held, or until no row is left."""
+        """Yields batches while at least `min_rows` rows are held, or until no row is left."""
         nonlocal held
         if not pool:
             return

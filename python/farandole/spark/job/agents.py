@@ -15,7 +15,6 @@ from farandole.runner.errors import FarandoleJobError
 from farandole.runner.gang import GangAgents
 from farandole.runner.outcome import TaskOutcome
 from farandole.spark.job.profiles import map_agents
-from farandole.spark.job.session import error_headline
 from farandole.spark.job.task_rendezvous import StoredEventReader
 
 if TYPE_CHECKING:
@@ -122,12 +121,7 @@ class SparkAgents(GangAgents):
         """
         if self._error is None:
             return self._endings
-        explanation = self._cluster.explain_failure(self._error)
-        reason = (
-            explanation
-            if explanation is not None
-            else f"the Spark job has failed: {error_headline(self._error)}"
-        )
+        reason = self._cluster.explain_failure(self._error, "the Spark job")
         raise FarandoleJobError(reason) from self._error
 
     def _run_job(self) -> None:
@@ -139,9 +133,7 @@ class SparkAgents(GangAgents):
                 else nullcontext()
             ):
                 rows = self._collect_with_retries()
-            self._endings = TaskOutcome.from_rows(
-                (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
-            )
+            self._endings = read_outcomes(rows)
         except BaseException as error:  # noqa: BLE001 - the driver's thread raises it
             self._error = error
 
@@ -217,6 +209,13 @@ def _make_agent(
                 yield to_record_batch(row)
 
     return run_agents
+
+
+def read_outcomes(rows: Iterable[Any]) -> list[TaskOutcome]:
+    """Returns how tasks ended, by the rows of `to_record_batch` as Spark returns them."""
+    return TaskOutcome.from_rows(
+        (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
+    )
 
 
 def task_numbers(batches: Iterable[object]) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from farandole.common import scratch
+from farandole.spark.job.session import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -64,9 +65,7 @@ def prestage_if_large(session: SparkSession, data: bytes) -> bytes | PrestagedFi
     Returns:
         `data` itself, or the file in which tasks find it.
     """
-    if len(data) <= MAX_PLAN_OBJECT_BYTES or not type(session).__module__.startswith(
-        "pyspark.sql.connect"
-    ):
+    if len(data) <= MAX_PLAN_OBJECT_BYTES or not is_connect(session):
         return data
     found = PrestagedFile(hashlib.sha256(data).hexdigest())
     before = _SENT_FILES_BY_SESSION.setdefault(session, set())
@@ -83,6 +82,6 @@ def load_prestaged(data: bytes | PrestagedFile) -> bytes:
     """Returns the uploaded object, in a task.
 
     Args:
-        data: As `sent` returned it.
+        data: As `prestage_if_large` returned it.
     """
     return data.read_payload() if isinstance(data, PrestagedFile) else data

@@ -15,10 +15,8 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner.elastic.agent_pool import ThreadedAgentPool
-from farandole.runner.outcome import TaskOutcome
-from farandole.spark.job.agents import task_numbers, to_record_batch
+from farandole.spark.job.agents import read_outcomes, task_numbers, to_record_batch
 from farandole.spark.job.profiles import map_agents
-from farandole.spark.job.session import error_headline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -60,16 +58,8 @@ class SparkAgentPool(ThreadedAgentPool):
         try:
             rows = self._worker_rows(task).collect()
         except Exception as error:  # noqa: BLE001 - Spark's own tries are over: the next task is another worker
-            explanation = self._cluster.explain_failure(error)
-            return (
-                explanation
-                if explanation is not None
-                else f"a Spark job has failed: {error_headline(error)}"
-            )
-        outcomes = TaskOutcome.from_rows(
-            (row["task"], row["kind"], row["chunk"], bytes(row["data"])) for row in rows
-        )
-        for outcome in outcomes:
+            return self._cluster.explain_failure(error, "a Spark job")
+        for outcome in read_outcomes(rows):
             if outcome.refused is not None:
                 return f"{outcome.host}: {outcome.refused}"
             self.endings[outcome.task] = outcome

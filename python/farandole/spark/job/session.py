@@ -64,8 +64,7 @@ class SparkCluster:
         )
         if session is None:
             raise Exception(NO_SESSION)  # noqa: TRY002 - Horovod's type
-        connect = type(session).__module__.startswith("pyspark.sql.connect")
-        return cls(session, None if connect else session.sparkContext)
+        return cls(session, None if is_connect(session) else session.sparkContext)
 
     def default_parallelism(self) -> int:
         """Spark's own idea of how many tasks run side by side."""
@@ -275,8 +274,13 @@ class SparkCluster:
         except Exception:  # noqa: BLE001 - Connect servers hide static settings
             return default
 
-    def explain_failure(self, error: BaseException) -> str | None:
-        """Explains a failed job to its user; `None` if Spark's own message is as good."""
+    def explain_failure(self, error: BaseException, job: str) -> str:
+        """Explains a failed job to its user, by Spark's own message if that is as good.
+
+        Args:
+            error: Spark's error.
+            job: Words for the job, with which such a message begins.
+        """
         text = str(error)
         for module in ("pyarrow", "farandole", "cloudpickle", "pandas"):
             if f"No module named '{module}'" in text:
@@ -310,7 +314,7 @@ class SparkCluster:
             )
         ):
             return f"the Spark job was cancelled: {error_headline(error)}"
-        return None
+        return f"{job} has failed: {error_headline(error)}"
 
     def _describe_interpreter(self) -> str:
         named = getattr(self.context, "pythonExec", None) or os.environ.get(
@@ -334,6 +338,11 @@ def error_headline(error: BaseException, limit: int = 20) -> str:
     return "\n".join(lines[:limit]).removeprefix(": ")
 
 
+def is_connect(session: SparkSession) -> bool:
+    """Returns whether a session is a client of a Spark Connect server."""
+    return type(session).__module__.startswith("pyspark.sql.connect")
+
+
 def _active_connect_session() -> SparkSession | None:
     module = sys.modules.get("pyspark.sql.connect.session")
     return module.SparkSession.getActiveSession() if module is not None else None
@@ -343,8 +352,8 @@ def _session_of_context() -> SparkSession | None:
     """Returns a session for the context that exists, as in a thread that has made no session its
     own.
     """
-    from pyspark import SparkContext  # noqa: PLC0415 - as in `active`
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `active`
+    from pyspark import SparkContext  # noqa: PLC0415 - as in `from_active_session`
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - as in `from_active_session`
 
     return (
         SparkSession.builder.getOrCreate()

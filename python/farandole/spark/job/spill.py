@@ -133,7 +133,7 @@ class TaskSpill:
         return pickle.loads(self.read_object(value)) if isinstance(value, SpilledFile) else value  # noqa: S301 - see the module
 
     def _native_store(self) -> Any:
-        from farandole._native import store  # noqa: PLC0415 - as in `below`
+        from farandole._native import store  # noqa: PLC0415 - only jobs that are given a store
 
         return store.Store(self.url)
 
@@ -148,7 +148,7 @@ def delete_abandoned_spills(spills_url: str) -> None:
     Args:
         spills_url: URL of the directory that contains only the directories of jobs.
     """
-    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
+    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - only jobs that are given a store
 
     spills = NativeStore(spills_url)
     # If the store fails, the job that writes to the store reports the error.
@@ -167,7 +167,7 @@ def _is_abandoned(spills: Any, name: str) -> bool:
 
 
 def _create_lease_file(url: str) -> LeaseFile | None:
-    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - as in `below`
+    from farandole._native.store import Store as NativeStore  # noqa: PLC0415 - only jobs that are given a store
     from farandole.stores.lease_files import LeaseFile  # noqa: PLC0415 - as above
 
     name = NativeStore(url).mark_in_use(_LEASE_DURATION)
@@ -188,5 +188,5 @@ def call_packed(spill: TaskSpill, packed: bytes) -> Any:
 
 
 def call_spilled(spill: TaskSpill, stored: SpilledFile) -> Any:
-    """Like `call`, of a function that is itself in the store."""
+    """Like `call_packed`, of a function that is itself in the store."""
     return call_packed(spill, spill.read_object(stored))

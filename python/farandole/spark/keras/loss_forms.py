@@ -157,7 +157,7 @@ def _added_reductions(
         unknown: reduction of a loss that is neither a mean nor a sum over rows; `None` refuses it.
 
     Raises:
-        ValueError: One is neither a mean nor a sum over rows.
+        ValueError: one is neither a mean nor a sum over rows.
     """
     layers = _inner_layers(model)
     if all(_is_keras(one) and one.activity_regularizer is None for one in layers):

@@ -2,7 +2,7 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`KerasModel`: a fitted Keras model that transforms DataFrames."""
 
-# ruff: noqa: N815, PLC0415 - Spark ML's names; pandas is loaded on demand
+# ruff: noqa: PLC0415 - Spark ML's names; pandas is loaded on demand
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from farandole.common import check, pickling
 from farandole.runner.show.history import entries_from_keras
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary
-from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.keras.arrays import input_keys, model_argument
 from farandole.spark.keras.predict import KerasPredictor, call_model
@@ -70,8 +70,6 @@ class KerasModel(ParamsWritable, FarandoleModel, MLReadable["KerasModel"]):
         check.converted_by(dict),
         default={},
     )
-
-    setCustomObjects, getCustomObjects = accessors("custom_objects")
 
     _writer_class = KerasModelWriter
     _framework = "Keras"

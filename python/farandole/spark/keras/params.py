@@ -2,14 +2,12 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """The parameters of `KerasEstimator` that other estimators do not have, or not in this form."""
 
-# ruff: noqa: N815 - Spark ML's names
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
-from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import EstimatorParams
 
 if TYPE_CHECKING:
@@ -140,9 +138,3 @@ class KerasParams(EstimatorParams):
         _check_environment,
         default=_DEFAULT_ENVIRONMENT,
     )
-
-    setLossReduction, getLossReduction = accessors("loss_reduction")
-    setCustomObjects, getCustomObjects = accessors("custom_objects")
-    setCheckpointCallback, getCheckpointCallback = accessors("checkpoint_callback")
-    setDataModule, getDataModule = accessors("data_module")
-    setBackendEnv, getBackendEnv = accessors("backend_env")

@@ -11,9 +11,6 @@ import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-import farandole.numpy as arrays
 from farandole.common import basics
 from farandole.common.notices import is_elastic
 from farandole.common.resource_limits import usable_cores
@@ -113,21 +110,11 @@ def _choose_gpu(count: int) -> int | None:
     """Returns the number of this process's GPU among those it sees, where every process sees
     one.
     """
-    if is_elastic():
-        # Each process for itself: one that joins later has no peer that calls the same.
-        choice = task.choose_own_gpu(count, basics.local_rank(), basics.local_size())
-        return None if choice is None else choice.index
-    ranks = int(
-        arrays.allreduce(
-            np.array([int(count > 0)], np.int32), op=arrays.Sum, name="farandole.keras.gpus"
-        )[0]
-    )
-    if ranks not in (0, basics.size()):
-        raise RuntimeError(
-            f"only some ranks have a GPU: {ranks} of {basics.size()}; set use_gpu=False to train "
-            "on CPUs"
-        )
-    choice = task.choose_own_gpu(count if ranks else 0, basics.local_rank(), basics.local_size())
+    # In an elastic job each process asks for itself: one that joins later has no peer that calls
+    # the same.
+    if not is_elastic():
+        task.check_gpu_agreement(count > 0)
+    choice = task.choose_own_gpu(count, basics.local_rank(), basics.local_size())
     return None if choice is None else choice.index
 
 

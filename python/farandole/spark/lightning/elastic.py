@@ -87,5 +87,5 @@ class LightningRunState(LightningState):
 
     @property
     def _required_recorder(self) -> LightningRunRecorder:
-        assert self._watch is not None  # noqa: S101 - set by `begin`
+        assert self._watch is not None  # noqa: S101 - set by `begin_world`
         return self._watch

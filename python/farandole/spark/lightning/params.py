@@ -4,15 +4,13 @@
 this form.
 """
 
-# ruff: noqa: N815 - names are Spark ML's
-
 from __future__ import annotations
 
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.common import check
-from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.torch.params import TorchParams
 from farandole.stores.pickle_policy import ALLOW_PICKLE_PARAMETER
 
@@ -55,7 +53,10 @@ class LightningParams(TorchParams):
         default=None,
     )
     num_gpus: Parameter[int] = Parameter(
-        "GPUs per process: 0 keeps to CPUs.", check.integer_at_least(0), default=None
+        "GPUs per process: 0 keeps to CPUs.",
+        check.integer_at_least(0),
+        default=None,
+        horovod_name="NumGPUs",
     )
     logger: Parameter[Any] = Parameter(
         "Lightning's logger, or a list of them; files go to the run's logs in the store.",
@@ -114,19 +115,3 @@ class LightningParams(TorchParams):
                 "setAllowPickle"
             )
         return copied
-
-    setNumGpus, getNumGpus = accessors("num_gpus")
-    setNumGPUs, getNumGPUs = setNumGpus, getNumGpus  # Horovod's spelling
-    setLogger, getLogger = accessors("logger")
-    setLogEveryNSteps, getLogEveryNSteps = accessors("log_every_n_steps")
-    setLoaderNumEpochs, getLoaderNumEpochs = accessors("loader_num_epochs")
-    setProfiler, getProfiler = accessors("profiler")
-    setTrainerArgs, getTrainerArgs = accessors("trainer_args")
-    setDebugDataLoader, getDebugDataLoader = accessors("debug_data_loader")
-    setTrainAsyncDataLoaderQueueSize, getTrainAsyncDataLoaderQueueSize = accessors(
-        "train_async_data_loader_queue_size"
-    )
-    setAllowPickle, getAllowPickle = accessors("allow_pickle")
-    setValAsyncDataLoaderQueueSize, getValAsyncDataLoaderQueueSize = accessors(
-        "val_async_data_loader_queue_size"
-    )

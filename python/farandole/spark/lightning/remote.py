@@ -23,14 +23,14 @@ import farandole.torch as hvd
 from farandole.common import scratch
 from farandole.common.notices import is_elastic
 from farandole.numpy.plain import broadcast_plain
+from farandole.spark import task
 from farandole.spark.common.runs.stop_request import StopCheck
 from farandole.spark.lightning.elastic import LightningRunProgress, LightningRunState
 from farandole.spark.lightning.loader import LightningLoader
-from farandole.spark.lightning.run_recorder import LightningRunRecorder
+from farandole.spark.lightning.run_recorder import recorder_class
 from farandole.spark.torch.job import TorchTrainingResult
 from farandole.spark.torch.saving import payload
 from farandole.spark.torch.training.setup import (
-    check_device_agreement,
     choose_rank_device,
     create_sources,
     data_module_steps,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from farandole.spark.lightning.job import LightningTrainingJob, LightningUserObjects
+    from farandole.spark.lightning.run_recorder import LightningRunRecorder
 
 _PRECISION_ARGUMENTS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
@@ -104,7 +105,7 @@ def _train_in_world(
     state: LightningRunState | None,
 ) -> TorchTrainingResult | None:
     """Trains from the beginning, or from the progress so far, to the end."""
-    check_device_agreement(device)
+    task.check_gpu_agreement(device.type == "cuda")
     rank, size = hvd.rank(), hvd.size()
     reached = LightningRunProgress() if state is None else state.reached
     resume, history = None, list(reached.history)
@@ -117,7 +118,7 @@ def _train_in_world(
             resume.write_bytes(found)
             history = _load_checkpoint(job, found).get("farandole_history", [])
     moves = state is not None
-    watch = LightningRunRecorder(
+    watch = recorder_class(job.package)(
         job, folder, history, rank, size, halt, (reached.place.rows, reached.total), moves=moves
     )
     watch.best = reached.best
@@ -137,7 +138,9 @@ def _train_in_world(
             len(history),
             reached.place,
             size=size,
-            passes=objects.trainer_args.get("accumulate_grad_batches", job.loop.backward_passes),
+            passes=objects.trainer_args.get(
+                "accumulate_grad_batches", job.loop.backward_passes_per_step
+            ),
             counter=counter,
         )
         data = {"train_dataloaders": loader}
@@ -179,7 +182,7 @@ def _create_trainer(
     loggers = given if isinstance(given, list | tuple) else [given]
     for logger in loggers:
         _redirect_logger(logger, folder / "run" / job.store.logs_subdir)
-    callbacks = [*objects.callbacks, watch.create_callback(lightning.Callback)]
+    callbacks = [*objects.callbacks, watch]
     arguments: dict[str, Any] = {
         "accelerator": "gpu" if device.type == "cuda" else "cpu",
         "devices": 1 if device.type == "cpu" else [device.index or 0],
@@ -194,8 +197,8 @@ def _create_trainer(
         "log_every_n_steps": job.log_every,
         "num_sanity_val_steps": 0,
         "precision": _PRECISION_ARGUMENTS[loop.precision],
-        "accumulate_grad_batches": loop.backward_passes,
-        "gradient_clip_val": loop.clip_norm,
+        "accumulate_grad_batches": loop.backward_passes_per_step,
+        "gradient_clip_val": loop.gradient_clip_norm,
         "deterministic": loop.deterministic or None,
         "profiler": objects.profiler,
         "enable_checkpointing": bool(own),

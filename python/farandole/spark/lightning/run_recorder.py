@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Callbacks of a Lightning run: history, progress, checkpoints in the store, early stopping.
+"""The callback of a Lightning run: history, progress, checkpoints in the store, early stopping.
 
 The history contains every value that the module logs, as a mean over the rows of all processes.
 Names that start with `val_` are of validation, a leading `train_` is removed, and `train` always
@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import time
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,6 @@ from farandole.spark.common.show.epoch_reports import (
 )
 from farandole.spark.common.show.meter import StepMeter
 from farandole.spark.lightning.padding_logs import PaddingLogs
-from farandole.spark.lightning.step_loss import StepLossScaler
 from farandole.stores import durable
 from farandole.stores.pickle_policy import resolve_decision
 from farandole.torch.sync_batch_norm import leave_out_padding
@@ -38,13 +39,12 @@ if TYPE_CHECKING:
     from farandole.spark.lightning.job import LightningTrainingJob
     from farandole.spark.lightning.loader import LightningLoader
 
-_TENSOR_STATE_KEYS = ("model", "optimizer")
 _CHECKPOINT_SUFFIX = ".ckpt"
 """Suffix of the files of Lightning's checkpoint callbacks."""
 
 
 class LightningRunRecorder:
-    """One rank's view of a run.
+    """One rank's view of a run, by the hooks of Lightning's callbacks; see `recorder_class`.
 
     Args:
         job: the run.
@@ -84,7 +84,7 @@ class LightningRunRecorder:
         self.total = 0.0
         self.meter = StepMeter()
         self.halt = halt
-        self._scaler: StepLossScaler | None = None
+        self._batch_index = 0
         self._loaders: dict[str, LightningLoader | None] = {"train": None, "val": None}
         self._padding_logs: PaddingLogs | None = None
         self._padding_scope = contextlib.ExitStack()
@@ -99,69 +99,83 @@ class LightningRunRecorder:
                 them.
         """
         self._loaders = {"train": train, "val": val}
-        reduction = self.job.loss_reduction or "mean"
-        self._scaler = StepLossScaler(train, reduction, self.size)
 
     def scale_loss(self, loss: torch.Tensor, trainer: Any) -> torch.Tensor:
-        """Returns the part of a batch in the step's loss, see `StepLossScaler.scale_loss`."""
-        return loss if self._scaler is None else self._scaler.scale_loss(loss, trainer)
+        """Returns the part of the batch in progress in the step's loss, before DDP averages
+        gradients over ranks.
 
-    def begin_batch(self, trainer: Any, stage: str, index: int) -> None:
-        """Notes the batch in progress.
+        Lightning divides the loss of a batch by `accumulate_grad_batches`, and DDP averages
+        gradients over ranks, so every batch would weigh the same. Here each batch weighs by its
+        rows, and a batch of padding weighs 0.
 
         Args:
+            loss: loss of the batch, divided by `accumulate_grad_batches` if Lightning steps the
+                optimizer.
             trainer: Lightning's.
-            stage: `"train"` or `"val"`.
-            index: number of the batch.
         """
-        if stage == "train" and self._scaler is not None:
-            self._scaler.index = index
+        module, loader, index = trainer.lightning_module, self._loaders["train"], self._batch_index
+        passes = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        own = getattr(module, "take_step_loss", None)
+        prepared = None if own is None else own()
+        if prepared is not None:
+            return prepared
+        if loader is None:
+            return loss
+        rows = loader.read_batch(index).valid
+        if self.job.loss_reduction == "sum":
+            return loss * float(passes * self.size if rows else 0)
+        first = index - index % passes
+        last = min(first + passes, int(trainer.num_training_batches))
+        if self.job.loss_reduction == "per_batch":
+            batches = loader.filled_batches(first, last)
+            return loss * (passes * self.size / batches if rows else 0.0)
+        return loss * (rows * passes * self.size / loader.global_rows(first, last))
+
+    def _begin_batch(self, trainer: Any, stage: str, index: int) -> None:
+        """Notes the batch in progress."""
+        if stage == "train":
+            self._batch_index = index
         loader = self._loaders[stage]
         if loader is not None and not loader.read_batch(index).valid:
             self._padding_logs = PaddingLogs(trainer)
             self._padding_scope.enter_context(leave_out_padding(0, 1))
 
-    def end_padding(self) -> None:
+    def on_exception(self, *_: Any) -> None:
         """Lets the next batch count, also if this one has failed."""
         self._padding_scope.close()
 
-    def batch_rows(self, batch: Any, stage: str, index: int) -> int:
+    def _end_batch(self, batch: Any, stage: str, index: int) -> int:
         """Returns the rows of a batch that count, and removes the values that were logged for
         padding.
-
-        Args:
-            batch: the batch.
-            stage: `"train"` or `"val"`.
-            index: number of the batch.
         """
-        self.end_padding()
+        self._padding_scope.close()
         if self._padding_logs is not None:
             self._padding_logs.restore()
             self._padding_logs = None
         loader = self._loaders[stage]
         return _batch_row_count(batch) if loader is None else loader.read_batch(index).valid
 
-    def create_callback(self, base: type[Any]) -> Any:
-        """Returns a Lightning callback that calls this.
-
-        Args:
-            base: Lightning's class of callbacks.
-        """
-        return type("FarandoleWatch", (_RecorderCallback, base), {"__module__": __name__})(self)
-
-    def begin_epoch(self) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         """Resets the counts."""
         self.started = time.monotonic()
         self.rows, self.val_rows, self.total = 0, 0, 0.0
         self.meter.begin_epoch()
         self.halt.begin_epoch()
 
-    def end_batch(self, trainer: Any, outputs: Any, rows: int, index: int) -> None:
+    def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
+        """Notes the batch in progress."""
+        self.meter.begin_batch()
+        self._begin_batch(trainer, "train", index)
+
+    def on_train_batch_end(
+        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
         """Counts a batch, and sends a report to the driver at intervals.
 
         Raises:
             NotFiniteError: the loss is NaN or infinite, and such a loss must end the run.
         """
+        rows = self._end_batch(batch, "train", index)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.rows += rows
         self.meter.end_batch(rows)
@@ -178,7 +192,23 @@ class LightningRunRecorder:
         steps, loss = int(trainer.num_training_batches), self.total / max(self.rows, 1)
         self.reporter.report_step(trainer.current_epoch, index + 1, steps, speed, loss)
 
-    def end_epoch(self, trainer: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, _module: Any, _batch: Any, index: int, *_: Any
+    ) -> None:
+        """Notes the batch in progress."""
+        self._begin_batch(trainer, "val", index)
+
+    def on_validation_batch_end(
+        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, index: int, *_: Any
+    ) -> None:
+        """Counts a batch."""
+        self.val_rows += self._end_batch(batch, "val", index)
+
+    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the history."""
+        checkpoint["farandole_history"] = self.history
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """Writes the history's entry and the checkpoint; a collective call."""
         self.meter.finish_report()
         seconds = time.monotonic() - self.started
@@ -187,7 +217,6 @@ class LightningRunRecorder:
             for name, value in trainer.callback_metrics.items()
             if value.numel() == 1
         }
-        module = trainer.lightning_module
         records = allgather_plain(
             (logged, self.rows, self.val_rows, self.total, self._known_loss_sums(module))
         )
@@ -251,7 +280,7 @@ class LightningRunRecorder:
         return self._earlier_totals[1] + float(total)
 
     def _publish_epoch(self, trainer: Any) -> None:
-        best, every = self.job.loop.best, self.job.loop.checkpoint_every
+        best, every = self.job.loop.best_checkpoint, self.job.loop.checkpoint_every
         is_best = best is not None and best.best_index(self.history) == len(self.history) - 1
         if is_best and (self._moves or self.rank == 0):
             self.best = {
@@ -267,11 +296,12 @@ class LightningRunRecorder:
         count = len(self.history)
         write_epoch_checkpoints(self.store, path.read_bytes(), count, is_best=is_best, every=every)
         write_history(self.store, self.history)
-        self.publish_files()
+        self.on_fit_end()
 
-    def publish_files(self) -> None:
-        """Copies the files of loggers and checkpoint callbacks to the store. A log that cannot be
-        written is a warning, a checkpoint an error.
+    def on_fit_end(self, *_: Any) -> None:
+        """Copies the files of loggers and checkpoint callbacks to the store; Lightning writes its
+        own checkpoint of the last epoch after the end of the epoch. A log that cannot be written is
+        a warning, a checkpoint an error.
         """
         if self.rank != 0 or not self.store.saving_runs:
             return
@@ -294,7 +324,7 @@ class LightningRunRecorder:
             return self.best
         found = (
             self.store.read_checkpoint(f"{self.store.checkpoint_filename}.best")
-            if self.job.loop.best
+            if self.job.loop.best_checkpoint
             else None
         )
         chosen = getattr(trainer.checkpoint_callback, "best_model_path", "")
@@ -309,47 +339,15 @@ class LightningRunRecorder:
         return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
-class _RecorderCallback:
-    """Lightning's callback, which passes all calls to the recorder."""
+@cache
+def recorder_class(package: str) -> type[Any]:
+    """Returns the recorder that is a callback of one of Lightning's packages.
 
-    def __init__(self, watch: LightningRunRecorder) -> None:
-        super().__init__()
-        self.watch = watch
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self.watch.begin_epoch()
-
-    def on_train_batch_start(self, trainer: Any, _module: Any, _batch: Any, index: int) -> None:
-        self.watch.meter.begin_batch()
-        self.watch.begin_batch(trainer, "train", index)
-
-    def on_train_batch_end(
-        self, trainer: Any, _module: Any, outputs: Any, batch: Any, index: int
-    ) -> None:
-        rows = self.watch.batch_rows(batch, "train", index)
-        self.watch.end_batch(trainer, outputs, rows, index)
-
-    def on_validation_batch_start(
-        self, trainer: Any, _module: Any, _batch: Any, index: int, *_: Any
-    ) -> None:
-        self.watch.begin_batch(trainer, "val", index)
-
-    def on_validation_batch_end(
-        self, _trainer: Any, _module: Any, _outputs: Any, batch: Any, index: int, *_: Any
-    ) -> None:
-        self.watch.val_rows += self.watch.batch_rows(batch, "val", index)
-
-    def on_train_epoch_end(self, trainer: Any, _module: Any) -> None:
-        self.watch.end_epoch(trainer)
-
-    def on_exception(self, *_: Any) -> None:
-        self.watch.end_padding()
-
-    def on_fit_end(self, *_: Any) -> None:
-        self.watch.publish_files()  # Lightning writes its own checkpoint of the last epoch later
-
-    def on_save_checkpoint(self, _trainer: Any, _module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["farandole_history"] = self.watch.history
+    Args:
+        package: `lightning.pytorch` or `pytorch_lightning`.
+    """
+    base = import_module(package).Callback
+    return type("FarandoleRunRecorder", (LightningRunRecorder, base), {"__module__": __name__})
 
 
 def _known_losses(sums_by_stage: list[dict[str, Any]]) -> dict[str, float]:

@@ -41,7 +41,7 @@ def check_training_step(
     Raises:
         ValueError: the loss is no mean over rows; the message names the options.
     """
-    alone = processes == 1 and job.loop.backward_passes == 1
+    alone = processes == 1 and job.loop.backward_passes_per_step == 1
     if alone or job.loss_reduction is not None or not module.automatic_optimization:
         return
     tried = job.data.read_probe_parts(transformation, to_tensors)

@@ -6,7 +6,7 @@ objects.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from farandole.spark.common.data.reading import TrainingJob
@@ -47,18 +47,18 @@ class TorchInput(ModelInput):
 
 @dataclass(frozen=True)
 class TrainingLoopOptions:
-    """The settings of the training loop."""
+    """The settings of the training loop, with the names of the estimator's parameters."""
 
     epochs: int
-    backward_passes: int
+    backward_passes_per_step: int
     random_seed: int | None
     use_gpu: bool
     mp_start_method: str | None
     precision: str
-    clip_norm: float | None
-    scheduler_interval: str
+    gradient_clip_norm: float | None
+    lr_scheduler_interval: str
     early_stopping: EarlyStopping | None
-    best: Monitor | None
+    best_checkpoint: Monitor | None
     checkpoint_every: int | None
     compile: bool
     deterministic: bool
@@ -68,29 +68,12 @@ class TrainingLoopOptions:
 
     @classmethod
     def from_estimator(cls, estimator: TorchParams) -> Self:
-        """Returns the job of an estimator's parameters.
+        """Returns the settings of an estimator.
 
         Args:
             estimator: of PyTorch or Lightning.
         """
-        return cls(
-            epochs=estimator.getEpochs(),
-            backward_passes=estimator.getBackwardPassesPerStep(),
-            random_seed=estimator.getRandomSeed(),
-            use_gpu=estimator.getUseGpu(),
-            mp_start_method=estimator.getMpStartMethod(),
-            precision=estimator.getPrecision(),
-            clip_norm=estimator.getGradientClipNorm(),
-            scheduler_interval=estimator.getLrSchedulerInterval(),
-            early_stopping=estimator.getEarlyStopping(),
-            best=estimator.getBestCheckpoint(),
-            checkpoint_every=estimator.getCheckpointEvery(),
-            compile=estimator.getCompile(),
-            deterministic=estimator.getDeterministic(),
-            max_steps=estimator.getMaxSteps(),
-            max_time=estimator.getMaxTime(),
-            terminate_on_nan=estimator.getTerminateOnNan(),
-        )
+        return cls(**{one.name: estimator.getOrDefault(one.name) for one in fields(cls)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,7 +143,7 @@ def check_loss_forms(
         ValueError: a loss is no mean over rows; the message names the label and the options.
     """
     tried = [needs_probe(loss, job.loss_reduction) for loss in losses]
-    if not any(tried) or (processes == 1 and job.loop.backward_passes == 1):
+    if not any(tried) or (processes == 1 and job.loop.backward_passes_per_step == 1):
         return
     parts = job.data.read_probe_parts(transformation, to_tensors)
     outputs = model_outputs(job.inputs, job.labels, model, parts[0].columns, _MODEL_ROWS)

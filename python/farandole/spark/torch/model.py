@@ -2,8 +2,6 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """`TorchModel`: a fitted PyTorch model that transforms DataFrames."""
 
-# ruff: noqa: N815 - Spark ML's names
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +11,7 @@ from pyspark.ml.util import MLReadable
 from farandole.common import check
 from farandole.spark.common.model.base import FarandoleModel
 from farandole.spark.common.model.model_summary import LayerSummary, torch_layers
-from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.saving.persistence import ParamsWritable
 from farandole.spark.torch.predict import TorchPredictor
 from farandole.spark.torch.saving import payload
@@ -68,13 +66,6 @@ class TorchModel(ParamsWritable, FarandoleModel, MLReadable["TorchModel"]):
         check.boolean_flag,
         default=None,
     )
-
-    setInputShapes, getInputShapes = accessors("input_shapes")
-    setOptimizer, getOptimizer = accessors("optimizer")
-    setInputDtypes, getInputDtypes = accessors("input_dtypes")
-    setLoss, getLoss = accessors("loss")
-    setLossConstructors, getLossConstructors = accessors("loss_constructors")
-    setUseGpu, getUseGpu = accessors("use_gpu")
 
     _writer_class = TorchModelWriter
     _framework = "torch"

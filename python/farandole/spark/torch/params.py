@@ -4,14 +4,12 @@
 form.
 """
 
-# ruff: noqa: N815 - names are Spark ML's
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from farandole.common import check
-from farandole.spark.common.parameter import Parameter, accessors
+from farandole.spark.common.parameter import Parameter
 from farandole.spark.common.params import EstimatorParams
 from farandole.spark.common.runs.stopping import EarlyStopping, Monitor
 from farandole.spark.torch.columns.loss_terms import LOSS_REDUCTIONS
@@ -160,21 +158,3 @@ class TorchParams(EstimatorParams):
         check.positive_number,
         default=None,
     )
-
-    setInputShapes, getInputShapes = accessors("input_shapes")
-    setInputDtypes, getInputDtypes = accessors("input_dtypes")
-    setLossConstructors, getLossConstructors = accessors("loss_constructors")
-    setLossReduction, getLossReduction = accessors("loss_reduction")
-    setTrainMinibatchFn, getTrainMinibatchFn = accessors("train_minibatch_fn")
-    setDataModule, getDataModule = accessors("data_module")
-    setPrecision, getPrecision = accessors("precision")
-    setGradientClipNorm, getGradientClipNorm = accessors("gradient_clip_norm")
-    setLrScheduler, getLrScheduler = accessors("lr_scheduler")
-    setLrSchedulerInterval, getLrSchedulerInterval = accessors("lr_scheduler_interval")
-    setEarlyStopping, getEarlyStopping = accessors("early_stopping")
-    setBestCheckpoint, getBestCheckpoint = accessors("best_checkpoint")
-    setCheckpointEvery, getCheckpointEvery = accessors("checkpoint_every")
-    setCompile, getCompile = accessors("compile")
-    setDeterministic, getDeterministic = accessors("deterministic")
-    setMaxSteps, getMaxSteps = accessors("max_steps")
-    setMaxTime, getMaxTime = accessors("max_time")

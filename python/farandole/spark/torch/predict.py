@@ -63,13 +63,23 @@ class TorchPredictor(BatchPredictor):
         """Like `BatchPredictor.create_inputs`; the inputs are tensors on the CPU."""
         import torch
 
-        del rows, model
+        from farandole.spark.common.data.reading import array_columns
+        from farandole.spark.torch.columns.tensors import create_torch_inputs, input_tensor
+
+        del model
         # Torch must not write to Arrow's memory: tensors that are not copied yet are copied here.
         tensors = {
             name: torch.from_numpy(np.require(values, requirements=("C", "W")))
             for name, values in columns.items()
         }
-        return [self._input_tensor(tensors, index) for index in range(len(self.groups))]
+        inputs = create_torch_inputs(
+            self.groups,
+            array_columns(columns),
+            self.shapes,
+            self.dtypes or ["float32"] * len(self.groups),
+            self.encoding,
+        )
+        return [input_tensor(tensors, one, rows, torch.device("cpu")) for one in inputs]
 
     def call_model(
         self, model: Any, columns: dict[str, npt.NDArray[Any]], rows: int
@@ -89,23 +99,3 @@ class TorchPredictor(BatchPredictor):
                 raise ValueError(describe_misfit(names, inputs, error)) from None
             found = flat_outputs(value, len(self.labels))
             return [output.float().cpu().numpy() for output in found]
-
-    def _input_tensor(self, columns: dict[str, torch.Tensor], index: int) -> torch.Tensor:
-        import torch
-
-        from farandole.data.columns import row_shape
-        from farandole.spark.torch.columns.tensors import input_tensor
-        from farandole.spark.torch.job import TorchInput
-
-        names = self.groups[index]
-        count = len(columns[names[0]])
-        size = sum(columns[name][0].numel() for name in names)
-        shape = (size,) if self.shapes is None else row_shape(self.shapes[index], size)
-        nested = names[0] in self.encoding.ragged and self.encoding.ragged[names[0]].nested
-        one = TorchInput(
-            names,
-            (-1, *shape),
-            "float32" if self.dtypes is None else self.dtypes[index],
-            nested=nested,
-        )
-        return input_tensor(columns, one, count, torch.device("cpu"))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import farandole.torch as hvd
+from farandole.spark import task
 from farandole.spark.common.data.source import EpochPosition
 from farandole.spark.common.runs.elastic_run import COMMIT_INTERVAL_STEPS, ElasticRun
 from farandole.spark.common.runs.stop_request import StopCheck
@@ -37,7 +38,6 @@ from farandole.spark.torch.training.elastic import TorchRunProgress
 from farandole.spark.torch.training.finite_loss import FiniteLossCheck
 from farandole.spark.torch.training.scores import ScoreSums
 from farandole.spark.torch.training.setup import (
-    check_device_agreement,
     choose_rank_device,
     create_sources,
     move_loss_to_device,
@@ -88,7 +88,7 @@ class _TorchTrainer:
             objects.optimizer,
             named_parameters=self.model.named_parameters(),
             compression=objects.compression or hvd.Compression.none,
-            backward_passes_per_step=job.loop.backward_passes,
+            backward_passes_per_step=job.loop.backward_passes_per_step,
             op=hvd.Average if objects.train_minibatch else gradient_operation(job.loop),
         )
         self.elastic_run = ElasticRun(
@@ -152,7 +152,7 @@ class _TorchTrainer:
         """Loads the progress so far into this process, in a world that may differ from the one
         before.
         """
-        check_device_agreement(self.device)
+        task.check_gpu_agreement(self.device.type == "cuda")
         self.size = self.batches.size = self.callbacks.state.size = hvd.size()
         self.rank = self.checkpoints.rank = self.callbacks.state.rank = hvd.rank()
         self.end_reason = None
@@ -193,7 +193,7 @@ class _TorchTrainer:
 
     def _step_rows(self) -> int:
         """Returns the rows of a step of the optimizer on one process."""
-        return self.job.data.batch_size * self.loop.backward_passes
+        return self.job.data.batch_size * self.loop.backward_passes_per_step
 
     def _rate_factor(self, rate_rows: int) -> float:
         """Returns the factor of the learning rate that checkpoints contain."""
@@ -233,7 +233,7 @@ class _TorchTrainer:
         self.history.append(entry)
         self._check_weight_sum(epoch)
         self.batches.first_pass = False
-        if self.loop.scheduler_interval == "epoch":
+        if self.loop.lr_scheduler_interval == "epoch":
             self.stepper.step_scheduler(entry.get("validation", entry["train"])["loss"])
         self.callbacks.call_callbacks("on_epoch_end")
         self.checkpoints.publish_epoch(self._checkpoint_state, self.history)
@@ -280,7 +280,7 @@ class _TorchTrainer:
             self.size,
             step=step,
             steps=steps,
-            passes=self.loop.backward_passes,
+            passes=self.loop.backward_passes_per_step,
         )
         for rows, counts in counted:
             meter.begin_batch()
@@ -293,7 +293,10 @@ class _TorchTrainer:
             meter.end_batch(rows.valid)
             if self._should_end_after_step():
                 break
-            self._report_step(epoch, step, steps, source, begun, started, scores)
+            if self.rank == 0 and self.reporter.is_step_due():
+                trained = self._trained_row_count(source, source.position_after_steps(epoch, step))
+                speed = trained / max(begun.seconds + time.monotonic() - started, 1e-9)
+                self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
             if step < steps and self._may_commit(source, step):
                 self.elastic_run.commit_progress(
                     **current_progress(), totals=scores.global_totals()
@@ -312,14 +315,14 @@ class _TorchTrainer:
         is_due = (
             self.elastic_run.moves
             and source.keeps_place
-            and step % (self.loop.backward_passes * COMMIT_INTERVAL_STEPS) == 0
+            and step % (self.loop.backward_passes_per_step * COMMIT_INTERVAL_STEPS) == 0
         )
         return is_due and (self.minibatch is None or self.minibatch.is_between_steps)
 
     def _train_batch(
         self, rows: SourceBatch, counts: StepCounts, step: int, steps: int
     ) -> ScoredBatch:
-        passes = self.loop.backward_passes
+        passes = self.loop.backward_passes_per_step
         if self.minibatch is not None:
             outputs, labels, terms = self.minibatch(rows, step, passes, counts)
             self._check_step_loss(rows, terms, step)
@@ -332,7 +335,7 @@ class _TorchTrainer:
         self.stepper.backward(counts.step_loss(terms))
         if (step + 1) % passes == 0 or step == steps - 1:
             self.stepper.take_step()
-            if self.loop.scheduler_interval == "step":
+            if self.loop.lr_scheduler_interval == "step":
                 self.stepper.step_scheduler(None)
         return outputs, labels, terms
 
@@ -345,9 +348,7 @@ class _TorchTrainer:
         self.model.eval()
         scores = ScoreSums(self.objects.metrics, self.job.labels)
         with torch.no_grad(), self.stepper.autocast_context():
-            for rows in source.epoch(
-                epoch, self._epoch_step_count(source, self.job.data.val_steps)
-            ):
+            for rows in source.epoch(epoch, self.job.data.val_steps or source.steps):
                 if rows.valid:
                     scores.add_batch(*self.batches.forward_batch(rows), rows.valid)
         return scores.global_scores()
@@ -411,27 +412,8 @@ class _TorchTrainer:
             "rate_rows": rate_rows,
         } | self.stepper.checkpoint_state()
 
-    def _report_step(
-        self,
-        epoch: int,
-        step: int,
-        steps: int,
-        source: BatchedSource,
-        begun: TorchRunProgress,
-        started: float,
-        scores: ScoreSums,
-    ) -> None:
-        if self.rank != 0 or not self.reporter.is_step_due():
-            return
-        rows = self._trained_row_count(source, source.position_after_steps(epoch, step))
-        speed = rows / max(begun.seconds + time.monotonic() - started, 1e-9)
-        self.reporter.report_step(epoch, step, steps, speed, scores.mean_loss())
-
     def _trained_row_count(self, source: BatchedSource, place: EpochPosition) -> int:
         """Returns the rows of all processes in the epoch so far; a data module does not tell."""
         return (
             place.rows if source.keeps_place else place.steps * self.size * self.job.data.batch_size
         )
-
-    def _epoch_step_count(self, source: BatchedSource, asked: int | None) -> int:
-        return source.steps if asked is None else asked

@@ -85,7 +85,7 @@ def feature_arrays(
         texts: whether strings and bytes are welcome, as objects.
 
     Raises:
-        ValueError: as `rows`.
+        ValueError: as `column_to_array`.
     """
     places = {name: index for index, name in enumerate(present)}
 

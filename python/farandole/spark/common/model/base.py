@@ -35,7 +35,7 @@ from farandole.spark.common.transform import UserTransformation
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -103,13 +103,13 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             ValueError: a column is missing, or the model has several labels, or an output of
                 unknown form.
         """
-        from farandole.spark.common.model.evaluation import empty_sums, evaluation_task
+        from farandole.spark.common.model.evaluation import empty_sums, sum_predictions
 
         self._check_feature_columns(df)
         form, name = self._require_output_form("evaluate"), self.getLabelColumns()[0]
         start = empty_sums(form, self.getThresholds())
         for part in self._collect_sums(
-            df, name, start, evaluation_task, "farandole: evaluating a model"
+            df, name, start, sum_predictions, "farandole: evaluating a model"
         ):
             start.merge(part)
         return start.to_evaluation(self.getClasses())
@@ -128,8 +128,8 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             df: the rows.
             label: the label column.
             start: with nothing counted.
-            task: takes the predictor, what gives labels, and `start`; returns a function for
-                `mapInArrow`.
+            task: takes the batches of a task, the predictor, what gives labels, and `start`;
+                returns the sums.
             title: of Spark's job.
         """
         from farandole.spark.job.session import SparkCluster
@@ -137,13 +137,19 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         roles = ColumnRoles(features=(), labels=(label,))
         check_columns_present(roles, df.columns, "DataFrame")
         check_types(roles, df.schema, categories=self.getCategories())
-        mapped = task(
-            self._create_predictor(df),
-            _label_reader(label, df.columns, self._label_encoding()),
-            start,
-        )
+        predictor = self._create_predictor(df)
+        read_labels = _label_reader(label, df.columns, self._label_encoding())
+
+        def pack_sums(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            import pickle  # as pyarrow, loaded in tasks
+
+            import pyarrow as pa
+
+            packed = pickle.dumps(task(batches, predictor, read_labels, start))
+            yield pa.RecordBatch.from_arrays([pa.array([packed], pa.binary())], names=["part"])
+
         rows = SparkCluster.from_active_session().collect_rows(
-            rename_columns_to_numbers(df).mapInArrow(mapped, "part binary"), title
+            rename_columns_to_numbers(df).mapInArrow(pack_sums, "part binary"), title
         )
         return [cloudpickle.loads(row.part) for row in rows]
 
@@ -172,7 +178,10 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         """
         from farandole.data.encoding import source_columns
         from farandole.spark.common.model.evaluation import empty_sums
-        from farandole.spark.common.model.importance import column_importances, permutation_task
+        from farandole.spark.common.model.importance import (
+            column_importances,
+            sum_permuted_predictions,
+        )
 
         repeats = check.whole_number("repeats", repeats)
         self._check_feature_columns(df)
@@ -184,7 +193,9 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         names = {df.columns.index(name): name for name in features}
         found: dict[Any, Any] = {}
         task = partial(
-            permutation_task, columns=list(names), seeds=[seed + turn for turn in range(repeats)]
+            sum_permuted_predictions,
+            columns=list(names),
+            seeds=[seed + turn for turn in range(repeats)],
         )
         for part in self._collect_sums(df, label, start, task, "farandole: importance of columns"):
             for key, counted in part.items():
@@ -372,6 +383,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         """
         from farandole.spark.job.connect_artifacts import prestage_if_large
 
+        change = self._feature_transformation()
         return {
             "model": prestage_if_large(dataset.sparkSession, model),
             "columns": tuple(dataset.columns),
@@ -379,7 +391,7 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
             "labels": tuple(self.getLabelColumns()),
             "batch_size": self.getBatchSize(),
             "encoding": self._feature_encoding(),
-            "transformation": self._pickled_transformation(),
+            "transformation": None if change is None else pickling.pickle_by_value(change),
         }
 
     def _check_feature_columns(self, dataset: DataFrame) -> None:
@@ -414,11 +426,6 @@ class FarandoleModel(ClassificationParams, ModelParams, Model):
         return UserTransformation(function, edits, removed).for_prediction(
             names, self.getLabelColumns() or ()
         )
-
-    def _pickled_transformation(self) -> bytes | None:
-        """Returns the same, as tasks get it."""
-        found = self._feature_transformation()
-        return None if found is None else pickling.pickle_by_value(found)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         self._check_feature_columns(dataset)

@@ -22,7 +22,7 @@ from pyspark.sql import types
 
 from farandole.common import check
 from farandole.data.arrow import pa, pc
-from farandole.spark.common.parameter import DeclaredParams, Parameter, accessors
+from farandole.spark.common.parameter import DeclaredParams, Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,15 +105,6 @@ class ClassificationParams(DeclaredParams):
         check.optional_value(check.one_of(*OUTPUT_FORMS)),
         default=None,
     )
-
-    setPredictionCol, getPredictionCol = accessors("predictionCol")
-    setRawPredictionCol, getRawPredictionCol = accessors("rawPredictionCol")
-    setProbabilityCol, getProbabilityCol = accessors("probabilityCol")
-    setPredictedLabelCol, getPredictedLabelCol = accessors("predictedLabelCol")
-    setLabelIndexCol, getLabelIndexCol = accessors("labelIndexCol")
-    setThresholds, getThresholds = accessors("thresholds")
-    setClassNames, getClassNames = accessors("class_names")
-    setOutputForm, getOutputForm = accessors("output_form")
 
     def setThreshold(self, value: float) -> Self:
         """Predicts the second of two classes from this probability on.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from farandole.data.arrow import pa
 from farandole.spark.common.model.classes import class_scores, predict_classes
 
 if TYPE_CHECKING:
@@ -276,24 +275,19 @@ def empty_sums(
     return ClassSums(form, thresholds, by_score=ScoreCounts() if by_score else None)
 
 
-def evaluation_task(predictor: Any, label: Any, start: ClassSums | ValueSums) -> Any:
-    """Returns a task's function, which predicts its rows and yields one row with their sums.
+def sum_predictions(
+    batches: Iterator[Any], predictor: Any, label: Any, start: ClassSums | ValueSums
+) -> ClassSums | ValueSums:
+    """Predicts the rows of a task, and returns their sums.
 
     Args:
+        batches: the rows.
         predictor: of the framework.
         label: takes a batch and returns its labels.
         start: with nothing counted.
     """
-
-    def measure_batches(batches: Iterator[Any]) -> Iterator[Any]:
-        import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
-
-        found = deepcopy(start)
-        for batch in batches:
-            if batch.num_rows:
-                found.add(predictor.predict_outputs(batch)[0], label(batch))
-        yield pa.RecordBatch.from_arrays(
-            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
-        )
-
-    return measure_batches
+    found = deepcopy(start)
+    for batch in batches:
+        if batch.num_rows:
+            found.add(predictor.predict_outputs(batch)[0], label(batch))
+    return found

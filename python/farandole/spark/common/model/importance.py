@@ -25,45 +25,38 @@ MAX_BLOCK_BYTES = 64 << 20
 _LOWER_IS_BETTER_METRICS = ("log_loss", "mse", "rmse", "mae")
 
 
-def permutation_task(
+def sum_permuted_predictions(
+    batches: Iterator[pa.RecordBatch],
     predictor: Any,
     label: Any,
     start: ClassSums | ValueSums,
     columns: Sequence[int],
     seeds: Sequence[int],
-) -> Any:
-    """Returns a task's function: it yields one row with the sums of its rows, unchanged and with
-    each column exchanged.
+) -> dict[Any, ClassSums | ValueSums]:
+    """Predicts the rows of a task, and returns their sums, unchanged and with each column
+    exchanged.
 
     Args:
+        batches: the rows.
         predictor: of the framework.
         label: takes a batch and returns its labels.
         start: with nothing counted.
         columns: places of the columns.
         seeds: one of each repeat.
     """
-
-    def measure_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pickle  # noqa: PLC0415 - as pyarrow, loaded in tasks
-
-        found = {
-            key: deepcopy(start)
-            for key in [None, *((one, seed) for one in columns for seed in seeds)]
-        }
-        for number, (block, rows) in enumerate(_join_batches(batches)):
-            for key, counted in found.items():
-                changed = block
-                if key is not None:
-                    order = np.random.default_rng([key[1], number]).permutation(block.num_rows)
-                    field = block.schema.field(key[0])
-                    changed = block.set_column(key[0], field, block.column(key[0]).take(order))
-                for batch in changed.combine_chunks().to_batches(max_chunksize=rows):
-                    counted.add(predictor.predict_outputs(batch)[0], label(batch))
-        yield pa.RecordBatch.from_arrays(
-            [pa.array([pickle.dumps(found)], pa.binary())], names=["part"]
-        )
-
-    return measure_batches
+    found: dict[Any, ClassSums | ValueSums] = {
+        key: deepcopy(start) for key in [None, *((one, seed) for one in columns for seed in seeds)]
+    }
+    for number, (block, rows) in enumerate(_join_batches(batches)):
+        for key, counted in found.items():
+            changed = block
+            if key is not None:
+                order = np.random.default_rng([key[1], number]).permutation(block.num_rows)
+                field = block.schema.field(key[0])
+                changed = block.set_column(key[0], field, block.column(key[0]).take(order))
+            for batch in changed.combine_chunks().to_batches(max_chunksize=rows):
+                counted.add(predictor.predict_outputs(batch)[0], label(batch))
+    return found
 
 
 def _join_batches(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.Table, int]]:
@@ -88,7 +81,7 @@ def column_importances(
     """Returns how much worse the metric gets for each column, in descending order.
 
     Args:
-        found: sums of all tasks, as in `permutation_task`.
+        found: sums of all tasks, as in `sum_permuted_predictions`.
         names: names of the columns, by position.
         metric: metric of `ModelEvaluation`; default: `log_loss` or `mse`.
 

@@ -225,7 +225,7 @@ def check_onnx_predictions(
         tolerance: largest absolute and largest relative difference of an output.
 
     Raises:
-        DiffersError: the predictions differ.
+        OnnxMismatchError: the predictions differ.
         ValueError: ONNX Runtime cannot run the file.
     """
     try:

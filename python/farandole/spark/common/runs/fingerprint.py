@@ -4,8 +4,11 @@
 result.
 
 A run continues from its checkpoint only with the same fingerprint. A different value of one of
-`RESULT_PARAMS` makes another run. `LENGTH_PARAMS` decide only when a run ends. `NEUTRAL_PARAMS` do
-not change the result: they choose hosts, reading speed and displays.
+`RESULT_PARAMS` makes another run. `LENGTH_PARAMS` decide only when a run ends. All others do not
+change the result, or only its last digits: they choose hosts, reading speed and displays.
+`num_proc` decides how many steps an epoch has and how the learning rate is scaled, and is among
+these others nevertheless, because a run must be able to continue with the available processes, as
+an elastic job does.
 """
 
 from __future__ import annotations
@@ -47,33 +50,6 @@ RESULT_PARAMS = frozenset(
 LENGTH_PARAMS = frozenset({"epochs", "max_steps", "max_time", "early_stopping"})
 """Parameters that say when a run ends: a run may continue for longer, and each fit of a tuner
 has its own.
-"""
-NEUTRAL_PARAMS = frozenset(
-    {
-        "num_proc", "backend", "store", "metrics", "val_batch_size", "verbose",
-        "partitions_per_process", "run_id",
-        "resume", "use_gpu", "num_gpus", "continuous_cols", "categorical_cols",
-        "compress_sparse_cols", "allow_nan",
-        "shuffle_buffer_size", "train_reader_num_workers", "val_reader_num_workers",
-        "reader_pool_type",
-        "inmemory_cache_all", "mp_start_method", "tensorflow_dataset_prefetch_buffer_size",
-        "on_failure",
-        "max_restarts", "mlflow", "wandb", "tensorboard", "checkpoint_every", "compile", "logger",
-        "log_every_n_steps",
-        "loader_num_epochs", "terminate_on_nan", "profiler", "debug_data_loader",
-        "train_async_data_loader_queue_size",
-        "val_async_data_loader_queue_size", "custom_objects", "backend_env", "predictionCol",
-        "rawPredictionCol",
-        "probabilityCol", "predictedLabelCol", "labelIndexCol", "thresholds", "class_names",
-        "output_form",
-        "statistics", "gc_older_than", "gc_max_size", "allow_pickle",
-    }
-)  # fmt: skip
-"""Parameters that do not change the result, or only its last digits.
-
-`num_proc` decides how many steps an epoch has and how the learning rate is scaled. It is here
-nevertheless, because a run must be able to continue with the available processes, as an elastic job
-does.
 """
 TRAINING, VALIDATION = "training data", "validation data"
 """The parts of the rows on each side."""

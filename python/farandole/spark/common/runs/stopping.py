@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import entry_scores, flatten_entry
 
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
@@ -69,8 +69,8 @@ class Monitor:
         row = flatten_entry(entry)
         name = self.monitor or ("val_loss" if "val_loss" in row else "loss")
         if name not in row:
-            known = [key for key in row if key not in ("epoch", "seconds", "rows")]
-            raise ValueError(f"there is no {name!r} in the history, there is: {', '.join(known)}")
+            known = ", ".join(entry_scores(entry))
+            raise ValueError(f"there is no {name!r} in the history, there is: {known}")
         return row[name]
 
     def is_better(self, new: float, old: float | None) -> bool:

@@ -21,11 +21,11 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from farandole.runner.show.event_file import FILE_VERSION, encode_event
 from farandole.spark.common.runs.tracking import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from farandole.spark.common.runs.tracking import ModelExample
     from farandole.stores.remote_store import RemoteStore
@@ -117,12 +117,7 @@ class TensorboardTracker(Tracker):
         shown = "\n".join(lines)
         self._details.add_summary(self._encode_text("model", f"```\n{shown}\n```"), 0)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Like `Tracker.__exit__`; waits until all is written."""
         try:
             self._details.add_summary(_session_end_summary(failed=kind is not None), 0)
@@ -195,7 +190,7 @@ class _TensorboardEventFile:
             summary: TensorBoard's message.
             step: Its place on the axis of steps.
         """
-        event = _encode_event(summary=summary, step=step)
+        event = encode_event(time.time(), step, summary=summary.SerializeToString())
         with self._lock:
             self._new_events.write(event)
             self._changed = True
@@ -234,8 +229,8 @@ class _TensorboardEventFile:
         what = "read"
         try:
             if self._old_content is None:
-                self._old_content = self._store.read(self._name) or _encode_event(
-                    file_version="brain.Event:2"
+                self._old_content = self._store.read(self._name) or encode_event(
+                    time.time(), 0, version=FILE_VERSION
                 )
             what = "written"
             self._store.write(self._name, self._old_content + new)
@@ -244,16 +239,6 @@ class _TensorboardEventFile:
                 self._changed = True
             return f"{what}: {error}"
         return None
-
-
-def _encode_event(**fields: Any) -> bytes:
-    """Returns an event, as a file has it."""
-    data = io.BytesIO()
-    event = _tensorboard_module("compat.proto.event_pb2").Event(wall_time=time.time(), **fields)
-    _tensorboard_module("summary.writer.record_writer").RecordWriter(data).write(
-        event.SerializeToString()
-    )
-    return data.getvalue()
 
 
 def _tensorboard_module(name: str) -> Any:

@@ -23,7 +23,6 @@ from farandole.runner.show.history import flatten_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
 
 _MAX_MLFLOW_VALUE_CHARACTERS = 500
 """Characters that MLflow takes of a parameter."""
@@ -71,12 +70,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             example: some rows, if the model has one input.
         """
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Ends the log; a failed run is marked as such."""
 
 
@@ -116,24 +110,13 @@ class TrackerGroup(Tracker):
             with self._warn_of_failure(one, "the model"):
                 one.log_model(model, flavor, example)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:  # noqa: PYI036 - handed on
         """Like `Tracker.__exit__`."""
-        self._open.__exit__(kind, error, traceback)
+        self._open.__exit__(*failure)
 
-    def _end_tracker(
-        self,
-        tracker: Tracker,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end_tracker(self, tracker: Tracker, *failure: Any) -> None:
         with self._warn_of_failure(tracker, "the end of the run"):
-            tracker.__exit__(kind, error, traceback)
+            tracker.__exit__(*failure)
 
     @contextmanager
     def _warn_of_failure(self, tracker: Tracker, what: str) -> Iterator[None]:
@@ -186,15 +169,21 @@ class _ServiceTracker(Tracker):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Like `Tracker.__exit__`."""
         if self._owns_run:
             self._finish_run(failed=kind is not None)
+
+    def log_report(self, record: dict[str, Any]) -> None:
+        """Like `Tracker.log_report`."""
+        if record.get("kind") == "epoch":
+            row = flatten_entry(record["entry"])
+            epoch = int(row.pop("epoch"))
+            self._log_epoch(epoch, {name: float(value) for name, value in row.items()})
+
+    @abstractmethod
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        """Logs the numbers of an epoch."""
 
     @abstractmethod
     def _has_active_run(self) -> bool:
@@ -210,7 +199,7 @@ class _ServiceTracker(Tracker):
 
     @abstractmethod
     def _finish_run(self, *, failed: bool) -> None:
-        """Ends the run that `_start` has started."""
+        """Ends the run that `_start_run` has started."""
 
 
 class WandbTracker(_ServiceTracker):
@@ -230,13 +219,10 @@ class WandbTracker(_ServiceTracker):
     def _log_parameters(self) -> None:
         self._run.config.update(self._parameters, allow_val_change=True)
 
-    def log_report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.log_report`."""
-        if record.get("kind") == "epoch":
-            # The epoch is a value and no step: W&B drops a step below its last one, as in an active
-            # run that has more, or for epochs that are repeated after a restart.
-            row = {name: float(value) for name, value in flatten_entry(record["entry"]).items()}
-            self._run.log(row | {"epoch": int(row["epoch"])})
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        # The epoch is a value and no step: W&B drops a step below its last one, as in an active run
+        # that has more, or for epochs that are repeated after a restart.
+        self._run.log({"epoch": epoch, **row})
 
     def _finish_run(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
@@ -306,14 +292,8 @@ class MlflowTracker(_ServiceTracker):
         dataset = MetaDataset(source, name=f"{data.rows} rows", digest=data.digest)
         self._library.log_input(dataset, context=context)
 
-    def log_report(self, record: dict[str, Any]) -> None:
-        """Like `Tracker.log_report`."""
-        if record.get("kind") == "epoch":
-            row = flatten_entry(record["entry"])
-            epoch = int(row.pop("epoch"))
-            self._library.log_metrics(
-                {name: float(value) for name, value in row.items()}, step=epoch
-            )
+    def _log_epoch(self, epoch: int, row: dict[str, float]) -> None:
+        self._library.log_metrics(row, step=epoch)
 
     def log_model(self, model: Any, flavor: str, example: ModelExample | None = None) -> None:
         """Like `Tracker.log_model`."""

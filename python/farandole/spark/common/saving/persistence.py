@@ -34,7 +34,8 @@ _log = logging.getLogger("farandole")
 
 
 class ParamsWriter(MLWriter):
-    """A writer of an object with parameters; `parts` returns the parts that JSON cannot hold.
+    """A writer of an object with parameters. `split_values` returns the parts that JSON cannot
+    hold.
 
     Args:
         instance: the object.
@@ -91,7 +92,7 @@ class ParamsWriter(MLWriter):
 
 
 class ParamsReader(MLReader[T]):
-    """A reader of an object with parameters; `restore` sets its parts.
+    """A reader of an object with parameters; `restore_parts` sets its parts.
 
     Args:
         kind: class of the object.

@@ -40,12 +40,13 @@ import re
 import sys
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from farandole import _variables as variables
 from farandole._native import reader
 from farandole._native import store as native
 from farandole._native.settings import read_setting
+from farandole.spark.job.session import is_connect
 from farandole.stores import durable
 from farandole.stores.small_files import (
     MAX_TABLE_FILE_BYTES,
@@ -95,46 +96,6 @@ _log = logging.getLogger("farandole")
 _Row = tuple[str, int, bytes]
 
 
-class _SaveFiles(Protocol):
-    """The reader and writer of the directory; names are relative to it."""
-
-    def has_object(self) -> bool:
-        """Returns whether an object is there, or a part of one."""
-        ...
-
-    def deletable_names(self) -> list[str] | None:
-        """Returns all names that an overwriting save deletes at its end; `None` if nothing can be
-        deleted.
-        """
-        ...
-
-    def local_directory(self) -> Path | None:
-        """Returns the directory if a file system of this host has it; the directory need not exist
-        yet.
-        """
-        ...
-
-    def metadata_lines(self) -> list[str]:
-        """Returns the lines of all metadata."""
-        ...
-
-    def read_rows(self, directory: str) -> Iterable[_Row]:
-        """Yields the rows of the Parquet files directly in a directory."""
-        ...
-
-    def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
-        """Writes a new directory of Parquet files."""
-        ...
-
-    def write_text(self, identity: str, text: str) -> None:
-        """Adds a file to the metadata, which appears as a whole."""
-        ...
-
-    def delete_entry(self, name: str) -> None:
-        """Deletes a file, or a directory with all that is in it."""
-        ...
-
-
 class SaveDirectory:
     """A directory that holds a saved object.
 
@@ -145,7 +106,7 @@ class SaveDirectory:
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path.rstrip("/")
-        self._files: _SaveFiles = (
+        self._files: _StoreFiles | _SparkFiles = (
             _SparkFiles(self._path, session)
             if _spark_has_scheme(path, session)
             else _StoreFiles(native.Store(self._path))
@@ -247,7 +208,7 @@ class SaveDirectory:
         """Returns the parts that belong to metadata.
 
         Args:
-            metadata: as `metadata` returned it.
+            metadata: as `read_metadata` returned it.
 
         Raises:
             ValueError: the metadata names a place outside of the directory's data.
@@ -265,15 +226,19 @@ class SaveDirectory:
 
 
 class _StoreFiles:
-    """Through the native store, whose files appear as a whole."""
+    """The reader and writer of the directory through the native store, whose files appear as a
+    whole; names are relative to the directory.
+    """
 
     def __init__(self, store: native.Store) -> None:
         self._store = store
 
     def has_object(self) -> bool:
+        """Returns whether an object is there, or a part of one."""
         return self._store.exists()
 
     def deletable_names(self) -> list[str]:
+        """Returns all names that an overwriting save deletes at its end."""
         # Metadata goes first: once it is gone, nothing names the old data.
         return sorted(
             (name for name, _ in self._store.list()),
@@ -281,9 +246,13 @@ class _StoreFiles:
         )
 
     def local_directory(self) -> Path | None:
+        """Returns the directory if a file system of this host has it; the directory need not exist
+        yet.
+        """
         return None if self._store.local_path is None else Path(self._store.local_path)
 
     def metadata_lines(self) -> list[str]:
+        """Returns the lines of all metadata."""
         names = [name for name, _ in self._store.list() if name.startswith("metadata/part-")]
         texts = []
         for name in names:
@@ -293,27 +262,31 @@ class _StoreFiles:
         return [line for text in texts for line in text.splitlines()]
 
     def read_rows(self, directory: str) -> Iterable[_Row]:
+        """Yields the rows of the Parquet files directly in a directory."""
         return _read_parquet_rows(self._store, directory)
 
     def write_rows(self, directory: str, rows: list[tuple[str, int, bytearray]]) -> None:
+        """Writes a new directory of Parquet files."""
         self._store.write(f"{directory}/part-00000.parquet", _encode_parquet(rows))
 
     def write_text(self, identity: str, text: str) -> None:
+        """Adds a file to the metadata, which appears as a whole."""
         self._store.write(f"metadata/part-00000-{identity}.txt", text.encode() + b"\n")
 
     def delete_entry(self, name: str) -> None:
+        """Deletes a file, or a directory with all that is in it."""
         self._store.delete(name)
 
 
 class _SparkFiles:
-    """Through Spark, whose committed files appear as a whole."""
+    """Like `_StoreFiles` through Spark, whose committed files appear as a whole."""
 
     def __init__(self, path: str, session: SparkSession) -> None:
         self._path = path
         self._session = session
         self._hadoop: tuple[Any, Any] | None = None
         self._local: native.Store | None = None
-        if not _is_connect(session):
+        if not is_connect(session):
             classic: Any = session
             root = classic._jvm.org.apache.hadoop.fs.Path
             configuration = classic._jsparkSession.sessionState().newHadoopConf()
@@ -329,6 +302,7 @@ class _SparkFiles:
         return any(files.exists(path(f"{self._path}/{name}")) for name in ("metadata", "data"))
 
     def deletable_names(self) -> list[str] | None:
+        """Like `_StoreFiles.deletable_names`; `None` if nothing can be deleted."""
         if self._hadoop is None:
             return None
         files, path = self._hadoop
@@ -415,7 +389,7 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
         return
     most = max(
         _BASE_ROW_BYTES + _MAX_ROW_BYTES_RATIO * sum(size for _, size in found),
-        _allowed_row_bytes(),
+        read_setting(SAVED_BYTES_VARIABLE),
     )
     where = f"{store.url}/{directory}"
     try:
@@ -431,17 +405,8 @@ def _read_parquet_rows(store: native.Store, directory: str) -> Iterator[_Row]:
         ) from error
 
 
-def _allowed_row_bytes() -> int:
-    """Returns the value of the variable; 0 if it is not set.
-
-    Raises:
-        ValueError: it is no number of bytes.
-    """
-    return read_setting(SAVED_BYTES_VARIABLE)
-
-
 def _decode_rows(store: native.Store, where: str, names: list[str], most: int) -> Iterator[_Row]:
-    """Like `_rows`, of files that are there."""
+    """Like `_read_parquet_rows`, of files that are there."""
     files = reader.Dataset.open_files(store.url, [(name, {}) for name in names])
     rows = reader.Reader(
         files, columns=_DATA_COLUMNS, batch_size=1, shuffle=False, byte_budget=most, threads=1
@@ -499,13 +464,9 @@ def _save_number(metadata: dict[str, Any]) -> int:
     return metadata.get("save", {}).get("number", 0)
 
 
-def _is_connect(session: SparkSession) -> bool:
-    return type(session).__module__.startswith("pyspark.sql.connect")
-
-
 def _spark_has_scheme(path: str, session: SparkSession) -> bool:
     scheme = _SCHEME_PATTERN.match(path)
-    if scheme is None or _is_connect(session):
+    if scheme is None or is_connect(session):
         return True
     classic: Any = session
     configuration = classic._jsparkSession.sessionState().newHadoopConf()

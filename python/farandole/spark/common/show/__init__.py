@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: the Farandole authors
-"""Shows a fit: progress in a terminal or a notebook, charts, and files for TensorBoard."""
+"""Shows a fit: progress in a terminal or a notebook, charts, and reports."""

@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import entry_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +22,6 @@ _LINE_COLORS = ("#3465a4", "#cc0000")
 _STEP_LINE_COLOR = "#b8c7dc"
 _MAX_LINE_POINTS = 400
 """Points of a line at most: the picture stays small, however long the run is."""
-_UNPLOTTED_NUMBERS = ("epoch", "seconds", "rows")
 
 
 class MetricsChart:
@@ -43,19 +42,14 @@ class MetricsChart:
         names: Sequence[str] | None = None,
         steps: Sequence[tuple[float, float]] = (),
     ) -> None:
-        rows = [flatten_entry(entry) for entry in thin_rows(history)]
+        rows = [(entry["epoch"] + 1, entry_scores(entry)) for entry in thin_rows(history)]
         self._steps = [
             (position, loss) for position, loss in thin_rows(steps) if math.isfinite(loss)
         ]
-        found = dict.fromkeys(
-            name.removeprefix("val_")
-            for row in rows
-            for name in row
-            if name not in _UNPLOTTED_NUMBERS
-        )
+        found = dict.fromkeys(name.removeprefix("val_") for _, row in rows for name in row)
         chosen = [name for name in found if names is None or name in names]
         self._panels = [
-            (name, [(row["epoch"] + 1, row.get(name), row.get(f"val_{name}")) for row in rows])
+            (name, [(epoch, row.get(name), row.get(f"val_{name}")) for epoch, row in rows])
             for name in chosen
         ]
         if self._steps and not self._panels:

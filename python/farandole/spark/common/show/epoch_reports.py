@@ -17,8 +17,8 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from farandole.runner.show.event_file import encode_scalar_events
 from farandole.spark import task
-from farandole.spark.common.show.event_file import encode_scalar_events
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

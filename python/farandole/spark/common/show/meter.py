@@ -102,7 +102,7 @@ class StepMeter:
 
     @property
     def has_gradient_sizes(self) -> bool:
-        """Whether `reduces` was called."""
+        """Whether `set_gradient_sizes` was called."""
         return bool(self._reduced)
 
     def set_gradient_sizes(self, tensors: int, size: int) -> None:

@@ -14,12 +14,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from farandole.spark.common.show.chart import MetricsChart
-from farandole.spark.common.show.progress import ProgressDisplay, RemainingTime, format_scores
+from farandole.spark.common.show.progress import ProgressDisplay, format_scores
 from farandole.spark.common.show.ranks import RankTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from farandole.spark.common.runs.stop_request import StopRequest
 
@@ -43,7 +42,6 @@ class NotebookDisplay(ProgressDisplay):
         self._steps: list[tuple[float, float]] = []
         self._ranks = RankTable(lambda: self._draw_page(now=False))
         self._last_draw_time = 0.0
-        self._remaining_time = RemainingTime()
         self._handle: Any = display(HTML(self._render_page()), display_id=True)
 
     def show_message(self, text: str) -> None:
@@ -68,7 +66,6 @@ class NotebookDisplay(ProgressDisplay):
     def show_step(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_step`."""
         position = report["epoch"] + report["step"] / max(report["steps"], 1)
-        self._remaining_time.note_step(report)
         if self._steps and position <= self._steps[-1][0]:
             # an epoch comes again after a restart
             self._steps = [one for one in self._steps if one[0] < position]
@@ -87,7 +84,6 @@ class NotebookDisplay(ProgressDisplay):
         entry = report["entry"]
         self._history = [one for one in self._history if one["epoch"] < entry["epoch"]]
         self._history.append(entry)
-        self._remaining_time.note_epoch(report)
         self._status_text = (
             f"epoch {entry['epoch'] + 1}/{report['epochs']}: {format_scores(entry)}, "
             f"{report['rows_per_second']:,.0f} rows/s"
@@ -106,12 +102,10 @@ class NotebookDisplay(ProgressDisplay):
         bar = (
             '<div style="width:360px;height:8px;background:#ddd">'
             f"<div "
-            f'style="width:{self._remaining_time.done:.1%};height:8px;background:#3465a4"></div></div>'
+            f'style="width:{self.remaining_time.done:.1%};height:8px;background:#3465a4"></div></div>'
         )
         now = ", ".join(
-            filter(
-                None, (self._status_text, str(self._remaining_time) if self._status_text else "")
-            )
+            filter(None, (self._status_text, str(self.remaining_time) if self._status_text else ""))
         )
         text = "<br>".join(
             html.escape(line) for line in [*self._lines[-_MAX_SHOWN_MESSAGES:], now] if line
@@ -124,14 +118,9 @@ class NotebookDisplay(ProgressDisplay):
         table = self._ranks.table_html
         return f'<div class="farandole-progress">{bar}<div>{text}</div>{table}{chart}</div>'
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Draws the last values."""
-        if error is not None:
-            self._status_text = f"ended by {type(error).__name__}"
-            self._remaining_time.mark_ended()
+        if kind is not None:
+            self._status_text = f"ended by {kind.__name__}"
+            self.remaining_time.mark_ended()
         self._draw_page(now=True)

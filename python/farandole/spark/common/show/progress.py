@@ -17,29 +17,30 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import entry_scores
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from farandole.runner.show.run_reporter import RunReporter
     from farandole.spark.common.runs.stop_request import StopRequest
 
 _LINE_INTERVAL_SECONDS = 10.0
-_UNPRINTED_NUMBERS = ("epoch", "seconds", "rows")
 _MIN_SPEED_SECONDS = 1.0
 """Before that, the speed of a fit is not known."""
-_REQUIRED_REPORT_VALUES = {
-    "step": ("epochs", "steps", "rows_per_second"),
-    "epoch": ("epochs", "steps", "rows_per_second"),
-}
-"""Values that estimators add to a report, by its kind."""
+_REPORT_KINDS = ("step", "epoch")
+_REQUIRED_REPORT_VALUES = ("epochs", "steps", "rows_per_second")
+"""Values that estimators add to a report."""
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """A display of a run that shows nothing; the base class of all displays."""
+
+    @cached_property
+    def remaining_time(self) -> RemainingTime:
+        """The time that the fit still needs, by its reports."""
+        return RemainingTime()
 
     def show_message(self, text: str) -> None:
         """Says one sentence about the fit."""
@@ -51,10 +52,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             report: Checked by `farandole.runner.reports`.
         """
         kind = report.get("kind")
-        if kind not in _REQUIRED_REPORT_VALUES or any(
-            report.get(name) is None for name in _REQUIRED_REPORT_VALUES[kind]
+        if kind not in _REPORT_KINDS or any(
+            report.get(name) is None for name in _REQUIRED_REPORT_VALUES
         ):
             return
+        self.remaining_time.note_report(report)
         if kind == "step":
             self.show_step(report)
         else:
@@ -79,12 +81,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         del stop
         return nullcontext()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, /, *_: object) -> None:
         """Leaves the terminal as it was."""
 
 
@@ -98,26 +95,17 @@ class RemainingTime:
         self.done = 0.0
         self._measured_from: tuple[float, float] | None = None
 
-    def note_step(self, report: dict[str, Any]) -> None:
-        """Takes note of a report about a step.
+    def note_report(self, report: dict[str, Any]) -> None:
+        """Takes note of a report about a step or an epoch.
 
         Args:
-            report: report of the kind `step`.
+            report: report that a display shows.
         """
-        self._note_completed_share(
-            (report["epoch"] + report["step"] / max(report["steps"], 1)) / report["epochs"]
-        )
-
-    def note_epoch(self, report: dict[str, Any]) -> None:
-        """Takes note of a report about an epoch.
-
-        Args:
-            report: report of the kind `epoch`.
-        """
-        self._note_completed_share((report["entry"]["epoch"] + 1) / report["epochs"])
-
-    def _note_completed_share(self, done: float) -> None:
-        self.done = done
+        if report["kind"] == "step":
+            epochs = report["epoch"] + report["step"] / max(report["steps"], 1)
+        else:
+            epochs = report["entry"]["epoch"] + 1
+        self.done = done = epochs / report["epochs"]
         if self._measured_from is None or done < self._measured_from[1]:
             self._measured_from = time.monotonic(), done
 
@@ -145,7 +133,6 @@ class ProgressLines(ProgressDisplay):
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
-        self._remaining_time = RemainingTime()
         self._last_line_time: float | None = None
 
     def show_message(self, text: str) -> None:
@@ -154,7 +141,6 @@ class ProgressLines(ProgressDisplay):
 
     def show_step(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_step`."""
-        self._remaining_time.note_step(report)
         now = time.monotonic()
         self._last_line_time = now if self._last_line_time is None else self._last_line_time
         if now - self._last_line_time >= _LINE_INTERVAL_SECONDS:
@@ -167,13 +153,12 @@ class ProgressLines(ProgressDisplay):
 
     def show_epoch(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_epoch`."""
-        self._remaining_time.note_epoch(report)
         self._last_line_time = time.monotonic()
         prefix = f"epoch {report['entry']['epoch'] + 1}/{report['epochs']}"
         self._print_line(f"{prefix}  {format_scores(report['entry'])}", report)
 
     def _print_line(self, text: str, report: dict[str, Any]) -> None:
-        remaining = str(self._remaining_time)
+        remaining = str(self.remaining_time)
         self.show_message(
             f"{text}  {report['rows_per_second']:,.0f} rows/s"
             + (f"  {remaining}" if remaining else "")
@@ -205,7 +190,6 @@ class ProgressBar(ProgressDisplay):
         self._rich.start()  # at once, so that later output is printed above the bar
         self._task: Any = None
         self._validation = ""
-        self._remaining_time = RemainingTime()
 
     def show_message(self, text: str) -> None:
         """Like `ProgressDisplay.show_message`."""
@@ -213,13 +197,11 @@ class ProgressBar(ProgressDisplay):
 
     def show_step(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_step`."""
-        self._remaining_time.note_step(report)
         self._update_bar(report["epoch"], report["epochs"], report["step"], report["steps"], report)
 
     def show_epoch(self, report: dict[str, Any]) -> None:
         """Like `ProgressDisplay.show_epoch`."""
-        self._remaining_time.note_epoch(report)
-        row = flatten_entry(report["entry"])
+        row = entry_scores(report["entry"])
         found = {name: value for name, value in row.items() if name.startswith("val_")}
         self._validation = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
         loss = {"loss": row.get("loss", float("nan")), "rows_per_second": report["rows_per_second"]}
@@ -235,18 +217,13 @@ class ProgressBar(ProgressDisplay):
             "speed": f"{numbers['rows_per_second']:,.0f}",
             "loss": f"{numbers['loss']:.4f}",
             "validation": self._validation,
-            "left": str(self._remaining_time),
+            "left": str(self.remaining_time),
         }
         if self._task is None:
             self._task = self._rich.add_task("training", total=steps * epochs, **fields)
         self._rich.update(self._task, completed=epoch * steps + step, **fields)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the live display."""
         self._rich.stop()
 
@@ -281,11 +258,7 @@ def format_scores(entry: dict[str, Any]) -> str:
     Args:
         entry: entry of the history.
     """
-    return "  ".join(
-        f"{name} {value:.4f}"
-        for name, value in flatten_entry(entry).items()
-        if name not in _UNPRINTED_NUMBERS
-    )
+    return "  ".join(f"{name} {value:.4f}" for name, value in entry_scores(entry).items())
 
 
 def _format_duration(seconds: float) -> str:

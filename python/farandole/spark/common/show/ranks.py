@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 import html
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,7 +62,8 @@ def render_rank_table(ranks: Sequence[Mapping[str, Any]]) -> str:
     """
     if not ranks:
         return ""
-    usual = _lower_median([own for one in ranks if (own := _own_step_seconds(one)) is not None])
+    measured = [own for one in ranks if (own := _own_step_seconds(one)) is not None]
+    usual = statistics.median_low(measured) if len(measured) > 1 else None
     found = [(rank_state(one, usual), one) for one in ranks]
     found.sort(key=lambda pair: (_STATE_ORDER.index(pair[0]), pair[1]["rank"]))
     listed, others = (
@@ -136,10 +138,6 @@ def _own_step_seconds(rank: Mapping[str, Any]) -> float | None:
     step: Any = rank.get("step_seconds")
     reduce: Any = rank.get("reduce_seconds")
     return step - reduce if _is_number(step) and _is_number(reduce) else None
-
-
-def _lower_median(values: list[float]) -> float | None:
-    return sorted(values)[(len(values) - 1) // 2] if len(values) > 1 else None
 
 
 def _table_row(kind: str, cells: Sequence[Any]) -> str:

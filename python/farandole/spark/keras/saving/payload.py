@@ -71,7 +71,7 @@ def unpack_model(
     safe_mode: bool = True,
     compiled: bool = True,
 ) -> Any:
-    """Inverts `pack`.
+    """Inverts `pack_model`.
 
     Args:
         data: a `.keras` file.

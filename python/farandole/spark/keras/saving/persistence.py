@@ -44,7 +44,7 @@ class KerasModelWriter(ParamsWriter):
     """A writer of a `KerasModel`."""
 
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.parts`."""
+        """Like `ParamsWriter.split_values`."""
         model, given = values.pop("model"), values.pop("custom_objects", {})
         parts = {"model": payload.pack_model(model)}
         objects = custom_objects(model, given)
@@ -87,7 +87,7 @@ class KerasModelReader(ParamsReader["KerasModel"]):
         return self
 
     def restore_parts(self, loaded: KerasModel, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore`."""
+        """Like `ParamsReader.restore_parts`."""
         objects = self._given_objects
         if objects is None and "custom_objects" in parts:
             if self._safe_mode_requested:
@@ -128,7 +128,7 @@ class KerasEstimatorParamsWriter(ParamsWriter):
     """A writer of a `KerasEstimator`."""
 
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.parts`."""
+        """Like `ParamsWriter.split_values`."""
         parts: dict[str, bytes] = {}
         model = values.pop("model", None)
         plain, rest = split_plain_json(values)
@@ -151,7 +151,7 @@ class KerasEstimatorParamsReader(ParamsReader["KerasEstimator"]):
     """A reader of a `KerasEstimator`."""
 
     def restore_parts(self, loaded: KerasEstimator, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore`."""
+        """Like `ParamsReader.restore_parts`."""
         self.check_pickled_code(path)
         rest = cloudpickle.loads(parts["objects"])
         if "model" in parts:

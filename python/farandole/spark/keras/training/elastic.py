@@ -127,7 +127,7 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
 
     Args:
         callbacks: all callbacks, in order.
-        users: callbacks that are called once for each moment, with the moments that were called.
+        users: the callbacks that are called once for each moment.
         offset: steps of the part's epoch that are done; 0 for a part of several epochs.
         last: number of the training's last epoch plus one.
         **more: arguments of Keras's own list.
@@ -182,8 +182,7 @@ class PartialFitCallbackList(keras.callbacks.CallbackList):
 
 
 class OncePerMomentCallbacks:
-    """The user's callbacks that have already been called for an event that occurs only once, by
-    event.
+    """The user's callbacks, each of which is called once for each moment of a training.
 
     Args:
         callbacks: the user's.
@@ -199,7 +198,7 @@ class OncePerMomentCallbacks:
 
         Args:
             callbacks: the list.
-            moment: its name.
+            moment: name of the moment.
         """
         users = {id(one) for one in self._callbacks}
         left = [

@@ -68,7 +68,7 @@ class ScaledLearningRate:
         self._size = size
         if self._schedule is None:
             if before != size:
-                self._own_rate.assign(as_array(self._own_rate) * (size / before))
+                self.multiply(size / before)
         else:
             self._optimizer._learning_rate = (  # noqa: SLF001
                 _ScaledSchedule(self._schedule, float(size)) if size > 1 else self._schedule
@@ -86,26 +86,15 @@ class ScaledLearningRate:
     @contextlib.contextmanager
     def single_process_rate(self) -> Iterator[None]:
         """Sets the learning rate of one process inside the context, for saving."""
-        if self._size == 1:
+        size = self._size
+        if size == 1:
             yield
             return
-        before = None if self._schedule is not None else as_array(self._own_rate)
-        self._apply_factor(1.0 / self._size)
+        exact_rate = None if self._schedule is not None else as_array(self._own_rate)
+        self.rescale_for_world(size, 1)
         try:
             yield
         finally:
-            if before is None:
-                self._apply_factor(float(self._size))
-            else:
-                self._own_rate.assign(before)
-
-    def _apply_factor(self, factor: float) -> None:
-        if self._size == 1:
-            return
-        if self._schedule is None:
-            self._own_rate.assign(as_array(self._own_rate) * factor)
-        else:
-            scaled = factor > 1
-            self._optimizer._learning_rate = (  # noqa: SLF001
-                _ScaledSchedule(self._schedule, factor) if scaled else self._schedule
-            )
+            self.rescale_for_world(1, size)
+            if exact_rate is not None:
+                self._own_rate.assign(exact_rate)

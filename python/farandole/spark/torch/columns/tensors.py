@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from farandole.data.columns import PreparedColumn
+    from farandole.data.encoding import ColumnEncoding
     from farandole.data.prepare import PreparedData
     from farandole.spark.common.data.source import SourceBatch
     from farandole.spark.torch.job import TorchLabel
@@ -49,7 +50,7 @@ def create_torch_inputs(
     columns: Mapping[str, PreparedColumn],
     shapes: Sequence[Sequence[int]] | None,
     dtypes: Sequence[str] | None,
-    prepared: PreparedData | None = None,
+    known: PreparedData | ColumnEncoding,
 ) -> tuple[TorchInput, ...]:
     """Returns the tensor that each group of feature columns becomes.
 
@@ -58,25 +59,25 @@ def create_torch_inputs(
         columns: by name.
         shapes: one per input, where the user set them.
         dtypes: one per input, where the user set them.
-        prepared: the data; an input of nothing but categories is int64, as embeddings take it, and
-            so are lists of integers of different lengths.
+        known: categories and ragged columns. Without `dtypes`, an input of nothing but categories
+            is int64, as embeddings take it, and so are lists of integers of different lengths.
 
     Raises:
         ValueError: a column of lists is listed together with others.
     """
     made: list[TorchInput] = []
-    categories, ragged = ((), ()) if prepared is None else (prepared.categories, prepared.ragged)
     for index, group in enumerate(groups):
         size = sum(columns[name].element_count for name in group)
         shape = (size,) if shapes is None else row_shape(shapes[index], size)
-        lists = [name for name in group if name in ragged]
+        lists = [name for name in group if name in known.ragged]
         if lists and len(group) > 1:
             raise ValueError(f"a ragged column must be a separate input: {lists[0]!r}")
         indices = all(
-            name in categories or (name in lists and "int" in columns[name].dtype) for name in group
+            name in known.categories or (name in lists and "int" in columns[name].dtype)
+            for name in group
         )
         dtype = ("int64" if indices else "float32") if dtypes is None else dtypes[index]
-        nested = prepared is not None and any(prepared.ragged[name].nested for name in lists)
+        nested = any(known.ragged[name].nested for name in lists)
         made.append(
             TorchInput(tuple(group), (-1, *shape), dtype, ragged=bool(lists), nested=nested)
         )
@@ -140,7 +141,7 @@ def _nested_tensor(
 def check_finite_inputs(
     columns: Mapping[str, torch.Tensor], torch_input: TorchInput, rows: int
 ) -> None:
-    """Refuses features that a model makes NaN of, and then a gradient, and then every weight.
+    """Refuses features that would make outputs NaN, and with them gradients and all weights.
 
     Args:
         columns: tensors by name, rows first.

@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: the Farandole authors
 """Models and optimizers as bytes.
 
-`pack` returns a pickle, which contains code: load it only if it came through the job's own links.
-`pack_state` contains only tensors and plain values, and loading it runs no code.
+`pack_pickle` returns a pickle, which contains code: load it only if it came through the job's own
+links. The result of `pack_state` contains only tensors and plain values, and loading it runs no
+code.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def pack_objects(objects: Any, **names: str) -> bytes:
 
 
 def unpack_pickle(data: bytes) -> Any:
-    """Inverts `pack`, with every tensor on the CPU. Runs code.
+    """Inverts `pack_pickle`, with every tensor on the CPU. Runs code.
 
     Args:
-        data: what `pack` returned.
+        data: what `pack_pickle` returned.
     """
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 

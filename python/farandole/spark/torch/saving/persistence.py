@@ -71,7 +71,7 @@ class TorchModelWriter(ParamsWriter):
     """A writer of a `TorchModel`."""
 
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.parts`."""
+        """Like `ParamsWriter.split_values`."""
         module = values["model"]
         weights = {
             name: tensor
@@ -108,7 +108,7 @@ class TorchModelReader(ParamsReader["TorchModel"]):
         return self
 
     def restore_parts(self, loaded: TorchModel, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore`."""
+        """Like `ParamsReader.restore_parts`."""
         state = parts["state"]
         weights = (
             payload.unpack_state(state)
@@ -130,7 +130,7 @@ class TorchEstimatorParamsWriter(ParamsWriter):
     """A writer of an estimator."""
 
     def split_values(self, values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Like `ParamsWriter.parts`."""
+        """Like `ParamsWriter.split_values`."""
         plain, rest = split_plain_json(values)
         return plain, {"objects": payload.pack_pickle(rest)}
 
@@ -139,7 +139,7 @@ class TorchEstimatorParamsReader(ParamsReader[Any]):
     """A reader of an estimator."""
 
     def restore_parts(self, loaded: Any, parts: dict[str, bytes], path: str) -> None:
-        """Like `ParamsReader.restore`."""
+        """Like `ParamsReader.restore_parts`."""
         self.check_pickled_code(path)
         loaded.setParams(**payload.unpack_pickle(parts["objects"]))
 

@@ -301,7 +301,7 @@ class UserMinibatch:
             return
         self._stepper.taken += 1
         self._has_pending_gradients = False
-        if self._batches.job.loop.scheduler_interval == "step":
+        if self._batches.job.loop.lr_scheduler_interval == "step":
             self._stepper.step_scheduler(None)
 
 

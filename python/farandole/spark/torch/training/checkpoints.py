@@ -102,7 +102,7 @@ class RunCheckpoints:
             state: makes the checkpoint.
             history: of all epochs so far.
         """
-        best = self._job.loop.best
+        best = self._job.loop.best_checkpoint
         is_best = best is not None and best.best_index(history) == len(history) - 1
         keeps = is_best and (self._moves or self.rank == 0)
         writes = self._store.saving_runs and self.rank == 0
@@ -128,7 +128,10 @@ class RunCheckpoints:
         """
         if self.rank != 0:
             return None
-        if self._job.loop.best is not None and self._job.loop.best.best_index(history) is not None:
+        if (
+            self._job.loop.best_checkpoint is not None
+            and self._job.loop.best_checkpoint.best_index(history) is not None
+        ):
             # A resumed run whose best epoch came before has it in the store alone.
             best = self.best or self._store.read_checkpoint(
                 f"{self._store.checkpoint_filename}.best"

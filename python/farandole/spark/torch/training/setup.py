@@ -60,24 +60,6 @@ def choose_rank_device(wanted: bool) -> torch.device:
     return torch.device("cpu") if choice is None else torch.device("cuda", choice.index)
 
 
-def check_device_agreement(device: torch.device) -> None:
-    """Checks that every rank has the same kind of device; a collective call.
-
-    Args:
-        device: of this rank.
-
-    Raises:
-        RuntimeError: some ranks have a GPU and some do not.
-    """
-    has_gpu = int(device.type == "cuda")
-    ranks = int(hvd.allreduce(torch.tensor([has_gpu]), op=hvd.Sum, name="farandole.devices"))
-    if ranks not in (0, hvd.size()):
-        raise RuntimeError(
-            f"only some ranks have a GPU: {ranks} of {hvd.size()}; set use_gpu=False to train on "
-            "CPUs"
-        )
-
-
 def move_loss_to_device(loss: Any, device: torch.device) -> Any:
     """Returns a loss with its own tensors where the outputs are."""
     return loss.to(device) if isinstance(loss, torch.nn.Module) else loss

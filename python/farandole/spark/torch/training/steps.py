@@ -60,7 +60,7 @@ class OptimizerStepper:
         self.meter = StepMeter()
         self.taken = 0
         self._rate_factor = factor
-        self._clip = loop.clip_norm
+        self._clip = loop.gradient_clip_norm
         self._device = device
         self._dtype = AUTOCAST_DTYPES[loop.precision]
         # bfloat16 has the exponents of float32 and needs no scaling.
@@ -104,25 +104,19 @@ class OptimizerStepper:
             return
         with self.meter.measure_reduction():
             self.optimizer.synchronize()
+        held = [
+            one
+            for group in self.optimizer.param_groups
+            for one in group["params"]
+            if one.grad is not None
+        ]
         if not self.meter.has_gradient_sizes:
-            held = [
-                one
-                for group in self.optimizer.param_groups
-                for one in group["params"]
-                if one.grad is not None
-            ]
             self.meter.set_gradient_sizes(
                 len(held), sum(one.grad.numel() * one.grad.element_size() for one in held)
             )
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._clip is not None:
-            held = [
-                one
-                for group in self.optimizer.param_groups
-                for one in group["params"]
-                if one.grad is not None
-            ]
             torch.nn.utils.clip_grad_norm_(held, self._clip)
         with self.optimizer.skip_synchronize():
             if self._scaler is None:

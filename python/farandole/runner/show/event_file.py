@@ -14,13 +14,14 @@ import struct
 from functools import cache
 from typing import TYPE_CHECKING
 
-from farandole.runner.show.history import flatten_entry
+from farandole.runner.show.history import entry_scores
 
 if TYPE_CHECKING:
     from farandole.runner.show.history import Entry
 
+FILE_VERSION = b"brain.Event:2"
+"""Version in the first event of a file."""
 _CRC32C_POLYNOMIAL = 0x82F63B78
-_UNLOGGED_NUMBERS = ("epoch", "seconds", "rows")
 
 
 def encode_scalar_events(history: list[Entry]) -> bytes:
@@ -31,31 +32,32 @@ def encode_scalar_events(history: list[Entry]) -> bytes:
         history: one entry per epoch.
     """
     seconds = 0.0
-    parts = [_encode_record(_encode_event(0.0, 0, version=b"brain.Event:2"))]
+    parts = [encode_event(0.0, 0, version=FILE_VERSION)]
     for entry in history:
         seconds += entry.get("seconds", 0.0)
-        for name, value in flatten_entry(entry).items():
-            if name not in _UNLOGGED_NUMBERS:
-                tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
-                parts.append(
-                    _encode_record(
-                        _encode_event(
-                            seconds, entry["epoch"] + 1, summary=_encode_summary(tag, value)
-                        )
-                    )
-                )
+        for name, value in entry_scores(entry).items():
+            tag = f"val/{name[4:]}" if name.startswith("val_") else f"train/{name}"
+            summary = _encode_summary(tag, value)
+            parts.append(encode_event(seconds, entry["epoch"] + 1, summary=summary))
     return b"".join(parts)
 
 
-def _encode_event(
-    seconds: float, step: int, *, version: bytes = b"", summary: bytes = b""
-) -> bytes:
+def encode_event(seconds: float, step: int, *, version: bytes = b"", summary: bytes = b"") -> bytes:
+    """Returns an event, as a file has it.
+
+    Args:
+        seconds: its time.
+        step: its place on the axis of steps.
+        version: version of the file, in its first event.
+        summary: encoded `Summary`, in all other events.
+    """
     event = b"\x09" + struct.pack("<d", seconds) + b"\x10" + _encode_varint(step)
     if version:
         event += b"\x1a" + _encode_varint(len(version)) + version
     if summary:
         event += b"\x2a" + _encode_varint(len(summary)) + summary
-    return event
+    length = struct.pack("<Q", len(event))
+    return length + _masked_crc(length) + event + _masked_crc(event)
 
 
 def _encode_summary(tag: str, value: float) -> bytes:
@@ -75,11 +77,6 @@ def _encode_varint(number: int) -> bytes:
         number >>= 7
     parts.append(number)
     return bytes(parts)
-
-
-def _encode_record(data: bytes) -> bytes:
-    length = struct.pack("<Q", len(data))
-    return length + _masked_crc(length) + data + _masked_crc(data)
 
 
 def _masked_crc(data: bytes) -> bytes:
