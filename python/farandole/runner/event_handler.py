@@ -7,6 +7,7 @@ records on.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner import reports, timelines
@@ -26,27 +27,21 @@ LINES_IN_TASK_LOG_NOTE = "(farandole: the lines of this rank are in the log of i
 LAST_LINES_NOTE = "(farandole: the last lines of stderr follow)"
 
 
+@dataclass
 class EventHandler(ABC):
     """Takes the events of a job.
 
-    Args:
+    Attributes:
         registrar: The job's meeting point.
         output: Receiver of the output lines.
         on_progress: Called with (rank, record) for every record of a worker.
         watcher: Receives the events of the job.
     """
 
-    def __init__(
-        self,
-        registrar: Registrar,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        watcher: JobObserver,
-    ) -> None:
-        self.registrar = registrar
-        self.output = output
-        self.on_progress = on_progress
-        self.watcher = watcher
+    registrar: Registrar
+    output: JobOutput
+    on_progress: Callable[[int, dict[str, Any]], None] | None
+    watcher: JobObserver
 
     @abstractmethod
     def handle_event(self, event: Event) -> None:

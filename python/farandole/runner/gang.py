@@ -232,7 +232,7 @@ def run_gang(
         TimeoutError: Not all tasks registered in time.
         KeyboardInterrupt: The user interrupted; nothing is left running.
     """
-    gang = _GangRun(registrar, agents, size, output, on_progress, start_timeout, activity, watcher)
+    gang = _GangRun(registrar, output, on_progress, watcher, agents, size, start_timeout, activity)
     try:
         return gang.run()
     except BaseException as error:
@@ -245,24 +245,13 @@ def run_gang(
                 output.files.close()
 
 
+@dataclass
 class _GangRun(EventHandler):
-    def __init__(
-        self,
-        registrar: Registrar,
-        agents: GangAgents,
-        size: int,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        start_timeout: float,
-        activity: str,
-        watcher: JobObserver,
-    ) -> None:
-        super().__init__(registrar, output, on_progress, watcher)
-        self.agents = agents
-        self.size = size
-        self.start_timeout = start_timeout
-        self.activity = activity
-        self.seen = _GangState(time.monotonic())
+    agents: GangAgents
+    size: int
+    start_timeout: float
+    activity: str
+    seen: _GangState = field(default_factory=lambda: _GangState(time.monotonic()))
 
     def run(self) -> list[TaskOutcome]:
         self.agents.start_agents()

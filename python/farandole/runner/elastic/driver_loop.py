@@ -9,6 +9,7 @@ workers and receives their records.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole._native.registrar import Event, Registrar
+    from farandole.runner.elastic.agent_pool import ElasticAgentPool
     from farandole.runner.gang import JobOutput
     from farandole.runner.job_observer import JobObserver
 
@@ -40,36 +42,6 @@ _NETWORK_EXCEPTIONS = (
     f"{FarandoleInternalError.__module__}.{FarandoleInternalError.__qualname__}",
 )
 """Exceptions that say that peers or the registrar were lost."""
-
-
-class ElasticAgentPool(Protocol):
-    """Starts the workers of an elastic job.
-
-    Attributes:
-        endings: Outcomes of workers, by task.
-        refusals: Reasons why workers could not be started, in order.
-        dismissed: Tasks of workers that must leave.
-    """
-
-    endings: dict[int, TaskOutcome]
-    refusals: list[str]
-    dismissed: set[int]
-
-    def start_workers(self) -> None:
-        """Starts the first workers, and returns at once."""
-
-    def end_workers(self) -> None:
-        """Starts no more workers, and ends all that wait or run."""
-
-    def is_running(self, task: int) -> bool:
-        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
-        ...
-
-    def fewest_refusals(self) -> int:
-        """Returns how often in a row no worker could start, in the thread or slot with the
-        fewest.
-        """
-        ...
 
 
 class PlannedDepartures(Protocol):
@@ -113,7 +85,7 @@ def run_elastic_job(
         FarandoleJobError: The job failed, or could not continue.
     """
     job = _ElasticJobRun(
-        registrar, agent_pool, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+        registrar, output, on_progress, watcher, agent_pool, departures, ends_on_error
     )
     try:
         return job.run()
@@ -124,28 +96,17 @@ def run_elastic_job(
             output.files.close()
 
 
+@dataclass
 class _ElasticJobRun(EventHandler):
-    def __init__(
-        self,
-        registrar: Registrar,
-        agent_pool: ElasticAgentPool,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        departures: PlannedDepartures | None,
-        watcher: JobObserver,
-        *,
-        ends_on_error: bool,
-    ) -> None:
-        super().__init__(registrar, output, on_progress, watcher)
-        self.pool = agent_pool
-        self.departures = departures
-        self.ends_on_error = ends_on_error
-        self.worlds = 0
-        self.exits: dict[int, Event] = {}
-        self.results: dict[int, bytes] = {}
-        self.failed: Event | None = None
-        self.finished = False
-        self.last_lost_task: int | None = None
+    pool: ElasticAgentPool
+    departures: PlannedDepartures | None
+    ends_on_error: bool
+    worlds: int = 0
+    exits: dict[int, Event] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+    failed: Event | None = None
+    finished: bool = False
+    last_lost_task: int | None = None
 
     def run(self) -> list[Any]:
         self.pool.start_workers()
