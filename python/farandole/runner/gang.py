@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
-from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
 from farandole.runner.outcome import TaskOutcome, task_failure
 from farandole.runner.pickle_errors import find_unpicklable
@@ -376,25 +376,9 @@ class _GangRun(EventHandler):
     def out_of_band_events(self) -> Iterable[Any]:
         return self.agents.out_of_band_events()
 
-    def handle_event(self, event: Event) -> None:
-        match event.kind:
-            case "log":
-                self.handle_log(event)
-            case "metric":
-                self.handle_metric(event)
-            case "registered":
-                self.handle_registered(event)
-            case "assigned":
-                self.handle_assigned(event)
-            case "exit":
-                self.handle_exit(event)
-            case "lost":
-                self.handle_lost(event)
-            case "aborted":
-                self.handle_aborted(event)
-            case "result":
-                if self.seen.assigned:
-                    self.seen.results[event.task or 0] = event.data or b""
+    def handle_result(self, event: Event) -> None:
+        if self.seen.assigned:
+            self.seen.results[event.task or 0] = event.data or b""
 
     def handle_registered(self, event: Event) -> None:
         task = event.task or 0
@@ -413,19 +397,14 @@ class _GangRun(EventHandler):
         self.seen.seats = list(
             getattr(event, "seats", None) or self.registrar.rank_assignment() or []
         )
-        self.watcher.set_placements(self.seen.seats)
-        for seat in self.seen.seats:
-            self.output.print_message(
-                f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2
-            )
+        self.show_placements(self.seen.seats, "task")
 
     def handle_exit(self, event: Event) -> None:
         if not self.seen.assigned:
             return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
-            self.watcher.mark_worker_gone(event.task, exit_state(event))
-        self.forward_stderr_tail(event)
+        self.show_exit(event)
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
 from farandole.runner.outcome import TaskOutcome, results_by_rank, task_failure
 from farandole.runner.worker import EXECUTOR_VARIABLE as WHERE
@@ -190,33 +190,28 @@ class _ElasticJobRun(EventHandler):
             text += f"; a worker could not be started: {self.pool.refusals[-1]}"
         return FarandoleJobError(text), None
 
-    def handle_event(self, event: Event) -> None:
-        match event.kind:
-            case "log":
-                self.handle_log(event)
-            case "metric":
-                self.handle_metric(event)
-            case "assigned":
-                self.handle_assigned()
-            case "exit":
-                if event.task is not None:
-                    self.exits[event.task] = event
-                    self.watcher.mark_worker_gone(event.task, exit_state(event))
-                self.forward_stderr_tail(event)
-            case "result":
-                self.results[event.task or 0] = event.data or b""
-            case "lost" | "dismissed":
-                self.handle_lost(event)
-            case "aborted":
-                self.failed = self.failed or (None if self.finished else event)
-            case "finished":
-                self.finished = True
+    def handle_exit(self, event: Event) -> None:
+        if event.task is not None:
+            self.exits[event.task] = event
+        self.show_exit(event)
+
+    def handle_result(self, event: Event) -> None:
+        self.results[event.task or 0] = event.data or b""
+
+    def handle_aborted(self, event: Event) -> None:
+        self.failed = self.failed or (None if self.finished else event)
+
+    def handle_finished(self, _event: Event) -> None:
+        self.finished = True
+
+    def handle_dismissed(self, event: Event) -> None:
+        self.pool.dismissed.add(event.task or 0)
+        self.handle_lost(event)
 
     def handle_lost(self, event: Event) -> None:
         self.last_lost_task = event.task
         who = f"worker {event.task}" if event.rank is None else f"rank {event.rank}"
         if event.kind == "dismissed":
-            self.pool.dismissed.add(event.task or 0)
             who += " leaves:"
         self.output.print_message(f"{who} {event.text}")
         self.watcher.add_event(f"{who} is gone", event.text)
@@ -231,17 +226,13 @@ class _ElasticJobRun(EventHandler):
         else:
             super().handle_metric(event)
 
-    def handle_assigned(self) -> None:
+    def handle_assigned(self, _event: Event) -> None:
         self.worlds += 1
         seats = self.registrar.rank_assignment() or []
         self.output.print_message(f"world {self.worlds} has {len(seats)} ranks")
-        self.watcher.set_placements(seats)
+        self.show_placements(seats, "worker")
         if self.worlds > 1:
             self.watcher.record_restart(f"world {self.worlds} has {len(seats)} ranks")
-        for seat in seats:
-            self.output.print_message(
-                f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2
-            )
 
     def handle_log(self, event: Event) -> None:
         if self.output.is_streaming:
