@@ -5,7 +5,7 @@
 //!
 //! Owns the agent, which is one task's side of a job (it registers, waits for a rank, starts the
 //! worker, watches it, and reports its end); the job, which is a registrar and an agent for each
-//! task; hosts and slots, also of batch systems; and the protocol with the agent of another host
+//! task, and the conductor, which decides its end; hosts and slots, also of batch systems; and the protocol with the agent of another host
 //! through ssh or a similar program. The registrar decides which failure came first, and ssh
 //! manages keys and passwords. Payloads and results are not interpreted here.
 //!
@@ -47,6 +47,7 @@ mod agent;
 mod agent_pool;
 mod agent_protocol;
 pub mod allocation;
+mod conductor;
 pub mod elastic;
 mod environment;
 mod error;
@@ -54,10 +55,10 @@ mod guard;
 mod host_agent;
 pub mod hosts;
 mod job;
+mod job_run;
 mod lines;
 mod local_hosts;
 mod master_address;
-mod registrar_reports;
 mod remote;
 mod report;
 mod shell;
@@ -67,8 +68,8 @@ mod worker;
 mod worker_program;
 
 pub use agent::{Agent, AgentTask, OutputTarget, WorkerOutcome};
-pub use agent_pool::StopLevel;
 pub use agent_protocol::AgentHello;
+pub use conductor::StopLevel;
 pub use environment::forwarded_environment;
 pub use error::{Error, Result};
 pub use host_agent::serve_host;

@@ -14,7 +14,6 @@ and when the job is done.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from farandole.ray.discovery import count_workers_as_free
 from farandole.ray.results import actor_death_summary
 from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray
+from farandole.runner.elastic.agent_pool import ElasticAgentPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -161,7 +161,7 @@ class _ActorSlot:
     thread: threading.Thread | None = None
 
 
-class RayAgentPool:
+class RayAgentPool(ElasticAgentPool):
     """Keeps an actor for each worker that the job may have.
 
     Args:
@@ -182,22 +182,16 @@ class RayAgentPool:
         output: JobOutput,
         hosts: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
+        super().__init__()
         self._registrar = registrar
         self._work = work
         self._max_workers = max_workers
         self._needs = needs
         self._output = output
         self._hosts = hosts
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
         self._slots: dict[_SlotKey, _ActorSlot] = {}
         self._found: list[_SlotKey] = []
         self._watch: threading.Thread | None = None
-        self._running: set[int] = set()
-        self.endings: dict[int, TaskOutcome] = {}
-        self.refusals: list[str] = []
-        self.dismissed: set[int] = set()
 
     def start_workers(self) -> None:
         """Asks Ray for the first actors."""
@@ -220,10 +214,6 @@ class RayAgentPool:
         for thread in (self._watch, *(seat.thread for seat in seats)):
             if thread is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-    def is_running(self, task: int) -> bool:
-        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
-        return task in self._running
 
     def fewest_refusals(self) -> int:
         """Returns how often in a row no worker could start, in the slot with the fewest."""
@@ -280,23 +270,20 @@ class RayAgentPool:
     def _run_slot(self, seat: _ActorSlot) -> None:
         pause: float | None = None
         while not seat.given_up.is_set():
-            task, began = next(self._numbers), time.monotonic()
-            self._running.add(task)
-            try:
-                outcome = self._run_actor(seat, task)
-            finally:
-                self._running.discard(task)
-            if outcome is not None and outcome.has_succeeded and task not in self.dismissed:
-                return  # its function has returned
+            began = time.monotonic()
+            with self._new_task() as task:
+                self._run_actor(seat, task)
+            if self._has_returned(task):
+                return
             if task in self.dismissed:
                 # its bundle in the group may be on a node that Ray drains
                 seat.number = self._needs.num_bundles
             pause = self._needs.restart_delay(pause, time.monotonic() - began)
             seat.given_up.wait(pause)
 
-    def _run_actor(self, seat: _ActorSlot, task: int) -> TaskOutcome | None:
-        """Runs one actor from its start to its end; returns the outcome of its worker, or `None` if
-        it had none or died with it.
+    def _run_actor(self, seat: _ActorSlot, task: int) -> None:
+        """Runs one actor from its start to its end, and notes the outcome of its worker, unless it
+        had none or died with it.
         """
         ray = import_ray()
         remote = ray.remote(AgentActor)
@@ -304,23 +291,22 @@ class RayAgentPool:
         seat.actor = remote.options(**self._needs.actor_options(seat.node, seat.number)).remote()
         try:
             if seat.given_up.is_set():
-                return None
+                return
             outcome: TaskOutcome = ray.get(seat.actor.run_worker.remote(self._work, task))
         except Exception as error:  # noqa: BLE001 - the actor or its node died: the next one is another worker
             if not seat.given_up.is_set():
                 self._output.print_message(
                     f"the actor of worker {task} died: {actor_death_summary(error)}"
                 )
-            return None
+            return
         finally:
             self._kill_actor(seat)
         if outcome.refused is not None:
             self.refusals.append(f"{outcome.host}: {outcome.refused}")
             seat.refusals_in_row += 1
-            return None
+            return
         seat.refusals_in_row = 0
         self.endings[outcome.task] = outcome
-        return outcome
 
     def _kill_actor(self, seat: _ActorSlot) -> None:
         actor, ray = seat.actor, import_ray()

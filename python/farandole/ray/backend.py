@@ -23,7 +23,7 @@ from farandole.ray.strategy import current_placement_group, hold_placement_group
 from farandole.ray.utils import import_ray, is_ray_client
 from farandole.runner import environment, outcome, timelines, warm_workers
 from farandole.runner.agent import WorkerSpec
-from farandole.runner.backend import Backend, elastic_bounds, make_elastic_registrar
+from farandole.runner.backend import Backend, elastic_bounds, elastic_limits, make_registrar
 from farandole.runner.elastic.driver_loop import run_elastic_job as conduct_elastic
 from farandole.runner.gang import GangAgents, pickle_payload, run_gang
 from farandole.runner.limits import start_timeout_seconds
@@ -104,12 +104,7 @@ class RayBackend(Backend):
         import_ray()
         self._num_workers = integer_at_least(1)("num_workers", num_workers)
         self._bounds = elastic_bounds(num_workers, min_num_proc, max_num_proc)
-        limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
-        self._limits = {name: value for name, value in limits.items() if value is not None}
-        if self._limits and not self._bounds:
-            raise ValueError(
-                f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}"
-            )
+        self._limits = elastic_limits(self._bounds, elastic_timeout, reset_limit)
         self._use_gpu = use_gpu
         self._gpus = resolve_gpu_count(gpus_per_worker, use_gpu, "gpus_per_worker")
         self._cpus = cpus_per_worker
@@ -145,9 +140,6 @@ class RayBackend(Backend):
             TimeoutError: Ray does not reserve the resources in time.
             RuntimeError: This process is a client of Ray Client, which the workers cannot reach.
         """
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-        from farandole.common import logs  # noqa: PLC0415 - as above
-
         size, limit = self._num_workers, start_timeout_seconds(self._start_timeout)
         packed = pickle_payload(fn, args, kwargs)
         output = self._streams.open_output(size)
@@ -159,44 +151,41 @@ class RayBackend(Backend):
         self.check()
         if not ray.is_initialized():
             ray.init()
-        logs.start_logging()
         warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
-        if self._bounds:
-            needs, min_workers = (
-                ActorResources(self._cpus, self._gpus),
-                self._bounds.get("min_num_proc", size),
+        needs, group = ActorResources(self._cpus, self._gpus), None
+        with contextlib.ExitStack() as held:
+            if self._bounds:
+                held.enter_context(
+                    hold_minimum_resources(
+                        needs,
+                        self._bounds.get("min_num_proc", size),
+                        self._placed_within,
+                        output.print_message,
+                    )
+                )
+            else:
+                group = held.enter_context(self._hold_placement_group(output))
+            registrar, max_workers = make_registrar(size, self._bounds, self._limits, limit)
+            work = WorkerSpec(
+                registrar.ticket,
+                packed,
+                changes,
+                None,
+                output.is_streaming,
+                limit,
+                warmth,
+                elastic=bool(self._bounds),
             )
-            with hold_minimum_resources(
-                needs, min_workers, self._placed_within, output.print_message
-            ):
-                registrar, max_workers = make_elastic_registrar(
-                    size, self._bounds, self._limits, limit
-                )
-                work = WorkerSpec(
-                    registrar.ticket,
-                    packed,
-                    changes,
-                    None,
-                    output.is_streaming,
-                    limit,
-                    warmth,
-                    elastic=True,
-                )
-                agent_pool = RayAgentPool(registrar, work, max_workers, needs, output)
+            if self._bounds:
                 return conduct_elastic(
                     registrar,
-                    agent_pool,
+                    RayAgentPool(registrar, work, max_workers, needs, output),
                     output,
                     on_progress,
                     NodeDrains(),
                     training_run,
                     ends_on_error=True,
                 )
-        with self._hold_placement_group(output) as group:
-            registrar = Registrar(size, start_timeout=limit)
-            work = WorkerSpec(
-                registrar.ticket, packed, changes, None, output.is_streaming, limit, warmth
-            )
             agents = RayAgents(work, size, self._cpus, self._gpus, group, self._spare)
             endings = run_gang(
                 registrar,

@@ -152,12 +152,7 @@ class LocalBackend(Backend):
         )
         if num_proc is None and self._bounds:
             self._num_proc = elastic_worker_counts(None, min_num_proc, max_num_proc, _core_count)[0]
-        limits = {"elastic_timeout": elastic_timeout, "reset_limit": reset_limit}
-        self._limits = {name: value for name, value in limits.items() if value is not None}
-        if self._limits and not self._bounds:
-            raise ValueError(
-                f"these are for elastic jobs, so set min_num_proc, too: {', '.join(self._limits)}"
-            )
+        self._limits = elastic_limits(self._bounds, elastic_timeout, reset_limit)
         self._env = dict(env or {})
         self._start_timeout = start_timeout
         self._streams = OutputStreams(
@@ -186,30 +181,9 @@ class LocalBackend(Backend):
         changes |= training_run.worker_variables() | timelines.worker_variables()
         warmth = warm_workers.choose_warm_workers(self._warm, by_default=True)
         with self._hold_cores(output) as limit:
-            if self._bounds:
-                where = {"host": "127.0.0.1", "bind": ""}  # as in a job of fixed size
-                registrar, max_workers = make_elastic_registrar(
-                    size, self._bounds, self._limits, limit, **where
-                )
-                work = WorkerSpec(
-                    registrar.ticket,
-                    packed,
-                    changes,
-                    self._executable,
-                    output.is_streaming,
-                    limit,
-                    warmth,
-                    elastic=True,
-                )
-                return conduct_elastic(
-                    registrar,
-                    LocalAgentPool(work, max_workers),
-                    output,
-                    on_progress,
-                    watcher=training_run,
-                    ends_on_error=True,
-                )
-            registrar = self._make_registrar(size, limit)
+            registrar, max_workers = make_registrar(
+                size, self._bounds, self._limits, limit, **self._registrar_place()
+            )
             work = WorkerSpec(
                 registrar.ticket,
                 packed,
@@ -218,7 +192,17 @@ class LocalBackend(Backend):
                 output.is_streaming,
                 limit,
                 warmth,
+                elastic=bool(self._bounds),
             )
+            if self._bounds:
+                return conduct_elastic(
+                    registrar,
+                    LocalAgentPool(work, max_workers),
+                    output,
+                    on_progress,
+                    watcher=training_run,
+                    ends_on_error=True,
+                )
             endings = run_gang(
                 registrar,
                 self._make_agents(work, size),
@@ -246,14 +230,11 @@ class LocalBackend(Backend):
         ) as start_seconds:
             yield start_seconds
 
-    def _make_registrar(self, size: int, limit: float) -> Registrar:
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-        from farandole.common import logs  # noqa: PLC0415
-
-        logs.start_logging()
+    def _registrar_place(self) -> dict[str, str | None]:
+        """Returns where the registrar listens, as arguments of `Registrar`."""
         # Only this host needs to reach the registrar, so the variables for jobs on several hosts do
         # not apply.
-        return Registrar(size, start_timeout=limit, host="127.0.0.1", bind="")
+        return {"host": "127.0.0.1", "bind": ""}
 
     def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
         return LocalAgents(work, range(size))
@@ -316,22 +297,45 @@ def elastic_bounds(
     return bounds
 
 
-def make_elastic_registrar(
-    first: int, bounds: Mapping[str, int], limits: Mapping[str, float], start: float, **where: str
+def elastic_limits(
+    bounds: Mapping[str, int], timeout: float | None, reset_limit: int | None
+) -> dict[str, float]:
+    """Returns the given limits of an elastic job, as its backend's arguments.
+
+    Raises:
+        ValueError: The job is of fixed size.
+    """
+    given = {"elastic_timeout": timeout, "reset_limit": reset_limit}
+    limits = {name: value for name, value in given.items() if value is not None}
+    if limits and not bounds:
+        raise ValueError(
+            f"these are for elastic jobs, so set min_num_proc, too: {', '.join(limits)}"
+        )
+    return limits
+
+
+def make_registrar(
+    first: int,
+    bounds: Mapping[str, int],
+    limits: Mapping[str, float],
+    start: float,
+    **where: str | None,
 ) -> tuple[Registrar, int]:
-    """Returns a registrar whose workers come and go, and the largest number of them.
+    """Returns the registrar of a job, and the largest number of its workers.
 
     Args:
         first: Workers that the first world waits for.
-        bounds: As `elastic_bounds` returned them.
-        limits: `elastic_timeout` and `reset_limit`, if given.
+        bounds: As `elastic_bounds` returned them; none make a job of fixed size.
+        limits: `elastic_timeout` and `reset_limit` of an elastic job, if given.
         start: Seconds that workers may take to start.
-        **where: `host` and `bind` of `Registrar.elastic`.
+        **where: `host` and `bind` of `Registrar`.
     """
     from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
     from farandole.common import logs  # noqa: PLC0415
 
     logs.start_logging()
+    if not bounds:
+        return Registrar(first, start_timeout=start, **where), first
     first, min_workers, max_workers = elastic_worker_counts(
         first, bounds.get("min_num_proc"), bounds.get("max_num_proc"), lambda: first
     )

@@ -6,7 +6,7 @@ records on.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from farandole.runner import reports, timelines
@@ -14,7 +14,7 @@ from farandole.runner.job_observer import EVENT_KIND, RANK_KIND
 from farandole.stores import run_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from farandole._native.registrar import Event, Registrar
     from farandole.runner.gang import JobOutput
@@ -26,31 +26,27 @@ LINES_IN_TASK_LOG_NOTE = "(farandole: the lines of this rank are in the log of i
 LAST_LINES_NOTE = "(farandole: the last lines of stderr follow)"
 
 
-class EventHandler(ABC):
+@dataclass
+class EventHandler:
     """Takes the events of a job.
 
-    Args:
+    Attributes:
         registrar: The job's meeting point.
         output: Receiver of the output lines.
         on_progress: Called with (rank, record) for every record of a worker.
         watcher: Receives the events of the job.
     """
 
-    def __init__(
-        self,
-        registrar: Registrar,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        watcher: JobObserver,
-    ) -> None:
-        self.registrar = registrar
-        self.output = output
-        self.on_progress = on_progress
-        self.watcher = watcher
+    registrar: Registrar
+    output: JobOutput
+    on_progress: Callable[[int, dict[str, Any]], None] | None
+    watcher: JobObserver
 
-    @abstractmethod
     def handle_event(self, event: Event) -> None:
-        """Takes one event."""
+        """Passes an event to the method of its kind, such as `handle_exit`, if there is one."""
+        handle = getattr(self, f"handle_{event.kind}", None)
+        if handle is not None:
+            handle(event)
 
     def out_of_band_events(self) -> Iterable[Any]:
         """Returns events that did not come by the registrar."""
@@ -88,13 +84,29 @@ class EventHandler(ABC):
         if event.rank is not None:
             self.watcher.write_line(event.rank, event.stream or "stderr", event.text or "")
 
-    def forward_stderr_tail(self, event: Event) -> None:
-        """Passes on the end of a worker's stderr, if the worker's lines stay in the log of its
-        task.
+    def show_placements(self, seats: Iterable[Mapping[str, Any]], kind: str) -> None:
+        """Shows where each rank runs.
+
+        Args:
+            seats: One for each rank.
+            kind: `task` or `worker`, which has the number of a seat.
+        """
+        self.watcher.set_placements(seats)
+        for seat in seats:
+            self.output.print_message(
+                f"rank {seat['rank']} is {kind} {seat['task']} on {seat['host']}", level=2
+            )
+
+    def show_exit(self, event: Event) -> None:
+        """Shows that a worker ended by itself, and the end of its stderr if its lines stay in the
+        log of its task.
 
         Args:
             event: Event of the worker's exit.
         """
+        if event.task is not None:
+            has_succeeded = event.exit_code == 0 and event.signal is None
+            self.watcher.mark_worker_gone(event.task, "ended" if has_succeeded else "failed")
         if self.output.is_streaming or event.rank is None:
             return
         self.watcher.write_line(event.rank, "stdout", LINES_IN_TASK_LOG_NOTE)
@@ -104,15 +116,6 @@ class EventHandler(ABC):
             *(event.stderr_tail or "").splitlines(),
         ):
             self.watcher.write_line(event.rank, "stderr", line)
-
-
-def exit_state(event: Event) -> str:
-    """Returns one word for the end of a worker that ended by itself.
-
-    Args:
-        event: Event of the exit.
-    """
-    return "ended" if event.exit_code == 0 and event.signal is None else "failed"
 
 
 def dispatch_record(

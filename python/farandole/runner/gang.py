@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from farandole.common import pickling
 from farandole.runner.errors import FarandoleJobError, signal_name
-from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
 from farandole.runner.outcome import TaskOutcome, task_failure
 from farandole.runner.pickle_errors import find_unpicklable
@@ -232,7 +232,7 @@ def run_gang(
         TimeoutError: Not all tasks registered in time.
         KeyboardInterrupt: The user interrupted; nothing is left running.
     """
-    gang = _GangRun(registrar, agents, size, output, on_progress, start_timeout, activity, watcher)
+    gang = _GangRun(registrar, output, on_progress, watcher, agents, size, start_timeout, activity)
     try:
         return gang.run()
     except BaseException as error:
@@ -245,24 +245,13 @@ def run_gang(
                 output.files.close()
 
 
+@dataclass
 class _GangRun(EventHandler):
-    def __init__(
-        self,
-        registrar: Registrar,
-        agents: GangAgents,
-        size: int,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        start_timeout: float,
-        activity: str,
-        watcher: JobObserver,
-    ) -> None:
-        super().__init__(registrar, output, on_progress, watcher)
-        self.agents = agents
-        self.size = size
-        self.start_timeout = start_timeout
-        self.activity = activity
-        self.seen = _GangState(time.monotonic())
+    agents: GangAgents
+    size: int
+    start_timeout: float
+    activity: str
+    seen: _GangState = field(default_factory=lambda: _GangState(time.monotonic()))
 
     def run(self) -> list[TaskOutcome]:
         self.agents.start_agents()
@@ -387,25 +376,9 @@ class _GangRun(EventHandler):
     def out_of_band_events(self) -> Iterable[Any]:
         return self.agents.out_of_band_events()
 
-    def handle_event(self, event: Event) -> None:
-        match event.kind:
-            case "log":
-                self.handle_log(event)
-            case "metric":
-                self.handle_metric(event)
-            case "registered":
-                self.handle_registered(event)
-            case "assigned":
-                self.handle_assigned(event)
-            case "exit":
-                self.handle_exit(event)
-            case "lost":
-                self.handle_lost(event)
-            case "aborted":
-                self.handle_aborted(event)
-            case "result":
-                if self.seen.assigned:
-                    self.seen.results[event.task or 0] = event.data or b""
+    def handle_result(self, event: Event) -> None:
+        if self.seen.assigned:
+            self.seen.results[event.task or 0] = event.data or b""
 
     def handle_registered(self, event: Event) -> None:
         task = event.task or 0
@@ -424,19 +397,14 @@ class _GangRun(EventHandler):
         self.seen.seats = list(
             getattr(event, "seats", None) or self.registrar.rank_assignment() or []
         )
-        self.watcher.set_placements(self.seen.seats)
-        for seat in self.seen.seats:
-            self.output.print_message(
-                f"rank {seat['rank']} is task {seat['task']} on {seat['host']}", level=2
-            )
+        self.show_placements(self.seen.seats, "task")
 
     def handle_exit(self, event: Event) -> None:
         if not self.seen.assigned:
             return  # a late one of the generation before
         if event.task is not None:
             self.seen.ended[event.task] = event
-            self.watcher.mark_worker_gone(event.task, exit_state(event))
-        self.forward_stderr_tail(event)
+        self.show_exit(event)
         if self.seen.verdict is not None:
             return  # ended by it
         if self.seen.failed is None and (event.exit_code != 0 or event.signal is not None):

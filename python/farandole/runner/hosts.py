@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from farandole._native.hosts import Remote
-    from farandole._native.registrar import Registrar
     from farandole.runner.agent import WorkerSpec
 
 
@@ -76,14 +75,8 @@ class HostsBackend(LocalBackend):
         self._ssh_options = ssh_options or SshOptions()
         self._bind = bind
 
-    def _make_registrar(self, size: int, limit: float) -> Registrar:
-        if not self._remote_hosts:
-            return super()._make_registrar(size, limit)
-        from farandole._native.registrar import Registrar  # noqa: PLC0415 - starts its threads here
-        from farandole.common import logs  # noqa: PLC0415
-
-        logs.start_logging()
-        return Registrar(size, start_timeout=limit, bind=self._bind)
+    def _registrar_place(self) -> dict[str, str | None]:
+        return {"bind": self._bind} if self._remote_hosts else super()._registrar_place()
 
     def _make_agents(self, work: WorkerSpec, size: int) -> GangAgents:
         if not self._remote_hosts:

@@ -20,26 +20,26 @@ const DISCOVERY_END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The result of a discovery.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct DiscoveredHosts {
+pub(crate) struct DiscoveredHosts {
     /// Hosts with slots, in the order of ranks.
-    pub(super) hosts: Vec<HostSlots>,
+    pub(crate) hosts: Vec<HostSlots>,
     /// Whether a name means this host, for every name that was ever found.
-    pub(super) is_local_by_name: BTreeMap<String, bool>,
+    pub(crate) is_local_by_name: BTreeMap<String, bool>,
 }
 
 impl DiscoveredHosts {
     /// Returns whether this host is the only one.
-    pub(super) fn are_all_hosts_local(&self) -> bool {
+    pub(crate) fn are_all_hosts_local(&self) -> bool {
         self.hosts.iter().all(|host| self.is_local_host(&host.host))
     }
 
-    pub(super) fn is_local_host(&self, host: &str) -> bool {
+    pub(crate) fn is_local_host(&self, host: &str) -> bool {
         self.is_local_by_name.get(host).copied().unwrap_or(false)
     }
 }
 
 /// Discovers hosts in a thread until it is dropped.
-pub(super) struct HostWatcher {
+pub(crate) struct HostWatcher {
     stop: DiscoveryStopFlag,
     wake: mpsc::Sender<()>,
     found: mpsc::Receiver<std::result::Result<DiscoveredHosts, String>>,
@@ -50,7 +50,7 @@ impl HostWatcher {
     ///
     /// # Errors
     /// `System` when no thread can be started.
-    pub(super) fn spawn_thread(discovery: Box<dyn DiscoverySource>) -> Result<Self> {
+    pub(crate) fn spawn_thread(discovery: Box<dyn DiscoverySource>) -> Result<Self> {
         let (sender, found) = mpsc::channel();
         let (wake, woken) = mpsc::channel();
         let stop = DiscoveryStopFlag::default();
@@ -68,7 +68,7 @@ impl HostWatcher {
     }
 
     /// Returns the next change, or the error of the first discovery; `None` when `timeout` passes.
-    pub(super) fn next_change(
+    pub(crate) fn next_change(
         &self,
         timeout: Duration,
     ) -> Option<std::result::Result<DiscoveredHosts, String>> {

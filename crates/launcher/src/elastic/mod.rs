@@ -27,15 +27,16 @@
 
 mod discovery;
 mod discovery_choice;
-mod host_watcher;
+pub(crate) mod host_watcher;
 mod job;
-mod outcomes;
 mod program_query;
 mod script;
 mod slurm;
 
 pub use discovery::{DiscoverySource, DiscoveryStopFlag, HostFile, StaticHostList};
 pub use discovery_choice::choose_discovery;
-pub use job::{ElasticJob, ElasticJobUpdate};
+pub use job::ElasticJob;
 pub use script::DiscoveryScript;
 pub use slurm::SlurmNodes;
+
+pub use crate::job_run::ElasticJobUpdate;

@@ -16,6 +16,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use farandole_config::Config;
+use farandole_launcher::elastic::{ElasticJob, StaticHostList};
 use farandole_launcher::hosts::parse_hosts;
 use farandole_launcher::{
     AgentHello, Error, JobReport, RemoteShell, StaticJob, StopLevel, WorkerProgram, serve_host,
@@ -69,17 +70,34 @@ impl Bed {
         fs::set_permissions(self.path(name), fs::Permissions::from_mode(0o700)).unwrap();
     }
 
-    fn job(&self, hosts: &str, num_proc: u32, script: &str) -> StaticJob {
-        let given = BTreeMap::from([("start_timeout".to_owned(), "30".to_owned())]);
+    fn program(&self, script: &str, settings: &[(&str, &str)]) -> WorkerProgram {
+        let given = [("start_timeout", "30")].iter().chain(settings);
+        let given = given.map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let config = Config::read(|_| None, &given).unwrap();
         let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
         let environment = BTreeMap::from([("GIVEN".to_owned(), Some("x y".to_owned()))]);
-        let work = WorkerProgram {
+        WorkerProgram {
             shell: RemoteShell::from_command(&self.path("reach").display().to_string()).unwrap(),
             python: self.path("python").display().to_string(),
             ..WorkerProgram::for_this_host(command, environment, config)
-        };
-        StaticJob { num_proc, hosts: parse_hosts(hosts).unwrap(), program: work }
+        }
+    }
+
+    fn job(&self, hosts: &str, num_proc: u32, script: &str) -> StaticJob {
+        let program = self.program(script, &[]);
+        StaticJob { num_proc, hosts: parse_hosts(hosts).unwrap(), program }
+    }
+
+    /// Runs an elastic job with a worker on this host and one behind a connection.
+    fn run_elastic(&self, script: &str, stop_level: impl Fn() -> StopLevel) -> JobReport {
+        let settings = [("elastic_timeout", "2"), ("blacklist_cooldown_range", "600 600")];
+        let program = self.program(script, &settings);
+        let rules = ElasticJob::rules_from_config(2, &program.config).unwrap();
+        let hosts = StaticHostList(parse_hosts("localhost:1,far:1").unwrap());
+        let (sender, _lines) = mpsc::channel();
+        let sink = Arc::new(Lines(Mutex::new(sender))) as Arc<dyn RecordSink>;
+        let job = ElasticJob { rules, program, journal: None };
+        job.run(Box::new(hosts), &sink, &stop_level, &|_| {}).unwrap()
     }
 }
 
@@ -251,4 +269,28 @@ fn an_interrupt_leaves_time_and_a_second_one_does_not() {
             && report.outcomes.iter().all(|outcome| outcome.exit_kind == Some(ExitKind::Signal(9))),
         "{report:?}"
     );
+}
+
+#[test]
+fn workers_of_an_elastic_job_that_fail_before_a_world_end_it_with_their_code() {
+    let report = Bed::new().run_elastic("exit 4", || StopLevel::Continue);
+    assert_eq!(report.exit_code(), 4, "{report:?}");
+    assert!(!report.interrupted && report.failure_reason().is_some(), "{report:?}");
+}
+
+#[test]
+fn an_elastic_job_that_is_interrupted_ends_its_workers_here_and_elsewhere() {
+    let bed = Bed::new();
+    let ready = bed.path("ready");
+    let polite = format!(
+        r#"trap 'touch {0}.saved.${{HOST:-here}}; exit 3' INT
+           touch {0}.${{HOST:-here}}; while :; do sleep 0.05; done"#,
+        ready.display()
+    );
+    let exist = |names: [&str; 2]| names.iter().all(|name| ready.with_extension(name).exists());
+    let report = bed.run_elastic(&polite, || {
+        if exist(["here", "far"]) { StopLevel::Interrupt } else { StopLevel::Continue }
+    });
+    assert!(report.interrupted && report.exit_code() != 0, "{report:?}");
+    assert!(exist(["saved.here", "saved.far"]));
 }

@@ -9,11 +9,12 @@ workers and receives their records.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from farandole.common.exceptions import FarandoleInternalError
 from farandole.runner.errors import FarandoleJobError
-from farandole.runner.event_handler import EventHandler, exit_state
+from farandole.runner.event_handler import EventHandler
 from farandole.runner.job_observer import NULL_OBSERVER
 from farandole.runner.outcome import TaskOutcome, results_by_rank, task_failure
 from farandole.runner.worker import EXECUTOR_VARIABLE as WHERE
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from farandole._native.registrar import Event, Registrar
+    from farandole.runner.elastic.agent_pool import ElasticAgentPool
     from farandole.runner.gang import JobOutput
     from farandole.runner.job_observer import JobObserver
 
@@ -40,36 +42,6 @@ _NETWORK_EXCEPTIONS = (
     f"{FarandoleInternalError.__module__}.{FarandoleInternalError.__qualname__}",
 )
 """Exceptions that say that peers or the registrar were lost."""
-
-
-class ElasticAgentPool(Protocol):
-    """Starts the workers of an elastic job.
-
-    Attributes:
-        endings: Outcomes of workers, by task.
-        refusals: Reasons why workers could not be started, in order.
-        dismissed: Tasks of workers that must leave.
-    """
-
-    endings: dict[int, TaskOutcome]
-    refusals: list[str]
-    dismissed: set[int]
-
-    def start_workers(self) -> None:
-        """Starts the first workers, and returns at once."""
-
-    def end_workers(self) -> None:
-        """Starts no more workers, and ends all that wait or run."""
-
-    def is_running(self, task: int) -> bool:
-        """Returns whether the agent of a worker has not ended, so its outcome may still come."""
-        ...
-
-    def fewest_refusals(self) -> int:
-        """Returns how often in a row no worker could start, in the thread or slot with the
-        fewest.
-        """
-        ...
 
 
 class PlannedDepartures(Protocol):
@@ -113,7 +85,7 @@ def run_elastic_job(
         FarandoleJobError: The job failed, or could not continue.
     """
     job = _ElasticJobRun(
-        registrar, agent_pool, output, on_progress, departures, watcher, ends_on_error=ends_on_error
+        registrar, output, on_progress, watcher, agent_pool, departures, ends_on_error
     )
     try:
         return job.run()
@@ -124,28 +96,17 @@ def run_elastic_job(
             output.files.close()
 
 
+@dataclass
 class _ElasticJobRun(EventHandler):
-    def __init__(
-        self,
-        registrar: Registrar,
-        agent_pool: ElasticAgentPool,
-        output: JobOutput,
-        on_progress: Callable[[int, dict[str, Any]], None] | None,
-        departures: PlannedDepartures | None,
-        watcher: JobObserver,
-        *,
-        ends_on_error: bool,
-    ) -> None:
-        super().__init__(registrar, output, on_progress, watcher)
-        self.pool = agent_pool
-        self.departures = departures
-        self.ends_on_error = ends_on_error
-        self.worlds = 0
-        self.exits: dict[int, Event] = {}
-        self.results: dict[int, bytes] = {}
-        self.failed: Event | None = None
-        self.finished = False
-        self.last_lost_task: int | None = None
+    pool: ElasticAgentPool
+    departures: PlannedDepartures | None
+    ends_on_error: bool
+    worlds: int = 0
+    exits: dict[int, Event] = field(default_factory=dict)
+    results: dict[int, bytes] = field(default_factory=dict)
+    failed: Event | None = None
+    finished: bool = False
+    last_lost_task: int | None = None
 
     def run(self) -> list[Any]:
         self.pool.start_workers()
@@ -229,33 +190,28 @@ class _ElasticJobRun(EventHandler):
             text += f"; a worker could not be started: {self.pool.refusals[-1]}"
         return FarandoleJobError(text), None
 
-    def handle_event(self, event: Event) -> None:
-        match event.kind:
-            case "log":
-                self.handle_log(event)
-            case "metric":
-                self.handle_metric(event)
-            case "assigned":
-                self.handle_assigned()
-            case "exit":
-                if event.task is not None:
-                    self.exits[event.task] = event
-                    self.watcher.mark_worker_gone(event.task, exit_state(event))
-                self.forward_stderr_tail(event)
-            case "result":
-                self.results[event.task or 0] = event.data or b""
-            case "lost" | "dismissed":
-                self.handle_lost(event)
-            case "aborted":
-                self.failed = self.failed or (None if self.finished else event)
-            case "finished":
-                self.finished = True
+    def handle_exit(self, event: Event) -> None:
+        if event.task is not None:
+            self.exits[event.task] = event
+        self.show_exit(event)
+
+    def handle_result(self, event: Event) -> None:
+        self.results[event.task or 0] = event.data or b""
+
+    def handle_aborted(self, event: Event) -> None:
+        self.failed = self.failed or (None if self.finished else event)
+
+    def handle_finished(self, _event: Event) -> None:
+        self.finished = True
+
+    def handle_dismissed(self, event: Event) -> None:
+        self.pool.dismissed.add(event.task or 0)
+        self.handle_lost(event)
 
     def handle_lost(self, event: Event) -> None:
         self.last_lost_task = event.task
         who = f"worker {event.task}" if event.rank is None else f"rank {event.rank}"
         if event.kind == "dismissed":
-            self.pool.dismissed.add(event.task or 0)
             who += " leaves:"
         self.output.print_message(f"{who} {event.text}")
         self.watcher.add_event(f"{who} is gone", event.text)
@@ -270,17 +226,13 @@ class _ElasticJobRun(EventHandler):
         else:
             super().handle_metric(event)
 
-    def handle_assigned(self) -> None:
+    def handle_assigned(self, _event: Event) -> None:
         self.worlds += 1
         seats = self.registrar.rank_assignment() or []
         self.output.print_message(f"world {self.worlds} has {len(seats)} ranks")
-        self.watcher.set_placements(seats)
+        self.show_placements(seats, "worker")
         if self.worlds > 1:
             self.watcher.record_restart(f"world {self.worlds} has {len(seats)} ranks")
-        for seat in seats:
-            self.output.print_message(
-                f"rank {seat['rank']} is worker {seat['task']} on {seat['host']}", level=2
-            )
 
     def handle_log(self, event: Event) -> None:
         if self.output.is_streaming:
