@@ -94,7 +94,7 @@ impl SharedBatch {
         let columns = 0..batch.fields().len();
         let texts = columns.map(|index| {
             batch
-                .variable_length_values_mut(index)
+                .offsets_and_values_to_share(index)
                 .map(|(ends, values)| [ends, values].map(ByteRange::from_slice))
         });
         let texts = texts.collect();

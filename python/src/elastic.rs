@@ -255,15 +255,20 @@ fn event_to_python(py: Python<'_>, events: ElasticJobEvent) -> PyResult<(&'stati
     Ok(match events {
         ElasticJobEvent::Line(line) => (
             "line",
-            (line.rank, line.stream.as_str(), line.text).into_pyobject(py)?.into_any().unbind(),
+            (line.rank, line.stream.as_str(), line.text)
+                .into_pyobject(py)?
+                .into_any_knob_value()
+                .unbind(),
         ),
         ElasticJobEvent::Metric(WorkerMetric { task, rank, kind, data }) => {
             let data = PyBytes::new(py, &data);
-            ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any().unbind())
+            ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any_knob_value().unbind())
         }
-        ElasticJobEvent::Loss(what) => ("loss", what.into_pyobject(py)?.into_any().unbind()),
+        ElasticJobEvent::Loss(what) => {
+            ("loss", what.into_pyobject(py)?.into_any_knob_value().unbind())
+        }
         ElasticJobEvent::World(generation, places) => {
-            ("world", (generation, places).into_pyobject(py)?.into_any().unbind())
+            ("world", (generation, places).into_pyobject(py)?.into_any_knob_value().unbind())
         }
         ElasticJobEvent::Ended(Ok(report)) => {
             let outcomes: Vec<PyWorkerOutcome> = report
@@ -271,10 +276,10 @@ fn event_to_python(py: Python<'_>, events: ElasticJobEvent) -> PyResult<(&'stati
                 .into_iter()
                 .map(|outcome| PyWorkerOutcome::new(py, outcome))
                 .collect();
-            ("ended", outcomes.into_pyobject(py)?.into_any().unbind())
+            ("ended", outcomes.into_pyobject(py)?.into_any_knob_value().unbind())
         }
         ElasticJobEvent::Ended(Err(failure)) => {
-            ("failed", launcher_exception(&failure).into_value(py).into_any())
+            ("failed", launcher_exception(&failure).into_value(py).into_any_knob_value())
         }
     })
 }

@@ -203,7 +203,9 @@ def test_a_rank_that_took_a_state_skips_its_step_if_the_agreement_fails_after_th
         monkeypatch.setattr(_tolerant, "allgather", statuses)
         monkeypatch.setattr(_tolerant, "allgather_object", exchange)
         monkeypatch.setattr(_tolerant, "require_same_model", lambda *_: None)
-        monkeypatch.setattr(tolerance, "_transfer_state", lambda roles: worlds.append([*roles]))
+        monkeypatch.setattr(
+            tolerance, "_send_state_to_ranks_behind", lambda roles: worlds.append([*roles])
+        )
         assert tolerance.change_world()
         assert worlds == [[[0, 1, 0]], [[1], [0]], [[1, 1, 0]]]
         assert tolerance.steps == 1

@@ -274,7 +274,7 @@ def test_a_new_rank_gets_the_tensors_that_are_buffers_at_that_time(
     monkeypatch.setattr(_tolerant, "transfer_tensors", move)
     monkeypatch.setattr(_tolerant, "allgather", lambda own, **_: torch.cat([own, own]))
     alone.backward()
-    alone.tolerance._transfer_state(TransferRoles([0], [1]))
+    alone.tolerance._send_state_to_ranks_behind(TransferRoles([0], [1]))
     assert sent["tolerant.other"] == [alone.network.average.data_ptr()]
     assert sent["tolerant.state"] == [
         parameter.data_ptr() for parameter in alone.network.parameters()

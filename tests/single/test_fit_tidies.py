@@ -17,7 +17,7 @@ from tests.single.training import Here, estimator, linear
 
 from farandole._native.store import Store as NativeStore
 from farandole.data import prepare_data
-from farandole.data.prepared_directories import acquire_directory
+from farandole.data.prepared_directories import acquire_directory_to_prepare
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.torch import TorchEstimator
@@ -206,7 +206,7 @@ def test_a_place_with_files_of_a_user_is_neither_swept_nor_prepared_again(tmp_pa
         train.symlink_to(tmp_path / "elsewhere")
     assert store.gc(0) == []
     assert f"intermediate_train_data.{data.index}" in caplog.text
-    held, resumed = acquire_directory(store, key, resumable=False, replace=True)
+    held, resumed = acquire_directory_to_prepare(store, key, resumable=False, replace=True)
     assert held.index != data.index
     assert not resumed
     held.discard_data()

@@ -20,7 +20,7 @@ import torch
 from tests.single.training import Here, estimator, line, linear, weights, write
 
 from farandole.spark.common import LocalStore
-from farandole.spark.common.runs.digests import short_text, value_digest
+from farandole.spark.common.runs.digests import brief_description, value_digest
 from farandole.spark.common.runs.driver import RunDiffersError
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, Fingerprint, FingerprintPart
 from farandole.spark.lightning import LightningEstimator
@@ -284,8 +284,8 @@ def test_closures_of_functions_are_in_the_digest():
     assert value_digest(torch.nn.CrossEntropyLoss()) != value_digest(
         torch.nn.CrossEntropyLoss(label_smoothing=0.1)
     )
-    assert short_text(scaled(2)) == "<lambda>"
-    assert short_text([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
+    assert brief_description(scaled(2)) == "<lambda>"
+    assert brief_description([torch.nn.MSELoss(), max, 1]) == "[MSELoss, max, 1]"
 
 
 def test_an_architecture_counts_by_what_its_parts_say():

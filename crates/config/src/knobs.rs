@@ -71,7 +71,7 @@ macro_rules! knobs {
                 let none = BTreeMap::new();
                 Ok(match name {
                     $( $name => Some(
-                        read_knob::<$type>(stringify!($key), $name, $default, &lookup, &none)?.into_any(),
+                        read_knob::<$type>(stringify!($key), $name, $default, &lookup, &none)?.into_any_knob_value(),
                     ), )+
                     _ => None,
                 })

@@ -106,7 +106,7 @@ pub trait KnobValue: Sized {
         None
     }
     /// Returns the value as one of any type.
-    fn into_any(self) -> AnyKnobValue;
+    fn into_any_knob_value(self) -> AnyKnobValue;
 }
 
 impl KnobValue for bool {
@@ -119,7 +119,7 @@ impl KnobValue for bool {
             other => other.parse::<i64>().ok().map(|number| number > 0),
         }
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Boolean(self)
     }
 }
@@ -130,7 +130,7 @@ impl KnobValue for Option<bool> {
     fn parse_text(text: &str) -> Option<Self> {
         if text.is_empty() { Some(None) } else { bool::parse_text(text).map(Some) }
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         self.map_or(AnyKnobValue::Unset, AnyKnobValue::Boolean)
     }
 }
@@ -152,7 +152,7 @@ impl KnobValue for u64 {
         // None for too large a number, which is an error and no silent wrap.
         digits.parse::<u64>().ok()?.checked_mul(factor)
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Integer(self)
     }
 }
@@ -162,7 +162,7 @@ impl KnobValue for Option<u32> {
     fn parse_text(text: &str) -> Option<Self> {
         if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         self.map_or(AnyKnobValue::Unset, |number| AnyKnobValue::Integer(number.into()))
     }
 }
@@ -176,7 +176,7 @@ impl KnobValue for CooldownRange {
         let holds = (1..=most).contains(&least) && most <= 3600;
         holds.then(|| Self { least: Duration::from_secs(least), most: Duration::from_secs(most) })
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Text(format!("{} {}", self.least.as_secs(), self.most.as_secs()))
     }
 }
@@ -200,7 +200,7 @@ impl KnobValue for Duration {
     fn as_duration(&self) -> Option<Duration> {
         Some(*self)
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Seconds(self.as_secs_f64())
     }
 }
@@ -213,8 +213,8 @@ impl KnobValue for Option<Duration> {
     fn as_duration(&self) -> Option<Duration> {
         *self
     }
-    fn into_any(self) -> AnyKnobValue {
-        self.map_or(AnyKnobValue::Unset, KnobValue::into_any)
+    fn into_any_knob_value(self) -> AnyKnobValue {
+        self.map_or(AnyKnobValue::Unset, KnobValue::into_any_knob_value)
     }
 }
 
@@ -223,7 +223,7 @@ impl KnobValue for String {
     fn parse_text(text: &str) -> Option<Self> {
         Some(text.to_owned())
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Text(self)
     }
 }
@@ -237,7 +237,7 @@ impl KnobValue for GradientConvention {
             _ => None,
         }
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         let text = match self {
             Self::Farandole => "farandole",
             Self::Horovod => "horovod",
@@ -251,7 +251,7 @@ impl KnobValue for LogLevel {
     fn parse_text(text: &str) -> Option<Self> {
         Self::ALL_LEVELS.into_iter().find(|level| level.as_str().eq_ignore_ascii_case(text))
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Text(self.as_str().to_ascii_lowercase())
     }
 }
@@ -264,7 +264,7 @@ impl KnobValue for PortRange {
         // Port 0 lets the system choose, so a range that begins with it would mean two things.
         (range.first <= range.last && (range.first != 0 || range.last == 0)).then_some(range)
     }
-    fn into_any(self) -> AnyKnobValue {
+    fn into_any_knob_value(self) -> AnyKnobValue {
         AnyKnobValue::Text(format!("{}-{}", self.first, self.last))
     }
 }

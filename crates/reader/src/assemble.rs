@@ -12,7 +12,7 @@ use crate::block::DecodedBlock;
 use crate::column::{BatchField, SelectedColumn};
 use crate::error::Result;
 use crate::pool::BufferPool;
-use crate::values::{RowSelection, copy_interleaved};
+use crate::values::{RowCopyPlan, copy_interleaved};
 use crate::variable_length::VariableLengthBuilder;
 
 /// Rows to copy into a batch.
@@ -68,7 +68,7 @@ impl BatchDraft {
                 .map(|field| field.is_variable_length().then(|| VariableLengthBuilder::new(rows)));
             (Batch::new(Arc::clone(fields), rows, valid, pool), texts.collect())
         });
-        let places: Vec<RowSelection<'_>> = copying.pieces.iter().map(to_row_selection).collect();
+        let places: Vec<RowCopyPlan<'_>> = copying.pieces.iter().map(to_row_copy_plan).collect();
         let mut strands = Vec::with_capacity(places.len());
         for ((index, field), texts) in fields.iter().enumerate().zip(&mut texts) {
             let from = places.iter().zip(&copying.blocks);
@@ -109,9 +109,9 @@ impl BatchDraft {
     }
 }
 
-fn to_row_selection(piece: &PartSlice) -> RowSelection<'static> {
+fn to_row_copy_plan(piece: &PartSlice) -> RowCopyPlan<'static> {
     let PartSlice { first, count, stride, batch_start: at, batch_stride: skip, .. } = *piece;
-    RowSelection { order: None, first, count, stride, output_start: at, output_stride: skip }
+    RowCopyPlan { order: None, first, count, stride, output_start: at, output_stride: skip }
 }
 
 /// Fills rows `filled..rows` with copies of row `filled - 1`.

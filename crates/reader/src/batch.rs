@@ -127,7 +127,7 @@ impl Batch {
     }
 
     /// Like [`Batch::variable_length_values`], for owners that pass the memory on.
-    pub fn variable_length_values_mut(&mut self, index: usize) -> Option<(&mut [u8], &mut [u8])> {
+    pub fn offsets_and_values_to_share(&mut self, index: usize) -> Option<(&mut [u8], &mut [u8])> {
         Some(self.texts.get_mut(index)?.as_mut()?.offsets_and_values_mut())
     }
 

@@ -19,7 +19,7 @@ use crate::footer::FetchedRanges;
 use crate::pages::DecodeScratch;
 use crate::pool::{BufferPool, PooledBuffer};
 use crate::value_origin::ValueOrigin;
-use crate::values::{ColumnSource, RowSelection, find_out_of_range, shuffle_column};
+use crate::values::{ColumnSource, RowCopyPlan, find_out_of_range, shuffle_column};
 use crate::variable_length::VariableLengthValues;
 
 /// Widest rows, in bytes, that are shuffled when they are decoded. Wider rows are moved only once,
@@ -212,10 +212,10 @@ impl DecodedBlock {
     pub(crate) fn variable_length_rows<'a>(
         &'a self,
         index: usize,
-        rows: RowSelection<'a>,
-    ) -> Option<(&'a BinaryViewArray, RowSelection<'a>)> {
+        rows: RowCopyPlan<'a>,
+    ) -> Option<(&'a BinaryViewArray, RowCopyPlan<'a>)> {
         let texts = self.columns.get(index)?.texts.as_ref()?;
-        Some((&texts.values, RowSelection { order: self.order.as_deref(), ..rows }))
+        Some((&texts.values, RowCopyPlan { order: self.order.as_deref(), ..rows }))
     }
 
     /// Estimates the bytes of a part's block, without values that have no fixed size.
@@ -230,12 +230,12 @@ impl DecodedBlock {
     pub(crate) fn column_rows<'a>(
         &'a self,
         index: usize,
-        rows: RowSelection<'a>,
-    ) -> Option<(ColumnSource<'a>, RowSelection<'a>)> {
+        rows: RowCopyPlan<'a>,
+    ) -> Option<(ColumnSource<'a>, RowCopyPlan<'a>)> {
         let column = self.columns.get(index)?;
         let order = if column.in_file_order { self.order.as_deref() } else { None };
         let data = self.slab.as_slice().get(column.bytes.clone())?;
         let source = ColumnSource { data, element: column.element, elements: column.elements };
-        Some((source, RowSelection { order, ..rows }))
+        Some((source, RowCopyPlan { order, ..rows }))
     }
 }

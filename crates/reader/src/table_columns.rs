@@ -46,12 +46,12 @@ pub struct TableFile {
 
 /// The columns of a table, merged over its files.
 pub(crate) struct TableSchema {
-    columns: Vec<MergedColumn>,
+    columns: Vec<ColumnAcrossFiles>,
     /// Columns that some files have in a type that is not the table's.
     pub(crate) disputed: Vec<String>,
 }
 
-struct MergedColumn {
+struct ColumnAcrossFiles {
     column: TableColumn,
     element: ElementType,
     nulls: Option<u64>,
@@ -71,7 +71,7 @@ impl TableSchema {
                 Err(reason) => (ElementType::Binary, Some(reason.clone())),
             };
             let shape = (!column.is_list).then(Vec::new);
-            MergedColumn { element, nulls: Some(0), shape, reason, column }
+            ColumnAcrossFiles { element, nulls: Some(0), shape, reason, column }
         };
         Self { columns: columns.into_iter().map(merged).collect(), disputed: Vec::new() }
     }
@@ -90,7 +90,7 @@ impl TableSchema {
         display_path: &str,
     ) -> Result<()> {
         let has_ids = root_ids(footer).iter().any(Option::is_some);
-        let needs_ids = |one: &MergedColumn| {
+        let needs_ids = |one: &ColumnAcrossFiles| {
             one.column.field_id.is_some() && one.column.stored_names.is_empty()
         };
         if !has_ids && !self.columns.is_empty() && self.columns.iter().all(needs_ids) {
@@ -138,8 +138,8 @@ impl TableSchema {
 
     /// Returns the columns, each with the reason if no batch can contain it.
     pub(crate) fn into_columns(self) -> Vec<(ManifestColumn, Option<String>)> {
-        let column = |merged: MergedColumn| {
-            let MergedColumn { column, element, nulls, shape, reason } = merged;
+        let column = |merged: ColumnAcrossFiles| {
+            let ColumnAcrossFiles { column, element, nulls, shape, reason } = merged;
             let reason = reason
                 .or_else(|| shape.is_none().then(|| "none of the files has rows of it".to_owned()));
             let described = ManifestColumn {
@@ -160,7 +160,7 @@ impl TableSchema {
     }
 }
 
-impl MergedColumn {
+impl ColumnAcrossFiles {
     /// Adds the column of a file with rows.
     fn add_stored(
         &mut self,

@@ -53,7 +53,7 @@ pub(crate) fn find_out_of_range(
 /// Rows to copy from a block, in a given order or in block order, and their positions in the
 /// output.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RowSelection<'a> {
+pub(crate) struct RowCopyPlan<'a> {
     pub(crate) order: Option<&'a [u32]>,
     pub(crate) first: usize,
     pub(crate) count: usize,
@@ -63,7 +63,7 @@ pub(crate) struct RowSelection<'a> {
     pub(crate) output_stride: usize,
 }
 
-impl<'a> RowSelection<'a> {
+impl<'a> RowCopyPlan<'a> {
     /// Selects all rows of an order, one after the other.
     fn all_in_order(order: &'a [u32]) -> Self {
         Self {
@@ -137,11 +137,11 @@ pub(crate) struct ColumnSource<'a> {
 
 /// Copies rows of several sources to `out`, as elements `to`.
 pub(crate) fn copy_interleaved(
-    strands: &[(ColumnSource<'_>, RowSelection<'_>)],
+    strands: &[(ColumnSource<'_>, RowCopyPlan<'_>)],
     out: &mut [u8],
     to: ElementType,
 ) {
-    let plain = |(source, rows): &(ColumnSource<'_>, RowSelection<'_>)| {
+    let plain = |(source, rows): &(ColumnSource<'_>, RowCopyPlan<'_>)| {
         source.element == to
             && source.elements == 1
             && rows.is_contiguous()
@@ -172,7 +172,7 @@ const INTERLEAVE_WIDTH: usize = 4;
 
 /// Writes one value of each source in turn; returns whether all sources have enough values.
 fn interleave_values<T: PlainValue>(
-    band: &[(ColumnSource<'_>, RowSelection<'_>); INTERLEAVE_WIDTH],
+    band: &[(ColumnSource<'_>, RowCopyPlan<'_>); INTERLEAVE_WIDTH],
     out: &mut [T],
 ) -> bool {
     let [a, b, c, d] = band.map(|(source, rows)| {
@@ -192,7 +192,7 @@ fn interleave_values<T: PlainValue>(
 /// Copies `rows` of `source` to their positions in `out`, as elements `to`.
 fn copy_selection(
     source: ColumnSource<'_>,
-    rows: RowSelection<'_>,
+    rows: RowCopyPlan<'_>,
     out: &mut [u8],
     to: ElementType,
 ) {
@@ -231,7 +231,7 @@ pub(crate) fn shuffle_column(
             _ => copy_permuted::<u64>(as_values(source.data), order, as_values_mut(out)),
         }
     } else {
-        copy_selection(source, RowSelection::all_in_order(order), out, to);
+        copy_selection(source, RowCopyPlan::all_in_order(order), out, to);
     }
 }
 
@@ -243,7 +243,7 @@ fn copy_permuted<T: Copy>(source: &[T], order: &[u32], out: &mut [T]) {
     }
 }
 
-fn copy_values<T: Copy>(source: &[T], rows: RowSelection<'_>, out: &mut [T]) {
+fn copy_values<T: Copy>(source: &[T], rows: RowCopyPlan<'_>, out: &mut [T]) {
     for (slot, row) in rows.output_slots(1, 1, out).zip(rows.source_rows()) {
         if let (Some(value), [slot]) = (source.get(row), slot) {
             *slot = *value;
@@ -251,7 +251,7 @@ fn copy_values<T: Copy>(source: &[T], rows: RowSelection<'_>, out: &mut [T]) {
     }
 }
 
-fn copy_rows(source: &[u8], width: usize, rows: RowSelection<'_>, out: &mut [u8]) {
+fn copy_rows(source: &[u8], width: usize, rows: RowCopyPlan<'_>, out: &mut [u8]) {
     if rows.is_contiguous() && rows.output_stride == 1 {
         let slots =
             out.get_mut(rows.output_start * width..(rows.output_start + rows.count) * width);
@@ -345,7 +345,7 @@ macro_rules! identity {
 
 identity!(f32, f64, i64);
 
-fn cast_column<T>(source: ColumnSource<'_>, rows: RowSelection<'_>, out: &mut [T])
+fn cast_column<T>(source: ColumnSource<'_>, rows: RowCopyPlan<'_>, out: &mut [T])
 where
     i8: CastTo<T>,
     i16: CastTo<T>,
@@ -375,7 +375,7 @@ where
 
 fn cast_rows<S: PlainValue + CastTo<T>, T>(
     source: ColumnSource<'_>,
-    rows: RowSelection<'_>,
+    rows: RowCopyPlan<'_>,
     out: &mut [T],
 ) {
     let values: &[S] = as_values(source.data);
@@ -395,7 +395,7 @@ mod tests {
 
     use super::*;
 
-    const ALL: RowSelection<'_> = RowSelection {
+    const ALL: RowCopyPlan<'_> = RowCopyPlan {
         order: None,
         first: 0,
         count: 4,
@@ -406,7 +406,7 @@ mod tests {
 
     fn run<T: PlainValue>(
         source: ColumnSource<'_>,
-        rows: RowSelection<'_>,
+        rows: RowCopyPlan<'_>,
         to: ElementType,
     ) -> Vec<T> {
         let mut out = vec![T::default(); rows.count * source.elements];
@@ -420,11 +420,10 @@ mod tests {
         let source =
             ColumnSource { data: data.as_bytes(), element: ElementType::Int32, elements: 1 };
         assert_eq!(run::<i32>(source, ALL, ElementType::Int32), data);
-        let rows =
-            RowSelection { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2, ..ALL };
+        let rows = RowCopyPlan { order: Some(&[3, 1, 2, 0]), first: 1, count: 2, stride: 2, ..ALL };
         assert_eq!(run::<i32>(source, rows, ElementType::Int32), [11, 10]);
         let pairs = ColumnSource { elements: 2, ..source };
-        let rows = RowSelection::all_in_order(&[1, 0]);
+        let rows = RowCopyPlan::all_in_order(&[1, 0]);
         assert_eq!(run::<i32>(pairs, rows, ElementType::Int32), [12, 13, 10, 11]);
     }
 
@@ -436,17 +435,17 @@ mod tests {
         let order = [7, 6, 5, 4, 3, 2, 1, 0];
         // Seven strands of three rows: a band, one that is ordered, one of a single row too many,
         // one by stride.
-        let strand = |at: usize| RowSelection {
+        let strand = |at: usize| RowCopyPlan {
             first: 5 * at,
             count: 3,
             output_start: at,
             output_stride: 7,
             ..ALL
         };
-        let mut rows: Vec<RowSelection<'_>> = (0..7).map(strand).collect();
-        rows[4] = RowSelection { order: Some(&order), first: 0, ..rows[4] };
+        let mut rows: Vec<RowCopyPlan<'_>> = (0..7).map(strand).collect();
+        rows[4] = RowCopyPlan { order: Some(&order), first: 0, ..rows[4] };
         rows[0].count = 4;
-        rows[6] = RowSelection { first: 10, stride: 2, ..rows[6] };
+        rows[6] = RowCopyPlan { first: 10, stride: 2, ..rows[6] };
         let strands: Vec<_> = rows.iter().map(|rows| (source, *rows)).collect();
         let expected = |row: usize| match row % 7 {
             4 => order[row / 7].cast_signed(),
@@ -507,7 +506,7 @@ mod tests {
         let found = find_out_of_range(&large, ElementType::Float64, ElementType::Float32);
         assert_eq!(found.map(|(at, _)| at), Some(1));
         let source = ColumnSource { data: &[0, 1, 1, 0], element: ElementType::Bool, elements: 2 };
-        let rows = RowSelection { first: 1, count: 1, ..ALL };
+        let rows = RowCopyPlan { first: 1, count: 1, ..ALL };
         assert_eq!(run::<f32>(source, rows, ElementType::Float32), [1.0, 0.0]);
         assert!(
             !is_castable(ElementType::Float64, ElementType::Int8)

@@ -10,7 +10,7 @@ use arrow::buffer::Buffer;
 
 use crate::padding::{AllocationFailure, RowPadding};
 use crate::pool::{BufferPool, PooledBuffer, as_values_mut};
-use crate::values::RowSelection;
+use crate::values::RowCopyPlan;
 
 /// Bytes of one offset of [`VariableLengthColumn`].
 const OFFSET_BYTES: usize = 8;
@@ -105,7 +105,7 @@ impl VariableLengthBuilder {
     }
 
     /// Adds rows of an array.
-    pub(crate) fn add_rows(&mut self, array: &BinaryViewArray, rows: RowSelection<'_>) {
+    pub(crate) fn add_rows(&mut self, array: &BinaryViewArray, rows: RowCopyPlan<'_>) {
         for (row, at) in rows.row_pairs() {
             if let Some(place) = self.places.get_mut(at) {
                 *place = Some((self.arrays.len(), row));
@@ -185,7 +185,7 @@ fn value_at(arrays: &[BinaryViewArray], (array, row): (usize, usize)) -> &[u8] {
 mod tests {
     use super::*;
 
-    const PLAIN: RowSelection<'_> = RowSelection {
+    const PLAIN: RowCopyPlan<'_> = RowCopyPlan {
         order: None,
         first: 0,
         count: 2,
@@ -203,14 +203,14 @@ mod tests {
             let mut texts = VariableLengthBuilder::new(7);
             texts.add_rows(
                 &others,
-                RowSelection { order: Some(&[1, 0]), output_start: 1, output_stride: 2, ..PLAIN },
+                RowCopyPlan { order: Some(&[1, 0]), output_start: 1, output_stride: 2, ..PLAIN },
             );
             if settled {
                 texts.copy_known_rows();
             }
-            texts.add_rows(&some, RowSelection { stride: 2, output_stride: 2, ..PLAIN });
-            texts.add_rows(&some, RowSelection { first: 1, count: 1, output_start: 4, ..PLAIN });
-            texts.add_rows(&some, RowSelection { first: 3, count: 1, output_start: 5, ..PLAIN });
+            texts.add_rows(&some, RowCopyPlan { stride: 2, output_stride: 2, ..PLAIN });
+            texts.add_rows(&some, RowCopyPlan { first: 1, count: 1, output_start: 4, ..PLAIN });
+            texts.add_rows(&some, RowCopyPlan { first: 3, count: 1, output_start: 5, ..PLAIN });
             let column = texts.finish_column(None, &pool).unwrap();
             assert_eq!(column.value_bytes(), b"ayyyxbbone that is longone that is long");
             let ends: Vec<i64> = column

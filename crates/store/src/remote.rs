@@ -88,7 +88,7 @@ pub(crate) fn open_backend(
             // A search for credentials would ask the metadata service of the machine, and may wait
             // long.
             if is_anonymous(builder.get_config_value(&AmazonS3ConfigKey::SkipSignature)) {
-                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+                return unsigned_backend(builder.with_http_connector(connector).build(), refuse);
             }
             let choose = move |environment: &SourceEnvironment| {
                 credentials::choose_aws_source(&named, environment, timeout)
@@ -104,7 +104,7 @@ pub(crate) fn open_backend(
         StorageService::Gcs => {
             let builder = gcs_builder(root, options)?.with_retry(retry_config(timeout));
             if is_anonymous(builder.get_config_value(&GoogleConfigKey::SkipSignature)) {
-                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+                return unsigned_backend(builder.with_http_connector(connector).build(), refuse);
             }
             let choose = move |environment: &SourceEnvironment| {
                 credentials::choose_google_source(&named, environment, timeout)
@@ -120,7 +120,7 @@ pub(crate) fn open_backend(
         StorageService::Azure => {
             let builder = azure_builder(root, options)?.with_retry(retry_config(timeout));
             if is_anonymous(builder.get_config_value(&AzureConfigKey::SkipSignature)) {
-                return without_credentials(builder.with_http_connector(connector).build(), refuse);
+                return unsigned_backend(builder.with_http_connector(connector).build(), refuse);
             }
             let account = builder.get_config_value(&AzureConfigKey::AccountName);
             let url = root.to_owned();
@@ -160,7 +160,7 @@ fn is_anonymous(skips_signature: Option<String>) -> bool {
 }
 
 /// Returns the backend of a public bucket.
-fn without_credentials<S: ObjectStore>(
+fn unsigned_backend<S: ObjectStore>(
     built: object_store::Result<S>,
     refuse: impl FnOnce(object_store::Error) -> Error,
 ) -> Result<OpenedBackend> {

@@ -74,7 +74,7 @@ impl<T: RingWeight> BoundedRing<T> {
 
     /// Waits until something waits here, or the ring is closed, or `deadline` passes; then takes
     /// everything.
-    pub fn drain_until(&self, deadline: Instant) -> DrainedRecords<T> {
+    pub fn wait_and_drain(&self, deadline: Instant) -> DrainedRecords<T> {
         let mut inner = self.inner.lock();
         while inner.records.is_empty() && !inner.closed {
             if self.arrived.wait_until(&mut inner, deadline).timed_out() {
@@ -136,10 +136,10 @@ mod tests {
         ring.push(Item(1, 4, true));
         ring.push(Item(2, 4, true));
         ring.push(Item(3, 4, true));
-        let drained = ring.drain_until(now());
+        let drained = ring.wait_and_drain(now());
         assert_eq!(drained.records, [Item(0, 4, false), Item(3, 4, true)]);
         assert_eq!(drained.dropped, 2);
-        assert_eq!(ring.drain_until(now()).dropped, 0);
+        assert_eq!(ring.wait_and_drain(now()).dropped, 0);
         assert_eq!(ring.queued_bytes(), 0);
     }
 
@@ -149,15 +149,15 @@ mod tests {
         let ring = BoundedRing::new(10);
         ring.push(Item(0, 9, true));
         ring.push(Item(1, 50, true));
-        assert_eq!(ring.drain_until(now()).records, [Item(1, 50, true)]);
+        assert_eq!(ring.wait_and_drain(now()).records, [Item(1, 50, true)]);
     }
 
     #[test]
     fn a_drain_ends_at_its_deadline_and_at_the_close() {
         let ring: BoundedRing<Item> = BoundedRing::new(10);
-        assert!(ring.drain_until(now() + Duration::from_millis(5)).records.is_empty());
+        assert!(ring.wait_and_drain(now() + Duration::from_millis(5)).records.is_empty());
         std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| ring.drain_until(now() + Duration::from_secs(60)));
+            let waiter = scope.spawn(|| ring.wait_and_drain(now() + Duration::from_secs(60)));
             ring.close();
             assert!(waiter.join().unwrap().records.is_empty());
         });

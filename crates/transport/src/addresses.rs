@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// An address of this host to listen on, and the number of its interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ListenInterface {
+pub struct NumberedInterfaceAddress {
     /// Number of the interface among the named ones, from 0. Interfaces of two hosts with the same
     /// number reach each other.
     pub number: u16,
@@ -21,7 +21,7 @@ pub struct ListenInterface {
     pub address: IpAddr,
 }
 
-impl From<IpAddr> for ListenInterface {
+impl From<IpAddr> for NumberedInterfaceAddress {
     fn from(address: IpAddr) -> Self {
         Self { number: 0, address }
     }
@@ -113,14 +113,14 @@ fn parse_if_inet6(table: &str) -> Vec<Ipv6Addr> {
 /// Listens on each address of `bind`, or on all addresses if `bind` is empty, at the first free
 /// port of the range.
 pub(crate) fn listen_on_interfaces(
-    bind: &[ListenInterface],
+    bind: &[NumberedInterfaceAddress],
     ports: PortRange,
 ) -> Result<(Vec<TcpListener>, Vec<ListenAddress>)> {
     if bind.is_empty() {
         return listen_anywhere(ports);
     }
     let (mut listeners, mut own) = (Vec::new(), Vec::new());
-    for ListenInterface { number: interface, address } in bind {
+    for NumberedInterfaceAddress { number: interface, address } in bind {
         let (listener, socket) = listen_on(&[*address], ports)?;
         listeners.push(listener);
         own.push(ListenAddress { socket, interface: *interface });
@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn each_interface_that_is_named_is_listened_on_and_no_other() {
         let interface =
-            |number, last| ListenInterface { number, address: [127, 0, 0, last].into() };
+            |number, last| NumberedInterfaceAddress { number, address: [127, 0, 0, last].into() };
         let bind = [interface(0, 2), interface(2, 3)];
         let (listeners, own) =
             listen_on_interfaces(&bind, PortRange { first: 0, last: 0 }).unwrap();
@@ -237,7 +237,7 @@ mod tests {
             found.collect::<Vec<_>>(),
             bind.map(|interface| (interface.number, interface.address))
         );
-        let absent = ListenInterface { number: 1, address: [192, 0, 2, 1].into() };
+        let absent = NumberedInterfaceAddress { number: 1, address: [192, 0, 2, 1].into() };
         let error =
             listen_on_interfaces(&[bind[0], absent], PortRange { first: 0, last: 0 }).unwrap_err();
         assert!(error.to_string().contains("192.0.2.1"), "{error}");

@@ -75,7 +75,7 @@ mod sync;
 mod tcp;
 mod watch;
 
-pub use addresses::ListenInterface;
+pub use addresses::NumberedInterfaceAddress;
 pub use error::{Error, Result};
 pub use frames::{
     FrameReceiver, FrameSender, LinkFrame, MAX_FRAME_BYTES, MAX_QUEUED_BYTES, into_frame_halves,

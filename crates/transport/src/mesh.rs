@@ -38,8 +38,8 @@ use crate::secured_connection::SecuredConnection;
 use crate::service::{MeshListeners, MeshService};
 use crate::watch::PeerWatch;
 use crate::{
-    Error, Link, LinkKind, LinkRelay, ListenInterface, Parker, Rendezvous, RendezvousPoint, Result,
-    addresses, multi_nic, tcp,
+    Error, Link, LinkKind, LinkRelay, NumberedInterfaceAddress, Parker, Rendezvous,
+    RendezvousPoint, Result, addresses, multi_nic, tcp,
 };
 
 pub use dial_many::max_concurrent_dials;
@@ -66,7 +66,7 @@ pub struct MeshOptions {
     pub generation: Generation,
     /// Addresses to listen on and to publish; if empty, all addresses of this host. If there are
     /// several, links to other hosts use all of them.
-    pub bind: Vec<ListenInterface>,
+    pub bind: Vec<NumberedInterfaceAddress>,
     /// Range of ports to listen on.
     pub ports: PortRange,
     /// The relay to ranks of other hosts, for hosts that can open connections but not accept them.

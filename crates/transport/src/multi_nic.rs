@@ -18,7 +18,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use crate::Result;
-use crate::addresses::{AddressPair, ListenAddress, ListenInterface};
+use crate::addresses::{AddressPair, ListenAddress, NumberedInterfaceAddress};
 use crate::dial::{self, DialRequest, DialWait};
 use crate::dial_failure::DialFailure;
 use crate::handshake::ConnectionCarrier;
@@ -30,13 +30,13 @@ use crate::tcp::stripes;
 /// Returns a pair for each interface that both hosts have. Returns none if each host has at most
 /// one address: the kernel then chooses the route.
 pub(crate) fn pair_interfaces(
-    own: &[ListenInterface],
+    own: &[NumberedInterfaceAddress],
     theirs: &[ListenAddress],
 ) -> Vec<AddressPair> {
     if own.len() < 2 && theirs.len() < 2 {
         return Vec::new();
     }
-    let of = |interface: &ListenInterface| {
+    let of = |interface: &NumberedInterfaceAddress| {
         let mut found = theirs.iter().filter(|address| address.interface == interface.number);
         // A rank that named no interfaces publishes all its addresses under one number.
         let to = found.next().filter(|_| found.next().is_none())?.socket;
@@ -163,8 +163,8 @@ fn mark_pair_failed(
 mod tests {
     use super::*;
 
-    fn interface(number: u16, address: &str) -> ListenInterface {
-        ListenInterface { number, address: address.parse().unwrap() }
+    fn interface(number: u16, address: &str) -> NumberedInterfaceAddress {
+        NumberedInterfaceAddress { number, address: address.parse().unwrap() }
     }
 
     fn address(interface: u16, socket: &str) -> ListenAddress {

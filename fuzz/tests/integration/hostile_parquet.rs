@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use crate::reading::{BUDGET, hush, read};
 use arrow::array::{
     ArrayRef, DictionaryArray, Float32Array, Int32Array, Int64Array, RecordBatch, StringArray,
 };
@@ -22,7 +23,6 @@ use parquet::file::metadata::{
     ParquetMetaDataWriter, RowGroupMetaData,
 };
 use parquet::file::properties::{WriterProperties, WriterVersion};
-use crate::reading::{BUDGET, hush, read};
 
 /// Addresses that the reader may take beyond what the process has when it begins.
 const ROOM: u64 = 768 << 20;

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use crate::reading::{hush, read};
 use arrow::array::{ArrayRef, Float32Array, Int64Array, RecordBatch, StringArray};
 use farandole_dataset::{
     ColumnRole, DataFile, ElementType, MANIFEST_FILE_NAME, Manifest, ManifestColumn, RowGroup,
@@ -14,7 +15,6 @@ use farandole_dataset::{
 use farandole_fuzz::{Random, apart, cases, confine};
 use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
-use crate::reading::{hush, read};
 use serde_json::Value;
 
 const ROWS: u16 = 300;

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use crate::reading::{hush, read};
 use arrow::array::{ArrayRef, Float32Array, Int32Array, Int64Array, ListArray, RecordBatch};
 use arrow::buffer::OffsetBuffer;
 use arrow::datatypes::{DataType, Field};
@@ -15,7 +16,6 @@ use farandole_store::Store;
 use parquet::arrow::ArrowWriter;
 use parquet::basic::{Compression, Encoding, ZstdLevel};
 use parquet::file::properties::{WriterProperties, WriterVersion};
-use crate::reading::{hush, read};
 
 const COLUMNS: [&str; 4] = ["id", "few", "holes", "v"];
 

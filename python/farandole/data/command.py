@@ -261,7 +261,7 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
         for batch in unit.batches():
             for row in batch.slice(0, count).to_pylist():
                 yield {
-                    name: _unpack_vector(value, *shapes[name])
+                    name: _nested_list_from_bytes(value, *shapes[name])
                     if name in shapes and isinstance(value, bytes)
                     else value
                     for name, value in row.items()
@@ -271,7 +271,7 @@ def _first_rows(url: str, count: int) -> Iterator[dict[str, Any]]:
                 return
 
 
-def _unpack_vector(value: bytes, element: str, shape: list[int]) -> Any:
+def _nested_list_from_bytes(value: bytes, element: str, shape: list[int]) -> Any:
     values = np.frombuffer(value, np.dtype(element).newbyteorder("<"))
     return values.reshape(-1, *shape[1:]).tolist()
 

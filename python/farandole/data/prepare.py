@@ -465,7 +465,7 @@ def write_prepared_data(
             **encoding.writer_split_arguments,
         }
     validates = spec["validation"] is not None
-    directory, begun = prepared_directories.acquire_directory(
+    directory, begun = prepared_directories.acquire_directory_to_prepare(
         store, key, resumable=resumable, replace=replace
     )
     val_url = directory.val_url if validates else None

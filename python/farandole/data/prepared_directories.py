@@ -170,7 +170,7 @@ def find_prepared(
     return None
 
 
-def acquire_directory(
+def acquire_directory_to_prepare(
     store: AbstractFilesystemStore, key: str, *, resumable: bool, replace: bool = False
 ) -> tuple[PreparedDirectory, bool]:
     """Acquires a prepared directory for this process alone.

@@ -24,7 +24,7 @@ _RESERVATION_POLL_INTERVAL = 0.5
 _WAIT_REPORT_INTERVAL = 15.0
 
 
-class _RunningJobs:
+class _RunningJobCounter:
     """Counts the jobs of this process that hold resources until they end."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _RunningJobs:
                 self._jobs -= 1
 
 
-_RUNNING_JOBS = _RunningJobs()
+_RUNNING_JOBS = _RunningJobCounter()
 
 
 def create_placement_group(

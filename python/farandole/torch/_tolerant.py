@@ -431,7 +431,7 @@ class FaultTolerance:
         takers = [rank for rank in range(len(statuses)) if rank not in senders]
         if basics.rank() in takers:
             self._has_whole_state = False
-        self._transfer_state(TransferRoles(senders, takers))
+        self._send_state_to_ranks_behind(TransferRoles(senders, takers))
         self._mark_state_received(latest_step)
         return False
 
@@ -441,7 +441,7 @@ class FaultTolerance:
             self._count_rows()  # rows read for the step that another rank has finished
         self.steps, self._has_whole_state, self._is_new = latest_step, True, False
 
-    def _transfer_state(self, roles: TransferRoles) -> None:
+    def _send_state_to_ranks_behind(self, roles: TransferRoles) -> None:
         """Sends parameters, the optimizer's state and shared objects to the ranks that take them.
 
         If a tensor of the parameters or the state is equal on all senders, each sender sends a part
@@ -514,7 +514,7 @@ class FaultTolerance:
         description of the first sender.
 
         Raises:
-            ValueError: As `_transfer_state`.
+            ValueError: As `_send_state_to_ranks_behind`.
         """
         model, rest, state, _ = (one == other for one, other in zip(own, layouts, strict=True))
         fits = model and (rest if basics.rank() in roles.takers else state)

@@ -56,7 +56,10 @@ impl Bed {
         let this = std::env::current_exe().unwrap();
         bed.script(
             "python",
-            &format!("{AGENT}=1 exec {} --exact remote::plays_an_agent --nocapture", this.display()),
+            &format!(
+                "{AGENT}=1 exec {} --exact remote::plays_an_agent --nocapture",
+                this.display()
+            ),
         );
         bed
     }

@@ -265,9 +265,8 @@ fn a_worker_that_leaves_by_itself_does_not_stay_for_a_slot() {
     for steps_before_it_leaves in 0..3 {
         let mut job = Job::new(RULES, &[("a", 2), ("b", 2)]);
         job.all_ready();
-        for (step, hosts) in [&[("a", 2)][..], &[("a", 2), ("b", 2)], &[("a", 2), ("b", 2)]]
-            .into_iter()
-            .enumerate()
+        for (step, hosts) in
+            [&[("a", 2)][..], &[("a", 2), ("b", 2)], &[("a", 2), ("b", 2)]].into_iter().enumerate()
         {
             if step == steps_before_it_leaves {
                 let reason = "decommissioned".to_owned();

@@ -7,9 +7,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::common::{Bucket, Mood};
 use arrow::array::{ArrayRef, FixedSizeListArray, Float32Array, Int64Array, RecordBatch};
 use arrow::datatypes::{DataType, Field};
-use crate::common::{Bucket, Mood};
 use farandole_dataset::{DataFile, Manifest};
 use farandole_prepare::{PartitionSummary, PartitionWriter, commit_partitions};
 use farandole_reader::{NextBatch, ParquetDataset, Reader, ReaderOptions};

@@ -362,7 +362,7 @@ impl RegistrarCore {
 
     pub(super) fn drain_events(&self, deadline: Instant) -> DrainedRecords<JobEvent> {
         self.is_driver_stalled.store(false, Ordering::Release);
-        self.events.drain_until(deadline)
+        self.events.wait_and_drain(deadline)
     }
 
     pub(super) fn is_finished(&self) -> bool {

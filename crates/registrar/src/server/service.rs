@@ -456,7 +456,7 @@ async fn serve_heartbeats(
                     break;
                 }
             }
-            () = wait_until_interrupted(&mut interrupts), if !interrupted => {
+            () = wait_until_job_interrupted(&mut interrupts), if !interrupted => {
                 interrupted = true;
                 let directive = wire::Directive { stop: None, interrupt: true };
                 if directives.send(Ok(directive)).await.is_err() {
@@ -479,7 +479,7 @@ async fn wait_until_closed(board: &mut watch::Receiver<WorldAnnouncements>) {
 }
 
 /// Waits until the user interrupts the job.
-async fn wait_until_interrupted(board: &mut watch::Receiver<WorldAnnouncements>) {
+async fn wait_until_job_interrupted(board: &mut watch::Receiver<WorldAnnouncements>) {
     drop(board.wait_for(|board| board.interrupted).await);
 }
 

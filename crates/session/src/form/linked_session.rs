@@ -11,7 +11,7 @@ use farandole_config::Config;
 use farandole_cuda::ProcessGpus;
 use farandole_engine::{Engine, EngineOptions, ProcessSetOptions, control_peers};
 use farandole_registrar::{TaskClient, host};
-use farandole_transport::{Link, LinkRelay, ListenInterface, Mesh, MeshOptions};
+use farandole_transport::{Link, LinkRelay, Mesh, MeshOptions, NumberedInterfaceAddress};
 use farandole_world::{ProcessSetId, Rank, World};
 
 use crate::gpu_policy::create_gpus;
@@ -141,7 +141,7 @@ pub(super) fn join_mesh(
 }
 
 /// Returns the addresses to listen on; an empty list means all.
-fn listen_interfaces(config: &Config, world: &World) -> Result<Vec<ListenInterface>> {
+fn listen_interfaces(config: &Config, world: &World) -> Result<Vec<NumberedInterfaceAddress>> {
     let bound = host::resolve_bind_addresses(&config.bind_address)?;
     if !bound.missing.is_empty() {
         let addresses = bound.addresses.iter().map(|(_, address)| address.to_string());
@@ -152,9 +152,12 @@ fn listen_interfaces(config: &Config, world: &World) -> Result<Vec<ListenInterfa
         );
     }
     if bound.addresses.is_empty() {
-        return Ok(single_host_loopback(world).into_iter().map(ListenInterface::from).collect());
+        return Ok(single_host_loopback(world)
+            .into_iter()
+            .map(NumberedInterfaceAddress::from)
+            .collect());
     }
-    let interface = |(number, address)| ListenInterface { number, address };
+    let interface = |(number, address)| NumberedInterfaceAddress { number, address };
     Ok(bound.addresses.into_iter().map(interface).collect())
 }
 

@@ -100,7 +100,7 @@ impl Timeline {
         let events = Arc::clone(&ring);
         let write = move || {
             while !events.is_finished() {
-                let drained = events.drain_until(Instant::now() + IDLE_WAIT_LIMIT);
+                let drained = events.wait_and_drain(Instant::now() + IDLE_WAIT_LIMIT);
                 writer.write_events(&drained.records, drained.dropped)?;
                 // Without the pause, a busy engine would cause a write for every few events.
                 if !events.is_finished() {

@@ -195,7 +195,7 @@ impl OnDemandSlot {
         let lost = self.peer.loss_error();
         match self.shared.arrivals.take_connections(self.channel, &self.peer) {
             Some(arrived) => {
-                let opened = self.accept_connections(arrived);
+                let opened = self.link_from_arrivals(arrived);
                 let error = opened.as_ref().err().cloned();
                 *state = OnDemandState::from_result(opened);
                 error.map_or(Ok(true), Err)
@@ -208,7 +208,7 @@ impl OnDemandSlot {
         }
     }
 
-    fn accept_connections(
+    fn link_from_arrivals(
         &self,
         (capacity, connections): (u64, Vec<SecuredConnection>),
     ) -> Result<Link> {

@@ -15,7 +15,7 @@ use farandole_transport::contract::{
     TEST_WAIT_LIMIT, join_meshes, open_link_pair, rank_zero_address, test_mesh_options,
 };
 use farandole_transport::{
-    Error, Link, LinkKind, ListenInterface, MemoryRendezvous, Mesh, MeshOptions, Parker,
+    Error, Link, LinkKind, MemoryRendezvous, Mesh, MeshOptions, NumberedInterfaceAddress, Parker,
     Rendezvous, RendezvousPoint, Result, WakeReason, into_frame_halves,
 };
 use farandole_world::{Generation, HostHash, Rank};
@@ -562,7 +562,7 @@ fn tr_6_a_forked_child_can_neither_use_nor_harm_the_mesh() {
 /// A rank of a host of its own, whose interfaces are addresses of the loopback: their numbers and
 /// last bytes.
 fn on_interfaces(rank: u32, own: &[(u16, u8)]) -> MeshOptions {
-    let interface = |(number, last): &(u16, u8)| ListenInterface {
+    let interface = |(number, last): &(u16, u8)| NumberedInterfaceAddress {
         number: *number,
         address: [127, 0, 0, *last].into(),
     };

@@ -10,7 +10,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from farandole.spark.common.runs.digests import arrays_digest, class_name, short_text, value_digest
+from farandole.spark.common.runs.digests import (
+    arrays_digest,
+    class_name,
+    brief_description,
+    value_digest,
+)
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
 from farandole.spark.keras.model_compilation import compile_arguments
 from farandole.spark.keras.saving.objects import training_objects
@@ -47,7 +52,7 @@ def model_parts(model: Any, optimizer: Any, loss: Any) -> list[FingerprintPart]:
     lost = known.get("loss") if loss is None else loss
     code = training_objects(model, known, lost)  # the architecture has only their names
     rate = config.get("learning_rate")
-    rate = f"{rate:.6g}" if isinstance(rate, int | float) else short_text(rate)
+    rate = f"{rate:.6g}" if isinstance(rate, int | float) else brief_description(rate)
     parts = [
         FingerprintPart(
             "model",

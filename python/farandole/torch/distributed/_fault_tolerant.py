@@ -256,7 +256,7 @@ class _GradientFaultTolerance(FaultTolerance):
             for rank, (_, is_whole, _) in enumerate(statuses)
             if not is_whole and rank not in senders
         ]
-        self._transfer_state(TransferRoles(senders, new))
+        self._send_state_to_ranks_behind(TransferRoles(senders, new))
         if is_new:
             self._mark_state_received(latest_step)
         return self.steps < latest_step

@@ -63,7 +63,7 @@ class PendingOperation:
     def _start(self, submission: tuple[Any, ...], keep: Any, finish: Any) -> None:
         self._handle = table.submit_operation(keep, finish, *submission)
         if _watched is not None:
-            _watched[self] = (_operation_name(submission), self.began)
+            _watched[self] = (_submitted_name(submission), self.began)
 
     def submit(self, submission: tuple[Any, ...]) -> None:
         """Submits a deferred operation."""
@@ -146,7 +146,7 @@ def watched_operations() -> list[dict[str, Any]]:
     return [{"name": name, "seconds": now - began} for began, name in sorted(found)]
 
 
-def _operation_name(submission: tuple[Any, ...]) -> str:
+def _submitted_name(submission: tuple[Any, ...]) -> str:
     """Returns the name of the operation; of a group, the name of its first member."""
     named = submission[1]
     return named if isinstance(named, str) else str(named[0][0])

@@ -60,7 +60,7 @@ def value_digest(value: Any) -> str:
     ).hexdigest()[:_DIGEST_CHARACTERS]
 
 
-def short_text(value: Any) -> str:
+def brief_description(value: Any) -> str:
     """Returns a few words about a value, for people.
 
     Args:
@@ -72,17 +72,19 @@ def short_text(value: Any) -> str:
         text = (
             "{"
             + ", ".join(
-                f"{name}: {short_text(one)}"
+                f"{name}: {brief_description(one)}"
                 for name, one in itertools.islice(value.items(), _MAX_SUMMARY_CHARACTERS)
             )
             + "}"
         )
     elif isinstance(value, list | tuple):
-        text = "[" + ", ".join(short_text(one) for one in value[:_MAX_SUMMARY_CHARACTERS]) + "]"
+        text = (
+            "[" + ", ".join(brief_description(one) for one in value[:_MAX_SUMMARY_CHARACTERS]) + "]"
+        )
     elif inspect.isroutine(value) or inspect.isclass(value):
         text = local_name(value) or str(value)
     elif isinstance(value, functools.partial):
-        text = f"partial({short_text(value.func)})"
+        text = f"partial({brief_description(value.func)})"
     else:
         text = class_name(value)
     return (

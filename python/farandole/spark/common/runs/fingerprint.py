@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from farandole._native import prepare as native
 from farandole._native.store import Store as NativeStore
-from farandole.spark.common.runs.digests import short_text, value_digest
+from farandole.spark.common.runs.digests import brief_description, value_digest
 from farandole.stores import small_files
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ class FingerprintPart:
             description: description of the value for messages; default: a short text of the value.
         """
         return cls(
-            name, value_digest(value), short_text(value) if description is None else description
+            name,
+            value_digest(value),
+            brief_description(value) if description is None else description,
         )
 
 

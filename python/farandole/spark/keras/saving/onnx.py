@@ -131,7 +131,7 @@ def main(folder: str) -> int:
     """
     place = Path(folder)
     try:
-        _trace_model(place, json.loads((place / "told").read_text()))
+        _write_onnx_on_torch_backend(place, json.loads((place / "told").read_text()))
     except Exception as error:  # noqa: BLE001 - whatever it is, the driver says it
         (place / "error").write_text(
             str(error) if isinstance(error, ValueError) else root_cause_text(error)
@@ -140,7 +140,7 @@ def main(folder: str) -> int:
     return 0
 
 
-def _trace_model(place: Path, told: Mapping[str, Any]) -> None:
+def _write_onnx_on_torch_backend(place: Path, told: Mapping[str, Any]) -> None:
     import torch
 
     from farandole.spark.torch.saving.onnx import write_onnx
