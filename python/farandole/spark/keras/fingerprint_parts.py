@@ -12,8 +12,8 @@ import numpy as np
 
 from farandole.spark.common.runs.digests import (
     arrays_digest,
-    class_name,
     brief_description,
+    class_name,
     value_digest,
 )
 from farandole.spark.common.runs.fingerprint import INITIAL_WEIGHTS, FingerprintPart
