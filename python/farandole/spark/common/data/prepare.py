@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 import cloudpickle
 
 from farandole._native import prepare as native
+from farandole._native.store import Store as NativeStore
 from farandole.data import prepared_directories
 from farandole.data.columns import ColumnRoles, check_columns_present
 from farandole.data.datasets import is_directory_path, linked_dataset_url, open_dataset
@@ -357,15 +358,14 @@ def _write_prepared_data(
             }
         write_encoding(directory, encoding, validates=val_url is not None)
         rows = _RowEncoder(names, wanted, encoding)
-        parts = _write_partitions(
-            df, rows, store, spec, _PartitionProgress(directory.train_url, done, sources)
-        )
+        progress = _PartitionProgress(directory.train_url, directory.lease_name, done, sources)
+        parts = _write_partitions(df, rows, store, spec, progress)
         other = nonempty_split(parts, options)
         if other is not None:
             spec = json.dumps({**json.loads(spec), "validation": other})
-            parts = _write_partitions(
-                df, rows, store, spec, _PartitionProgress(directory.train_url, {}, sources)
-            )
+            parts = _write_partitions(df, rows, store, spec, replace(progress, done={}))
+        directory.renew_if_held()
+        directory.check_lease()
         committed = json.loads(native.commit_partitions(store.prefix_path, spec, parts))
         directory.mark_complete()
     except ValueError:
@@ -481,13 +481,18 @@ class _PartitionProgress:
     """The summaries of a finished task, and of tasks that had finished before."""
 
     train_url: str
+    lease: str
     done: dict[int, bytes]
     sources: list[str] | None
+
+    def check_lease(self) -> None:
+        """Raises a `RuntimeError` if the driver has lost the directory."""
+        NativeStore(self.train_url).check_lease(self.lease)
 
     def record_partition(self, partition: int, part: bytes) -> None:
         if self.sources is not None and partition < len(self.sources):
             prepared_directories.note_finished_partition(
-                self.train_url, partition, part, source=self.sources[partition]
+                self.train_url, self.lease, partition, part, source=self.sources[partition]
             )
 
 
@@ -525,6 +530,7 @@ def _write_partitions(
     rows.sort(key=lambda row: row.partition)
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None:
+        progress.check_lease()
         raise (OSError if failed.is_store_error else ValueError)(failed.error)
     return [bytes(row.part) for row in rows]
 
@@ -560,6 +566,11 @@ def write_partition(
     partition = context.partitionId()
     error, is_store_error, part = None, False, progress.done.get(partition)
     if part is None:
+        try:
+            progress.check_lease()
+        except RuntimeError as lost:
+            error, is_store_error = str(lost), True
+    if part is None and error is None:
         writer = native.PartitionWriter(
             url, spec, partition, f"{preparation}-{context.taskAttemptId()}"
         )
@@ -568,8 +579,8 @@ def write_partition(
                 writer.write(form.encode_batch(batch))
             part = writer.finish()
             progress.record_partition(partition, part)
-        except (ValueError, OSError) as problem:
-            error, is_store_error = str(problem), isinstance(problem, OSError)
+        except (ValueError, OSError, RuntimeError) as problem:
+            error, is_store_error = str(problem), not isinstance(problem, ValueError)
             writer.abort()
     kinds = {
         "partition": pa.int32(),
