@@ -8,7 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use farandole::store::{self, Error, Fault, LayoutOverrides};
-use pyo3::exceptions::{PyFileNotFoundError, PyOSError, PyPermissionError, PyValueError};
+use pyo3::exceptions::{
+    PyFileNotFoundError, PyOSError, PyPermissionError, PyRuntimeError, PyValueError,
+};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -43,6 +45,7 @@ pub(crate) fn store_exception(error: Error) -> PyErr {
     match (&error, error.fault()) {
         (Error::Missing { .. }, _) => PyFileNotFoundError::new_err(message),
         (Error::Refused { .. }, _) => PyPermissionError::new_err(message),
+        (Error::LostLease { .. }, _) => PyRuntimeError::new_err(message),
         (_, Fault::Usage) => PyValueError::new_err(message),
         (_, Fault::Environment) => PyOSError::new_err(message),
     }
@@ -133,6 +136,14 @@ impl Store {
     fn downgrade_lease(&self, py: Python<'_>, lease: &str) -> PyResult<String> {
         py.detach(|| store::downgrade_lease(&self.0, lease, SystemTime::now()))
             .map_err(store_exception)
+    }
+
+    fn check_lease(&self, py: Python<'_>, lease: &str) -> PyResult<()> {
+        py.detach(|| store::check_lease(&self.0, lease)).map_err(store_exception)
+    }
+
+    fn empty_directory(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {
+        py.detach(|| store::empty_directory(&self.0, lease)).map_err(store_exception)
     }
 
     fn clear_directory(&self, py: Python<'_>, lease: &str) -> PyResult<usize> {

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -16,8 +17,11 @@ import pytest
 from tests.single.training import Here, estimator, linear
 
 from farandole._native.store import Store as NativeStore
-from farandole.data import prepare_data
-from farandole.data.prepared_directories import acquire_directory_to_prepare
+from farandole.data import prepare, prepare_data
+from farandole.data.prepared_directories import (
+    acquire_directory_to_prepare,
+    note_finished_partition,
+)
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.data_cleanup import delete_old_data
 from farandole.spark.torch import TorchEstimator
@@ -211,6 +215,119 @@ def test_a_place_with_files_of_a_user_is_neither_swept_nor_prepared_again(tmp_pa
     assert not resumed
     held.discard_data()
     assert mine.read_bytes() == b"mine"
+
+
+def test_a_training_directory_that_is_a_link_is_not_emptied(tmp_path):
+    store = LocalStore(str(tmp_path / "store"))
+    with prepare_data(rows(0), store, label_cols=["y"]) as data:
+        key = json.loads(store.read(f"{data.train_url}/_manifest.json"))["fingerprint"]
+    train, elsewhere = Path(NativeStore(data.train_url).local_path), tmp_path / "elsewhere"
+    train.rename(elsewhere)
+    train.symlink_to(elsewhere)
+    before = {file.name: file.read_bytes() for file in elsewhere.iterdir()}
+    assert store.gc(0) == []
+    held, _ = acquire_directory_to_prepare(store, key, resumable=False, replace=True)
+    held.discard_data()
+    assert held.index != data.index
+    assert {file.name: file.read_bytes() for file in elsewhere.iterdir()} == before
+
+
+@pytest.mark.parametrize("step", ["begin_preparation", "discard_data"])
+def test_a_directory_that_becomes_a_link_is_not_emptied(tmp_path, step):
+    store = LocalStore(str(tmp_path / "store"))
+    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    train, elsewhere = Path(NativeStore(held.train_url).local_path), tmp_path / "elsewhere"
+    train.rename(elsewhere)
+    (elsewhere / "mine.parquet").write_bytes(b"mine")
+    train.symlink_to(elsewhere)
+    with contextlib.suppress(OSError):
+        held.begin_preparation("once b") if step == "begin_preparation" else held.discard_data()
+    assert (elsewhere / "mine.parquet").read_bytes() == b"mine"
+    held.delete_if_held()
+
+
+def test_an_unfinished_preparation_in_a_link_is_not_continued(tmp_path):
+    store = LocalStore(str(tmp_path / "store"))
+    held, _ = acquire_directory_to_prepare(store, "fit a", resumable=True)
+    train, elsewhere = Path(NativeStore(held.train_url).local_path), tmp_path / "elsewhere"
+    held.delete_if_held()
+    train.rename(elsewhere)
+    train.symlink_to(elsewhere)
+    other, begun = acquire_directory_to_prepare(store, "fit a", resumable=True)
+    assert other.index != held.index
+    assert not begun
+    other.discard_data()
+
+
+def taken_by_another(store, directory):
+    """Another preparation's directory, where the lease of one was deleted after a week."""
+    train = NativeStore(directory.train_url)
+    train.delete(directory.lease_name)
+    train.write("_preparation.json", b'{"key": "once a", "time": 0}')
+    other, _ = acquire_directory_to_prepare(store, "once b", resumable=False)
+    assert other.index == directory.index
+    return other
+
+
+def test_a_preparation_that_lost_its_place_does_not_complete(tmp_path):
+    store = LocalStore(str(tmp_path))
+    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    other = taken_by_another(store, held)
+    with pytest.raises(RuntimeError, match=r"lost its lease.*intermediate_train_data\.0"):
+        held.mark_complete()
+    assert NativeStore(other.train_url).exists("_preparation.json")
+    other.delete_if_held()
+
+
+def test_a_preparation_that_lost_its_place_deletes_nothing_there(tmp_path, caplog):
+    store = LocalStore(str(tmp_path))
+    held, _ = acquire_directory_to_prepare(store, "once a", resumable=False)
+    other = taken_by_another(store, held)
+    train = NativeStore(other.train_url)
+    train.write("part-00000-b.parquet", b"theirs")
+    before = train.list()
+    held.discard_data()
+    assert train.list() == before
+    assert held.train_url in caplog.text
+    for step in (
+        lambda: held.begin_preparation("once c"),
+        lambda: note_finished_partition(held.train_url, held.lease_name, 0, b"{}"),
+    ):
+        with pytest.raises(RuntimeError, match="lost its lease"):
+            step()
+    assert [name for name, _ in train.list()] == [name for name, _ in before]
+    other.delete_if_held()
+
+
+@pytest.mark.parametrize("step", ["write_encoding", "nonempty_split"])
+@pytest.mark.parametrize("resumable", [True, False], ids=["files", "rows"])
+def test_a_preparation_stops_when_another_takes_its_place(tmp_path, monkeypatch, step, resumable):
+    store, others = LocalStore(str(tmp_path / "store")), []
+    source = rows(0)
+    if resumable:
+        source = str(tmp_path / "rows.parquet")
+        rows(0).to_parquet(source)
+    before, acquire, held = getattr(prepare, step), acquire_directory_to_prepare, []
+
+    def acquired(*args, **more):
+        held.append(acquire(*args, **more))
+        return held[-1]
+
+    def lose(*args, **more):
+        result = before(*args, **more)
+        monkeypatch.undo()
+        others.append(taken_by_another(store, held[0][0]))
+        return result
+
+    monkeypatch.setattr(prepare.prepared_directories, "acquire_directory_to_prepare", acquired)
+    monkeypatch.setattr(prepare, step, lose)
+    with pytest.raises(RuntimeError, match=r"lost its lease.*intermediate_train_data\.0"):
+        prepare_data(source, store, label_cols=["y"])
+    train = NativeStore(others[0].train_url)
+    assert json.loads(train.read("_preparation.json"))["key"] == "once b"
+    names = {name for name, _ in train.list()}
+    assert names == {"_preparation.json", others[0].lease_name}
+    others[0].delete_if_held()
 
 
 def test_sizes_are_bytes():

@@ -18,6 +18,7 @@ import pytest
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as sf
 
+from farandole._native.store import Store as NativeStore
 from farandole.data.columns import ColumnRoles
 from farandole.spark.common import LocalStore
 from farandole.spark.common.data.prepare import (
@@ -427,6 +428,7 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
         json.dumps({"key": manifest["fingerprint"], "time": time.time()})
     )
     side = {"columns": manifest["columns"]}
+    lease = NativeStore(str(place)).acquire_lease()
     for file in manifest["files"][:-1]:
         number = int(file["path"].split("-")[1])
         kept[number] = file["path"]
@@ -438,14 +440,40 @@ def test_data_read_from_files_is_found_by_another_session_and_continues_after_a_
             "val": None,
         }
         prepared_directories.note_finished_partition(
-            str(place), number, json.dumps(part).encode(), source=sources[number]
+            str(place), lease, number, json.dumps(part).encode(), source=sources[number]
         )
+    NativeStore(str(place)).delete(lease)
     again = prepared(store, plan(), roles)
     assert (again.index, again.resumed, again.reused) == (0, len(kept), False)
     files = os.listdir(place)
     assert set(kept.values()) <= set(files)
     assert ids(again.train_url) == ids_of(plan())
     assert prepare.find_existing_data(store, roles, 0).train_rows == 190
+
+
+def test_a_preparation_whose_place_another_takes_stops(store, frame, tmp_path, monkeypatch):
+    from farandole.data import prepared_directories
+    from farandole.spark.common.data import prepare
+
+    place = NativeStore(f"{tmp_path}/intermediate_train_data.0")
+    began = prepare._write_partitions
+
+    def lose(*args):
+        """Another process takes the directory before tasks write to it, as after a week."""
+        for name, _, _, _ in place.list_directory():
+            place.delete(name)
+        other.append(
+            prepared_directories.acquire_directory_to_prepare(store, "once b", resumable=False)[0]
+        )
+        return began(*args)
+
+    other = []
+    monkeypatch.setattr(prepare, "_write_partitions", lose)
+    with pytest.raises(RuntimeError, match=r"lost its lease.*intermediate_train_data\.0"):
+        prepared(store, frame)
+    names = sorted(name for name, _ in place.list())
+    assert names == sorted([other[0].lease_name, "_preparation.json"])
+    other[0].delete_if_held()
 
 
 def ids_of(frame):

@@ -120,6 +120,16 @@ pub enum Error {
         /// Whole path of the link.
         path: String,
     },
+    /// A process whose lease of a directory is gone.
+    #[error(
+        "this process has lost its lease of the directory, so it writes nothing more there: \
+         another process may use or delete what is there. Was this process stopped for long, or \
+         its host asleep? Start it again: {path}"
+    )]
+    LostLease {
+        /// Whole path of the directory.
+        path: String,
+    },
     /// An upload was used after its end.
     #[error("upload already ended: {path}")]
     UploadEnded {
@@ -153,6 +163,7 @@ impl Error {
             | Self::TimedOut { .. }
             | Self::Unavailable { .. }
             | Self::Replaced { .. }
+            | Self::LostLease { .. }
             | Self::LinkedDirectory { .. } => Fault::Environment,
         }
     }

@@ -10,22 +10,23 @@ use std::io::ErrorKind;
 use std::ops::Range;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures::stream::{self, BoxStream};
-use futures::{FutureExt, Stream, StreamExt, TryFutureExt, TryStreamExt};
+use futures::{Stream, StreamExt, TryStreamExt};
 use hdfs_native::HdfsError;
 use object_store::path::Path;
 use object_store::{
-    CopyOptions, Error, GetOptions, GetRange, GetResult, GetResultPayload, ListResult,
+    CopyMode, CopyOptions, Error, GetOptions, GetRange, GetResult, GetResultPayload, ListResult,
     MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions,
-    PutOptions, PutPayload, PutResult, RenameOptions, Result, UploadPart,
+    PutOptions, PutPayload, PutResult, RenameOptions, Result,
 };
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::hdfs_upload::{HdfsUpload, StreamedFile, UploadStep};
 use crate::http_deadlines::MIN_BYTES_PER_SECOND;
 use crate::remote::{FIRST_RETRY_PAUSE, longest_retry_pause};
 use crate::store_operation::note_failed_attempt;
@@ -74,11 +75,11 @@ pub(crate) fn is_partial_upload(name: &str) -> bool {
 /// An HDFS backend that retries requests.
 #[derive(Debug)]
 pub(crate) struct RetryingHdfs<S> {
-    inner: Arc<S>,
+    pub(crate) inner: Arc<S>,
     /// Longest time for retries of transient failures.
-    retry_timeout: Duration,
+    pub(crate) retry_timeout: Duration,
     /// Longest wait for an answer without data.
-    answer_timeout: Duration,
+    pub(crate) answer_timeout: Duration,
 }
 
 impl<S> Clone for RetryingHdfs<S> {
@@ -102,53 +103,96 @@ impl<S: ObjectStore> RetryingHdfs<S> {
         F: Future<Output = Result<T>>,
     {
         let limit = transfer_timeout(self.answer_timeout, bytes);
-        self.ask_without_limit(|| within(limit, question())).await
+        self.ask_with_progress(&AtomicU64::new(0), || within(limit, question())).await
     }
 
-    /// Repeats a request, which limits its time itself.
-    async fn ask_without_limit<T, F>(&self, mut question: impl FnMut() -> F) -> Result<T>
+    /// Repeats a request, which limits its time itself and records in `reached` how far it comes.
+    async fn ask_with_progress<T, F>(
+        &self,
+        reached: &AtomicU64,
+        mut question: impl FnMut() -> F,
+    ) -> Result<T>
     where
         F: Future<Output = Result<T>>,
     {
-        let (started, mut pause) = (Instant::now(), FIRST_RETRY_PAUSE);
+        let mut clock = RetryClock::new(self.retry_timeout);
         loop {
-            let error = match question().await {
+            reached.store(0, Ordering::Relaxed);
+            match question().await {
                 Ok(answer) => return Ok(answer),
-                Err(error) if is_transient(&error) => translate_error(error),
-                Err(error) => return Err(translate_error(error)),
-            };
-            note_failed_attempt(&error.to_string());
-            if started.elapsed() > self.retry_timeout {
-                return Err(error);
+                Err(error) => clock.wait_after(error, reached.load(Ordering::Relaxed)).await?,
             }
-            // Random, so that the ranks of a job do not all return at the same moment.
-            sleep(pause.mul_f64(rand::random_range(0.5..=1.0))).await;
-            pause = (pause * 2).min(longest_retry_pause(self.retry_timeout));
         }
     }
 }
 
-/// Collects the items of a stream, each of which may take `limit`.
+/// Limits how long a request is repeated: the time counts from the first failure after the last
+/// progress, and not from the begin of a request that has worked for long.
+#[derive(Debug)]
+pub(crate) struct RetryClock {
+    timeout: Duration,
+    pause: Duration,
+    first_failure: Option<Instant>,
+    /// Progress of the attempt that came furthest. Less than that is no progress, so that attempts
+    /// that all fail at the same byte end.
+    furthest: u64,
+}
+
+impl RetryClock {
+    pub(crate) fn new(timeout: Duration) -> Self {
+        Self { timeout, pause: FIRST_RETRY_PAUSE, first_failure: None, furthest: 0 }
+    }
+
+    /// Waits until the next attempt, after one that has come as far as `reached`.
+    ///
+    /// # Errors
+    /// The attempt's, if it is permanent or the time is over.
+    pub(crate) async fn wait_after(&mut self, error: Error, reached: u64) -> Result<()> {
+        if !is_transient(&error) {
+            return Err(translate_error(error));
+        }
+        let error = translate_error(error);
+        note_failed_attempt(&error.to_string());
+        if reached > self.furthest {
+            *self = Self { furthest: reached, ..Self::new(self.timeout) };
+        }
+        let first_failure = *self.first_failure.get_or_insert_with(Instant::now);
+        if first_failure.elapsed() > self.timeout {
+            return Err(error);
+        }
+        // Random, so that the ranks of a job do not all return at the same moment.
+        sleep(self.pause.mul_f64(rand::random_range(0.5..=1.0))).await;
+        self.pause = (self.pause * 2).min(longest_retry_pause(self.timeout));
+        Ok(())
+    }
+}
+
+/// Collects the items of a stream, each of which may take `limit`; records their number.
 async fn collect_within<T>(
     limit: Duration,
+    reached: &AtomicU64,
     items: impl Stream<Item = Result<T>>,
 ) -> Result<Vec<T>> {
     let mut items = pin!(items);
     let mut found = Vec::new();
     while let Some(item) = within(limit, items.try_next()).await? {
         found.push(item);
+        reached.fetch_add(1, Ordering::Relaxed);
     }
     Ok(found)
 }
 
 /// Returns the longest time for a request that transfers `bytes`.
-fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
+pub(crate) fn transfer_timeout(answer_timeout: Duration, bytes: u64) -> Duration {
     // A large request may take as long as a slow connection needs for its bytes.
     answer_timeout + Duration::from_secs(bytes / MIN_BYTES_PER_SECOND)
 }
 
 /// Waits for an answer, at most for `limit`.
-async fn within<T>(limit: Duration, answer: impl Future<Output = Result<T>>) -> Result<T> {
+pub(crate) async fn within<T>(
+    limit: Duration,
+    answer: impl Future<Output = Result<T>>,
+) -> Result<T> {
     timeout(limit, answer).await.unwrap_or_else(|_| {
         let text = format!("no answer within {limit:?}");
         Err(generic_error(HdfsError::IOError(std::io::Error::new(ErrorKind::TimedOut, text))))
@@ -191,7 +235,7 @@ fn is_transient(error: &Error) -> bool {
     }
 }
 
-fn generic_error(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+pub(crate) fn generic_error(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::Generic { store: "HDFS", source: source.into() }
 }
 
@@ -243,6 +287,14 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         payload: PutPayload,
         opts: PutOptions,
     ) -> Result<PutResult> {
+        if matches!(opts.mode, PutMode::Overwrite) {
+            let mut file = StreamedFile::new(self, location, PutMultipartOptions::default());
+            file.keep_all();
+            file.run_step(&UploadStep::Part(payload)).await?;
+            file.run_step(&UploadStep::End).await?;
+            return Ok(PutResult { e_tag: None, version: None });
+        }
+        // Only small files are created.
         let bytes = payload.content_length() as u64;
         let mut asked = 0;
         let put = || {
@@ -268,9 +320,9 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         location: &Path,
         opts: PutMultipartOptions,
     ) -> Result<Box<dyn MultipartUpload>> {
-        let upload =
-            self.ask_with_retries(0, || self.inner.put_multipart_opts(location, opts.clone()));
-        Ok(Box::new(TimedUpload { inner: upload.await?, answer_timeout: self.answer_timeout }))
+        let mut file = StreamedFile::new(self, location, opts);
+        file.run_step(&UploadStep::Begin).await?;
+        Ok(Box::new(HdfsUpload::start(file)))
     }
 
     async fn get_opts(&self, location: &Path, options: GetOptions) -> Result<GetResult> {
@@ -321,11 +373,12 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
         let (this, prefix) = (self.clone(), prefix.cloned());
         let found = async move {
             // A large tree needs a request for each directory, so each answer has its own deadline.
+            let reached = AtomicU64::new(0);
             let list = || {
                 let entries = this.inner.list(prefix.as_ref());
-                collect_within(this.answer_timeout, entries)
+                collect_within(this.answer_timeout, &reached, entries)
             };
-            let found = this.ask_without_limit(list).await?;
+            let found = this.ask_with_progress(&reached, list).await?;
             Ok::<_, Error>(stream::iter(found.into_iter().map(Ok)))
         };
         stream::once(found).try_flatten().boxed()
@@ -336,38 +389,28 @@ impl<S: ObjectStore> ObjectStore for RetryingHdfs<S> {
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
-        // The client copies the bytes itself.
-        let bytes = self.head(from).await?.size;
-        self.ask_with_retries(bytes, || self.inner.copy_opts(from, to, options.clone())).await
+        if matches!(options.mode, CopyMode::Create) {
+            return Err(Error::NotImplemented {
+                operation: "a copy that replaces no file".to_owned(),
+                implementer: self.to_string(),
+            });
+        }
+        check_reader_process()?;
+        let reached = AtomicU64::new(0);
+        let copy = || async {
+            let mut file = StreamedFile::new(self, to, PutMultipartOptions::default());
+            let copied = file.copy_content(from, &reached).await;
+            if copied.is_err() {
+                file.discard_attempt().await;
+            }
+            copied
+        };
+        self.ask_with_progress(&reached, copy).await
     }
 
     async fn rename_opts(&self, from: &Path, to: &Path, options: RenameOptions) -> Result<()> {
         // Not repeated: after a lost answer, a second attempt would find no source.
         self.inner.rename_opts(from, to, options).await.map_err(translate_error)
-    }
-}
-
-/// An upload whose steps have deadlines, because the client waits for ever for a silent data node.
-/// A step is not repeated, because the client writes the file as one stream.
-#[derive(Debug)]
-struct TimedUpload {
-    inner: Box<dyn MultipartUpload>,
-    answer_timeout: Duration,
-}
-
-#[async_trait]
-impl MultipartUpload for TimedUpload {
-    fn put_part(&mut self, data: PutPayload) -> UploadPart {
-        let limit = transfer_timeout(self.answer_timeout, data.content_length() as u64);
-        within(limit, self.inner.put_part(data)).map_err(translate_error).boxed()
-    }
-
-    async fn complete(&mut self) -> Result<PutResult> {
-        within(self.answer_timeout, self.inner.complete()).await.map_err(translate_error)
-    }
-
-    async fn abort(&mut self) -> Result<()> {
-        within(self.answer_timeout, self.inner.abort()).await.map_err(translate_error)
     }
 }
 
@@ -462,37 +505,6 @@ mod tests {
         }
     }
 
-    /// An upload to a data node that fell silent.
-    #[derive(Debug)]
-    struct SilentUpload;
-
-    #[async_trait]
-    impl MultipartUpload for SilentUpload {
-        fn put_part(&mut self, _: PutPayload) -> UploadPart {
-            std::future::pending().boxed()
-        }
-
-        async fn complete(&mut self) -> Result<PutResult> {
-            std::future::pending().await
-        }
-
-        async fn abort(&mut self) -> Result<()> {
-            std::future::pending().await
-        }
-    }
-
-    #[tokio::test]
-    async fn every_step_of_an_upload_has_a_deadline() {
-        let answer_timeout = Duration::from_millis(50);
-        let mut upload = TimedUpload { inner: Box::new(SilentUpload), answer_timeout };
-        let part = upload.put_part(PutPayload::from_static(b"1")).await.unwrap_err();
-        let end = upload.complete().await.unwrap_err();
-        let abort = upload.abort().await.unwrap_err();
-        for error in [part, end, abort] {
-            assert!(error.to_string().contains("no answer within 50ms"), "{error}");
-        }
-    }
-
     #[tokio::test]
     async fn a_listing_may_take_longer_than_an_answer() {
         let timeout = Duration::from_millis(60);
@@ -503,10 +515,12 @@ mod tests {
                 Ok::<_, Error>(number)
             })
         };
-        let listed = collect_within(limit, slow(10)).await.unwrap();
+        let reached = AtomicU64::new(0);
+        let listed = collect_within(limit, &reached, slow(10)).await.unwrap();
         assert_eq!(listed.len(), 10);
         let stuck = slow(2).chain(stream::pending());
-        assert!(collect_within(limit, stuck).await.is_err(), "it fell silent");
+        assert!(collect_within(limit, &reached, stuck).await.is_err(), "it fell silent");
+        assert_eq!(reached.load(Ordering::Relaxed), 12);
     }
 
     fn standby() -> HdfsError {

@@ -22,7 +22,9 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use crate::credentials::CredentialSigner;
 use crate::http_client::{PIECE_BYTES, PiecewiseClient, UploadProgress};
-use crate::store_operation::{note_failed_attempt, note_refused_credential};
+use crate::store_operation::{
+    CopyState, note_copy_state, note_failed_attempt, note_refused_credential,
+};
 
 /// Longest wait for the next bytes.
 // Six attempts fit into the default timeout of 3 minutes.
@@ -282,6 +284,12 @@ impl DeadlineClient {
             note_failed_attempt(&format!("status {status}"));
         }
         let (parts, body) = response.into_parts();
+        // Azure may answer before a copy is made, and the backend does not look at it.
+        let text = |name| parts.headers.get(name).and_then(|value| value.to_str().ok());
+        if let Some(status) = text("x-ms-copy-status") {
+            let progress = text("x-ms-copy-progress").unwrap_or_default().to_owned();
+            note_copy_state(CopyState { status: status.to_owned(), progress });
+        }
         let body = HttpResponseBody::new(DeadlineBody::new(body, longest_silence(self.timeout)));
         if is_file_content {
             return Ok(HttpResponse::from_parts(parts, body));

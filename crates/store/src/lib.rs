@@ -38,6 +38,7 @@ mod credentials;
 mod data_sweep;
 mod error;
 mod hdfs_retry;
+mod hdfs_upload;
 mod http_client;
 mod http_deadlines;
 mod layout;
@@ -63,7 +64,8 @@ pub use data_sweep::{
 pub use error::{Error, Fault, Result};
 pub use layout::{LayoutOverrides, StoreLayout};
 pub use lease::{
-    acquire_lease, clear_directory, downgrade_lease, is_free, mark_in_use, renew_mark,
+    acquire_lease, check_lease, clear_directory, downgrade_lease, empty_directory, is_free,
+    mark_in_use, renew_mark,
 };
 pub use location::{full_path, localized_path};
 pub use opened_file::OpenedFile;

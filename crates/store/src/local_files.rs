@@ -202,18 +202,6 @@ fn create_in_directory(
     create()
 }
 
-/// Removes an empty directory and the empty directories in it. A directory with files is kept,
-/// because the files belong to another process.
-pub(crate) fn remove_empty_directories(directory: &Path) {
-    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            remove_empty_directories(&entry.path());
-        }
-    }
-    // This fails if the directory is not empty or already gone, which is fine.
-    drop(std::fs::remove_dir(directory));
-}
-
 /// Counter that makes the names of this process's staged files unique.
 static STAGED_FILE_COUNTER: AtomicU64 = AtomicU64::new(0);
 

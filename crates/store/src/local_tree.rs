@@ -8,10 +8,10 @@
 use std::fs::File;
 use std::io::{Error, ErrorKind, Result};
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, Stat, openat, statat};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, Stat, openat, statat, unlinkat};
 use rustix::io::Errno;
 
 use crate::store::FileEntry;
@@ -54,11 +54,16 @@ pub(crate) fn path_exists(path: &Path) -> Result<bool> {
 /// # Errors
 /// A file system that cannot be asked.
 pub(crate) fn is_link(path: &Path) -> Result<bool> {
-    match std::fs::symlink_metadata(path) {
+    match std::fs::symlink_metadata(without_end_slash(path)) {
         Ok(found) => Ok(found.is_symlink()),
         Err(error) if is_absence(&error) => Ok(false),
         Err(error) => Err(error),
     }
+}
+
+/// Returns the path without a slash at its end, by which the system would follow a link.
+fn without_end_slash(path: &Path) -> PathBuf {
+    path.components().collect()
 }
 
 /// Returns everything below a directory, sorted; nothing if it does not exist.
@@ -137,12 +142,14 @@ fn push_file(path: String, found: &Stat, tree: &mut LocalTree) {
     if !regular || is_staged_name(&path) {
         return tree.hidden.push(path);
     }
-    let seconds = u64::try_from(found.st_mtime).ok();
-    let nanoseconds = u32::try_from(found.st_mtime_nsec).unwrap_or_default();
-    let modified =
-        seconds.map(|seconds| SystemTime::UNIX_EPOCH + Duration::new(seconds, nanoseconds));
     let bytes = u64::try_from(found.st_size).unwrap_or_default();
-    tree.files.push(FileEntry { path, bytes, modified });
+    tree.files.push(FileEntry { path, bytes, modified: modified_time(found) });
+}
+
+fn modified_time(found: &Stat) -> Option<SystemTime> {
+    let seconds = u64::try_from(found.st_mtime).ok()?;
+    let nanoseconds = u32::try_from(found.st_mtime_nsec).unwrap_or_default();
+    Some(SystemTime::UNIX_EPOCH + Duration::new(seconds, nanoseconds))
 }
 
 /// Returns whether a path is the temporary name of a file that is being written: it ends in `#` and
@@ -166,6 +173,83 @@ pub(crate) fn remove_tree(directory: &Path) -> Result<()> {
     // The standard library opens each directory relative to the one above it, without following
     // links, and deletes a link that it is given.
     std::fs::remove_dir_all(directory).or_else(ignore_absence)
+}
+
+/// A directory whose content is deleted. It is opened once and not through a link, so nothing that
+/// lies elsewhere is deleted, whatever is renamed meanwhile.
+pub(crate) struct ClearedDirectory(File);
+
+impl ClearedDirectory {
+    /// Opens a directory; `None` if it does not exist.
+    ///
+    /// # Errors
+    /// A symbolic link, and the system's.
+    pub(crate) fn open(path: &Path) -> Result<Option<Self>> {
+        let path = without_end_slash(path);
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match openat(CWD, &path, flags, Mode::empty()) {
+            Ok(opened) => Ok(Some(Self(File::from(opened)))),
+            Err(Errno::NOTDIR | Errno::LOOP) if is_link(&path)? => {
+                let text = "it is a symbolic link, through which nothing is deleted";
+                Err(Error::new(ErrorKind::InvalidInput, text))
+            }
+            Err(Errno::NOENT | Errno::NOTDIR) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Deletes a file of the directory; a missing file is no error.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn remove_file(&self, name: &str) -> Result<()> {
+        present(unlinkat(&self.0, name, AtFlags::empty())).map(drop)
+    }
+
+    /// Deletes everything in the directory, links as links, except the files directly in it whose
+    /// name and time `keeps` accepts. Returns the number of deleted files and links.
+    ///
+    /// # Errors
+    /// The system's. Some files may be deleted by then.
+    pub(crate) fn remove_content(
+        &self,
+        keeps: impl Fn(&str, Option<SystemTime>) -> bool,
+    ) -> Result<usize> {
+        remove_entries(&self.0, MAX_DEPTH, &keeps)
+    }
+}
+
+fn remove_entries(
+    opened: &File,
+    depth: usize,
+    keeps: &dyn Fn(&str, Option<SystemTime>) -> bool,
+) -> Result<usize> {
+    if depth == 0 {
+        let text = format!("directories are nested more than {MAX_DEPTH} deep");
+        return Err(Error::new(ErrorKind::InvalidData, text));
+    }
+    // The names come first: a directory that changes while it is read may omit some.
+    let entries = Dir::read_from(opened)?.collect::<rustix::io::Result<Vec<_>>>()?;
+    let mut removed = 0;
+    for entry in entries {
+        let name = entry.file_name();
+        if name == c"." || name == c".." {
+            continue;
+        }
+        let Some(found) = present(statat(opened, name, AtFlags::SYMLINK_NOFOLLOW))? else {
+            continue;
+        };
+        if FileType::from_raw_mode(found.st_mode).is_dir() {
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            if let Some(inner) = present(openat(opened.as_fd(), name, flags, Mode::empty()))? {
+                removed += remove_entries(&File::from(inner), depth - 1, &|_, _| false)?;
+            }
+            present(unlinkat(opened, name, AtFlags::REMOVEDIR))?;
+        } else if !name.to_str().is_ok_and(|name| keeps(name, modified_time(&found))) {
+            removed += usize::from(present(unlinkat(opened, name, AtFlags::empty()))?.is_some());
+        }
+    }
+    Ok(removed)
 }
 
 fn ignore_absence(error: Error) -> Result<()> {

@@ -75,11 +75,15 @@ pub fn find_foreign_file(train: &Store, val: &Store) -> Result<Option<String>> {
 }
 
 /// Returns the first file of a directory that no manifest names and that is not the work of an
-/// unfinished preparation. Links and files that listings hide count, too.
+/// unfinished preparation. Links and files that listings hide count, too, and the directory itself
+/// if it is a link.
 ///
 /// # Errors
 /// A backend that does not answer.
 pub(crate) fn foreign_file_of(directory: &Store, unfinished: bool) -> Result<Option<String>> {
+    if directory.is_link("")? {
+        return Ok(Some(directory.display_path("")));
+    }
     let names = manifest_names(directory)?;
     let is_marked = names.is_some() || unfinished;
     let named = |path: &str| {

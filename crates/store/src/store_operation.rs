@@ -38,6 +38,17 @@ pub(crate) struct StoreOperation {
     waits: AtomicBool,
     /// Text about a credential that the service has refused.
     refused_credential: Mutex<Option<String>>,
+    /// The last state of a copy that the service makes.
+    copy_state: Mutex<Option<CopyState>>,
+}
+
+/// The state of a copy that a service makes, as its answers tell it.
+#[derive(Clone, Debug)]
+pub(crate) struct CopyState {
+    /// `pending`, `success`, or the kind of the failure.
+    pub(crate) status: String,
+    /// Copied bytes and all bytes, if the answer contains them.
+    pub(crate) progress: String,
 }
 
 impl StoreOperation {
@@ -56,6 +67,7 @@ impl StoreOperation {
             failed_attempts: AtomicU32::new(0),
             waits: AtomicBool::new(false),
             refused_credential: Mutex::new(None),
+            copy_state: Mutex::new(None),
         })
     }
 
@@ -77,6 +89,16 @@ impl StoreOperation {
     /// Returns the credential that the service has refused, and why.
     pub(crate) fn refused_credential(&self) -> Option<String> {
         self.refused_credential.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Returns the longest time for repetitions of one request.
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns the state of a copy in the last answer, if the service tells it.
+    pub(crate) fn take_copy_state(&self) -> Option<CopyState> {
+        self.copy_state.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     fn note_failure(&self, reason: &str) {
@@ -126,6 +148,11 @@ impl Drop for StoreOperation {
     }
 }
 
+/// Returns the operation of the current task, for tasks that it starts.
+pub(crate) fn current_operation() -> Option<Arc<StoreOperation>> {
+    CURRENT_OPERATION.try_with(Arc::clone).ok()
+}
+
 /// Records a failed attempt of the current operation, which is going to be repeated.
 pub(crate) fn note_failed_attempt(reason: &str) {
     // The error means that the request belongs to no operation, which is fine.
@@ -139,6 +166,16 @@ pub(crate) fn note_refused_credential(text: String) {
         .try_with(|operation| {
             *operation.refused_credential.lock().unwrap_or_else(PoisonError::into_inner) =
                 Some(text);
+        })
+        .unwrap_or_default();
+}
+
+/// Records the state of a copy in an answer to the current operation.
+pub(crate) fn note_copy_state(state: CopyState) {
+    // The error means that the request belongs to no operation, which is fine.
+    CURRENT_OPERATION
+        .try_with(|operation| {
+            *operation.copy_state.lock().unwrap_or_else(PoisonError::into_inner) = Some(state);
         })
         .unwrap_or_default();
 }

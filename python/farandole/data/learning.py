@@ -441,8 +441,12 @@ def write_encoding(
         directory: Directory of the data.
         encoding: If rows are encoded.
         validates: Whether there is validation data.
+
+    Raises:
+        RuntimeError: The lease of the directory is gone, so another process may own it.
     """
     if encoding is not None:
+        directory.check_lease()
         for url in [directory.train_url, *([directory.val_url] if validates else [])]:
             NativeStore(url).write(_ENCODING_FILE, encoding.to_json().encode())
 

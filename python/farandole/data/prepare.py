@@ -482,6 +482,8 @@ def write_prepared_data(
             text = json.dumps({**json.loads(text), "validation": other})
             directory.finished_partitions.clear()
             parts = write_partitions(directory, text)
+        directory.renew_if_held()
+        directory.check_lease()
         committed = json.loads(native.commit_partitions(store.prefix_path, text, parts))
         directory.mark_complete()
     except ValueError:
@@ -627,13 +629,18 @@ class _PartitionedWrite:
             self._finish_partition(partition, part, last=True)
         elif partition > number * _PARTITIONS_PER_UNIT:  # the rows ended with a partition
             prepared_directories.note_finished_partition(
-                self._directory.train_url, partition - 1, self._parts[partition - 1], last=True
+                self._directory.train_url,
+                self._directory.lease_name,
+                partition - 1,
+                self._parts[partition - 1],
+                last=True,
             )
 
     def _open_partition(self, partition: int) -> _OpenPartition:
         done = self._directory.finished_partitions.get(partition)
         if done is not None:
             return _OpenPartition(None, done)
+        self._directory.check_lease()
         return _OpenPartition(
             native.PartitionWriter(self._prefix, self._spec, partition, self._attempt), None
         )
@@ -642,7 +649,7 @@ class _PartitionedWrite:
         self._parts[partition] = text = part.finish_partition()
         if part.writer is not None or last:
             prepared_directories.note_finished_partition(
-                self._directory.train_url, partition, text, last=last
+                self._directory.train_url, self._directory.lease_name, partition, text, last=last
             )
 
 

@@ -16,7 +16,8 @@ Data has a key, which identifies its source. Keys begin with a word. `once` data
 again, so its directory is free when its process releases it. Data that a fit prepared (`fit`) is
 kept for a week after its last use. Data that was prepared explicitly (`data`) stays until
 `Store.gc` deletes it. Files that no preparation wrote are never deleted: a directory with such
-files is skipped.
+files is skipped, and so is one that is a symbolic link. A process whose lease is gone writes
+nothing more.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MANIFEST_FILE = "_manifest.json"
 _PREPARATION_FILE = "_preparation.json"
 _LAST_USE_FILE = "_used.json"
 _FINISHED_PARTITION_PREFIX = "_done-"
-_MARK_FILE_PREFIXES = ("_lease-", "_use-")
+_MARK_FILE_PREFIXES = ("_lease-", "_use-", "_clock-")
 _log = logging.getLogger("farandole")
 _RETENTION_SECONDS = 7 * 24 * 3600.0
 
@@ -64,16 +65,29 @@ class PreparedDirectory(LeaseFile):
 
         Args:
             key: The key of the data, which identifies its source.
+
+        Raises:
+            RuntimeError: The lease is gone, so another process may own the directory.
         """
+        self.check_lease()
         train = NativeStore(self.train_url)
         # First: files without a mark are never deleted, by a later preparation either.
         train.write(_PREPARATION_FILE, _to_json({"key": key, "time": time.time()}))
-        train.delete(MANIFEST_FILE)  # then: no reader may find a manifest without its files
-        for name, _ in train.list():
-            if name != _PREPARATION_FILE and not name.startswith(_MARK_FILE_PREFIXES):
-                train.delete(name)
-        train.remove_partial_uploads()
+        train.empty_directory(self._file_name)
         NativeStore(self.val_url).delete_all()
+
+    @property
+    def lease_name(self) -> str:
+        """The name of the lease or use file in the training directory."""
+        return self._file_name
+
+    def check_lease(self) -> None:
+        """Checks that this process still has the directory; to be called before it is written.
+
+        Raises:
+            RuntimeError: The lease is gone, so another process may own the directory.
+        """
+        NativeStore(self.train_url).check_lease(self._file_name)
 
     def load_finished_partitions(
         self, spec: str, prefix: str, sources: Sequence[str] | None = None
@@ -106,7 +120,11 @@ class PreparedDirectory(LeaseFile):
             NativeStore(url).remove_partial_uploads()
 
     def mark_complete(self) -> None:
-        """Marks the data as complete, and downgrades the lease to a shared use."""
+        """Marks the data as complete, and downgrades the lease to a shared use.
+
+        Raises:
+            RuntimeError: The lease is gone, so another process may own the directory.
+        """
         train = NativeStore(self.train_url)
         with self._file_lock:
             self._file_name = train.downgrade_lease(self._file_name)
@@ -116,10 +134,17 @@ class PreparedDirectory(LeaseFile):
                 train.delete(name)
 
     def discard_data(self) -> None:
-        """Lets go of the place and deletes everything in it."""
+        """Lets go of the place and deletes everything in it, unless the lease is gone."""
         with self._file_lock:
             if self._stop_holding():
                 train, val = NativeStore(self.train_url), NativeStore(self.val_url)
+                # Renewed, so that no process takes the place during the deletion.
+                if not train.renew_mark(self._file_name):
+                    _log.warning(
+                        "prepared data is not deleted, because this process has lost its lease: %s",
+                        self.train_url,
+                    )
+                    return
                 foreign = train.find_foreign_file(val)
                 if foreign is not None:
                     _log.warning("prepared data is not deleted, because of a file: %s", foreign)
@@ -132,19 +157,26 @@ class PreparedDirectory(LeaseFile):
 
 
 def note_finished_partition(
-    train_url: str, partition: int, part: bytes, *, last: bool = True, source: str = ""
+    train_url: str, lease: str, partition: int, part: bytes, *, last: bool = True, source: str = ""
 ) -> None:
     """Records that a partition is finished, so that a repeated preparation skips it.
 
     Args:
         train_url: The directory of training data.
+        lease: The name of the preparation's lease.
         partition: Its number.
         part: Result of `PartitionWriter.finish`.
         last: Whether no other partition of the same file follows.
         source: The source of the partition.
+
+    Raises:
+        RuntimeError: The lease is gone, so another process may own the directory.
     """
     record = {"partition": partition, "last": last, "source": source, "part": json.loads(part)}
-    NativeStore(train_url).write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(record))
+    train = NativeStore(train_url)
+    # The record would be taken for one of the next owner.
+    train.check_lease(lease)
+    train.write(f"{_FINISHED_PARTITION_PREFIX}{partition}.json", _to_json(record))
 
 
 def find_prepared(
@@ -187,8 +219,11 @@ def acquire_directory_to_prepare(
     """
     for index in _existing_directory_indices(store) if resumable else ():
         url = store.get_train_data_path(index)
+        train, val = NativeStore(url), NativeStore(store.get_val_data_path(index))
+        if train.find_foreign_file(val):
+            continue
         is_unfinished = partial(_is_unfinished, url, key)
-        directory = _hold_directory(store, index, NativeStore(url).acquire_lease, is_unfinished)
+        directory = _hold_directory(store, index, train.acquire_lease, is_unfinished)
         if directory is not None:
             return directory, True
     for index in itertools.count():

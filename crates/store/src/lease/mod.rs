@@ -11,8 +11,9 @@
 //! (`hidepid`) and the kernel says that a process with its number exists.
 //!
 //! Clocks of hosts differ. The age of a mark is therefore the difference of two times that the
-//! store has recorded: the last write of our own mark, and of the other one. Our clock counts only
-//! before our own mark exists: if it is behind, a lease that has expired is respected for longer.
+//! store has recorded: the last write of our own mark, and of the other one. Before our own mark
+//! exists, our clock counts. If it says that a lease is valid, a file is created for a moment, whose
+//! time is the store's present time.
 //!
 //! ```text
 //! acquire_lease:   no valid lease -> create a lease -> if a use mark or an earlier lease is valid,
@@ -22,6 +23,8 @@
 //! clear_directory: mark the deletion -> delete the manifest -> other files -> the mark -> our lease
 //!                  -> the directory, if empty
 //! ```
+//!
+//! A process whose lease is gone has lost the directory, and neither downgrades nor clears it.
 //!
 //! A writer and a reader first create their own mark and then look for other marks. So if both
 //! start at the same time, at least one sees the other.
@@ -40,9 +43,9 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::mark_names::{EMPTY_MARK_LIFETIME, LEASE_PREFIX, USE_PREFIX, is_mark};
+use crate::mark_names::{CLOCK_PREFIX, EMPTY_MARK_LIFETIME, LEASE_PREFIX, USE_PREFIX};
 use crate::prepared_files::{self, MANIFEST_FILE, PREPARATION_FILE};
-use crate::store::{DirectoryItem, FileReplacement, Store};
+use crate::store::{DirectoryItem, FileReplacement, Store, is_content};
 
 /// Time for which the mark of a process is valid if the process cannot be observed.
 // Living processes renew their marks, so a week of silence means that the process was killed.
@@ -209,6 +212,8 @@ fn own_start_time() -> Option<u64> {
 struct FoundMark {
     name: String,
     is_valid: bool,
+    /// Whether the mark is valid whatever the time is, because its process was seen.
+    is_seen_alive: bool,
     /// Whether a process of the job that asks may replace it.
     is_replaceable: bool,
 }
@@ -234,7 +239,12 @@ fn examine_mark(
         Ok(text) => text,
         // Its owner has deleted it since the listing.
         Err(Error::Missing { .. }) => {
-            return Ok(FoundMark { name, is_valid: false, is_replaceable: false });
+            return Ok(FoundMark {
+                name,
+                is_valid: false,
+                is_seen_alive: false,
+                is_replaceable: false,
+            });
         }
         Err(error) => return Err(error),
     };
@@ -245,6 +255,7 @@ fn examine_mark(
             FoundMark {
                 name,
                 is_valid: holder.is_alive(written, now),
+                is_seen_alive: holder.is_alive(written, f64::INFINITY),
                 is_replaceable: holder.is_replaceable_by(job),
             }
         }
@@ -254,13 +265,22 @@ fn examine_mark(
                 let age = store_time.unwrap_or(now).duration_since(time);
                 age.map_or(true, |age| age < EMPTY_MARK_LIFETIME)
             });
-            FoundMark { name, is_valid, is_replaceable: false }
+            FoundMark { name, is_valid, is_seen_alive: false, is_replaceable: false }
         }
     })
 }
 
-/// Returns marks of these kinds, for a process of `job`. `own` is our mark, which was just written,
-/// if there is one.
+/// Returns everything directly in the directory.
+fn list_items(store: &Store) -> Result<Vec<DirectoryItem>> {
+    match store.list_directory("") {
+        // The first mark creates the directory.
+        Err(Error::Missing { .. }) => Ok(Vec::new()),
+        other => other,
+    }
+}
+
+/// Returns marks of these kinds, for a process of `job`. `own` is a file of ours, which was just
+/// written, if there is one.
 fn list_marks(
     store: &Store,
     kinds: &[&str],
@@ -268,12 +288,7 @@ fn list_marks(
     own: Option<&str>,
     job: Option<&str>,
 ) -> Result<Vec<FoundMark>> {
-    let items = match store.list_directory("") {
-        Ok(items) => items,
-        // The first mark creates the directory.
-        Err(Error::Missing { .. }) => Vec::new(),
-        Err(error) => return Err(error),
-    };
+    let items = list_items(store)?;
     let named =
         |name: &str| name.ends_with(".json") && kinds.iter().any(|kind| name.starts_with(kind));
     let ours = |item: &DirectoryItem| !item.is_directory && named(&item.name);
@@ -284,6 +299,21 @@ fn list_marks(
         .filter(ours)
         .map(|item| examine_mark(store, &item, now, store_time, job))
         .collect()
+}
+
+/// Returns leases for a process of `job` that has no mark of its own yet. If our clock is behind, it
+/// says that an expired lease is valid. So the time of a file that was just written decides.
+fn list_leases(store: &Store, now: SystemTime, job: Option<&str>) -> Result<Vec<FoundMark>> {
+    let leases = list_marks(store, &[LEASE_PREFIX], now, None, job)?;
+    let mut excluding = leases.iter().filter(|lease| lease.excludes_others()).peekable();
+    if excluding.peek().is_none() || excluding.any(|lease| lease.is_seen_alive) {
+        return Ok(leases);
+    }
+    let name = unique_mark_name(CLOCK_PREFIX, now);
+    create_mark(store, &name, Bytes::new())?;
+    let leases = list_marks(store, &[LEASE_PREFIX], now, Some(&name), job);
+    store.delete(&name)?;
+    leases
 }
 
 fn encode_holder(now: SystemTime, lasts: Option<Duration>, job: Option<&str>) -> Result<Bytes> {
@@ -347,18 +377,13 @@ pub(crate) fn complete_lease(store: &Store, lease: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether a file of a directory is deleted before the marks.
-fn is_content(path: &str) -> bool {
-    !is_mark(path) && path != PREPARATION_FILE
-}
-
 fn acquire_with_content(
     store: &Store,
     now: SystemTime,
     holder: Bytes,
     job: Option<&str>,
 ) -> Result<Option<String>> {
-    let found = list_marks(store, &[LEASE_PREFIX], now, None, job)?;
+    let found = list_leases(store, now, job)?;
     if found.iter().any(FoundMark::excludes_others) {
         return Ok(None);
     }
@@ -423,6 +448,10 @@ fn settle_lease(
     for dead in others.iter().filter(|other| other.name != name) {
         store.delete(&dead.name)?;
     }
+    // Killed processes leave such files, too.
+    for item in list_items(store)?.iter().filter(|item| item.name.starts_with(CLOCK_PREFIX)) {
+        store.delete(&item.name)?;
+    }
     Ok(true)
 }
 
@@ -461,13 +490,26 @@ pub fn mark_in_use(
     Ok(Some(name))
 }
 
+/// Returns an error if a lease of the directory is gone, so that its owner must not write there. Its
+/// name is never used again.
+///
+/// # Errors
+/// [`Error::LostLease`], or a backend that does not answer.
+pub fn check_lease(store: &Store, lease: &str) -> Result<()> {
+    if store.exists(lease)? {
+        return Ok(());
+    }
+    Err(Error::LostLease { path: store.display_path("") })
+}
+
 /// Replaces this process's lease by a use mark.
 ///
 /// # Errors
-/// Like [`acquire_lease`].
+/// Like [`acquire_lease`] and [`check_lease`].
 pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<String> {
     // The use mark comes first: without any mark, a writer could take the directory.
     let name = write_use_mark(store, now, None)?;
+    check_lease(store, lease).inspect_err(|_| drop(store.delete(&name)))?;
     store.delete(lease)?;
     Ok(name)
 }
@@ -479,25 +521,29 @@ pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<St
 /// lease is deleted, another process may own the directory; new files of it are kept.
 ///
 /// # Errors
-/// A backend that does not answer or does not delete. Some files may be deleted by then.
+/// A directory that is a symbolic link, a lease that is gone, a backend that does not answer or does
+/// not delete. Some files may be deleted by then.
 pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
+    store.check_no_link()?;
+    check_lease(store, lease)?;
     // If this process is killed, the mark shows that the remaining files may be deleted.
     prepared_files::mark_deletion(store)?;
-    store.delete(MANIFEST_FILE)?;
-    let (entries, links) = store.list_with_links("")?;
-    // Links are deleted like files, and not followed.
-    let paths = entries.iter().map(|entry| entry.path.as_str()).chain(links.iter().map(|p| &**p));
-    let files: Vec<&str> = paths.filter(|path| is_content(path)).collect();
-    store.delete_files("", files.iter().copied())?;
-    for item in store.list_directory("")?.into_iter().filter(|item| item.is_directory) {
-        store.delete_all(&item.name)?;
-    }
-    store.remove_partial_uploads()?;
+    let files = store.delete_content()?;
     // After the content, so that the next sweep continues an interrupted deletion.
     store.delete(PREPARATION_FILE)?;
     store.delete(lease)?;
-    store.remove_empty_directories()?;
-    Ok(files.len())
+    store.remove_empty_directory()?;
+    Ok(files)
+}
+
+/// Deletes the content of the directory, for which this process has the lease and which has the
+/// sign of a preparation. Both stay; returns the number of deleted files.
+///
+/// # Errors
+/// Like [`clear_directory`].
+pub fn empty_directory(store: &Store, lease: &str) -> Result<usize> {
+    check_lease(store, lease)?;
+    store.delete_content()
 }
 
 /// Renews a mark of this process. Returns false if the mark is gone or belongs to another process.
@@ -519,7 +565,8 @@ pub fn renew_mark(store: &Store, mark: &str, now: SystemTime) -> Result<bool> {
         FileReplacement::Refused => Ok(false),
         FileReplacement::Unconditional => {
             // The mark may have been deleted just before, by a process that holds a lease now.
-            let leases = list_marks(store, &[LEASE_PREFIX], now, None, None)?;
+            // Our mark was written just now, so its time is the store's.
+            let leases = list_marks(store, &[LEASE_PREFIX], now, Some(mark), None)?;
             let lost = leases.iter().any(|other| other.is_valid && other.name != mark);
             if lost {
                 store.delete(mark)?;

@@ -28,18 +28,21 @@ fn clocks_that_differ_neither_take_a_living_lease_nor_keep_a_dead_one() {
         let age = Duration::from_secs(age);
         // Of both clocks, the holder's and ours, each may be ahead.
         for holder_ahead in [0, 240, 86_000] {
-            for ours_ahead in [0, 240, 86_000] {
+            for ours_ahead in [0_i64, 240, 86_000, -240, -86_000] {
                 let directory = tempfile::tempdir().unwrap();
                 let store = Store::open(directory.path().to_str().unwrap()).unwrap();
                 let real = SystemTime::now();
                 let written = real - age + Duration::from_secs(holder_ahead);
                 left(&store, "_lease-5.json", &unseen_holder(written, lasts));
                 age_file(&directory.path().join("_lease-5.json"), age);
-                let now = real + Duration::from_secs(ours_ahead);
+                let skew = Duration::from_secs(ours_ahead.unsigned_abs());
+                let now = if ours_ahead < 0 { real - skew } else { real + skew };
                 let acquired = acquire_lease(&store, now, Some(lasts), None).unwrap();
                 let case = format!("{case} {holder_ahead} {ours_ahead}");
                 assert_eq!(acquired.is_none(), is_living, "{case}");
                 assert_eq!(store.exists("_lease-5.json").unwrap(), is_living, "{case}");
+                let files = store.list("").unwrap();
+                assert_eq!(files.len(), 1, "{case}, one lease and nothing else: {files:?}");
             }
         }
     }
@@ -130,6 +133,33 @@ fn a_cleared_directory_keeps_what_another_process_has_there() {
     let lease = acquire_lease(&store, now, None, None).unwrap().unwrap();
     assert_eq!(clear_directory(&store, &lease).unwrap(), 0);
     assert!(!base.exists());
+}
+
+#[test]
+fn whoever_lost_its_lease_neither_shares_nor_deletes_the_directory() {
+    let directory = tempfile::tempdir().unwrap();
+    let local = Store::open(directory.path().to_str().unwrap()).unwrap();
+    for store in [store("lost-lease"), local] {
+        let now = SystemTime::now();
+        let lost = acquire_lease(&store, now, None, None).unwrap().unwrap();
+        // As its next owner does when the lease has expired.
+        store.delete(&lost).unwrap();
+        let other = acquire_lease(&store, now, None, None).unwrap().unwrap();
+        for file in ["part.parquet", MANIFEST_FILE, PREPARATION_FILE] {
+            store.write(file, Bytes::from_static(b"theirs")).unwrap();
+        }
+        let before = store.list("").unwrap();
+        for refused in [
+            downgrade_lease(&store, &lost, now).map(drop),
+            clear_directory(&store, &lost).map(drop),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains(&store.display_path("")), "the directory is named: {error}");
+        }
+        assert_eq!(store.list("").unwrap(), before);
+        assert_eq!(store.read(PREPARATION_FILE).unwrap(), "theirs");
+        downgrade_lease(&store, &other, now).unwrap();
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt, stream};
+use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, PutMode};
 
@@ -26,12 +26,14 @@ use crate::ranged_reads::{self, MAX_SINGLE_REQUEST_BYTES};
 use crate::store_operation::StoreOperation;
 use crate::upload::StoreUpload;
 
+mod content;
+mod copying;
 mod listing;
 mod replacement;
 
+pub(crate) use content::is_content;
 pub(crate) use replacement::FileReplacement;
-/// Largest object that S3 copies by one request.
-const MAX_S3_COPY_BYTES: u64 = 5 << 30;
+
 /// Most attempts to read a file that other processes replace again and again.
 const MAX_STABLE_READS: u32 = 5;
 
@@ -400,36 +402,6 @@ impl Store {
             .map(drop)
     }
 
-    /// Copies a file of this store, which is then visible completely or not at all. Object stores
-    /// copy it themselves.
-    ///
-    /// # Errors
-    /// Like [`Store::write`], and [`Error::Missing`].
-    pub fn copy(&self, from: &str, to: &str) -> Result<()> {
-        let (source, target) = (self.object_path(from)?, self.object_path(to)?);
-        match &self.location {
-            StoreLocation::Local(base) => {
-                return local_files::copy_file(&local_file(base, from), &local_file(base, to))
-                    .map_err(|source| self.local_error("copy", from, source));
-            }
-            StoreLocation::Remote { service: StorageService::S3, .. }
-                if self.size(from)? > MAX_S3_COPY_BYTES =>
-            {
-                return read_stable(|| self.copy_by_parts(from, to));
-            }
-            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
-        }
-        self.ask_backend("copy", from, async |backend| backend.copy(&source, &target).await)
-    }
-
-    /// Copies a file through this process, with a few parts of it in memory.
-    fn copy_by_parts(&self, from: &str, to: &str) -> Result<()> {
-        let file = self.open_file(from)?;
-        let mut upload = self.start_upload(to)?;
-        file.read_parts(|part| upload.write_piece(part))?;
-        upload.finish().map(drop)
-    }
-
     /// Writes a small file unless a file with this name exists; returns whether it was written. Of
     /// several concurrent attempts, one succeeds.
     ///
@@ -569,35 +541,6 @@ impl Store {
         let StoreLocation::Local(base) = &self.location else { return Ok(false) };
         local_tree::is_link(&local_file(base, path))
             .map_err(|source| self.local_error("look up", path, source))
-    }
-
-    /// Deletes several files below `path`; missing files are not an error.
-    pub(crate) fn delete_files<'a>(
-        &self,
-        path: &str,
-        files: impl Iterator<Item = &'a str>,
-    ) -> Result<()> {
-        let paths = files.map(|file| self.object_path(file)).collect::<Result<Vec<_>>>()?;
-        self.ask_backend("delete", path, async |backend| {
-            let gone = |deleted: &object_store::Result<Path>| {
-                std::future::ready(!matches!(deleted, Err(object_store::Error::NotFound { .. })))
-            };
-            let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
-            backend.delete_stream(paths).filter(gone).try_collect::<Vec<_>>().await
-        })
-        .map(drop)
-    }
-
-    /// Removes the directory of this store and the directories in it, unless they contain files.
-    pub(crate) fn remove_empty_directories(&self) -> Result<()> {
-        match &self.location {
-            StoreLocation::Local(base) => local_files::remove_empty_directories(base),
-            StoreLocation::Remote { service: StorageService::Hdfs, .. } => {
-                self.remove_directories("")?
-            }
-            StoreLocation::Memory { .. } | StoreLocation::Remote { .. } => {}
-        }
-        Ok(())
     }
 
     /// Removes the directories without files at and below `path`, innermost first.

@@ -187,6 +187,74 @@ fn a_child_that_is_a_link_is_deleted_as_a_link() {
 }
 
 #[test]
+fn a_prepared_directory_that_is_a_link_is_foreign_and_is_not_cleared() {
+    let places = tempfile::tempdir().unwrap();
+    let (base, other) = (places.path().join("store"), places.path().join("other"));
+    std::fs::create_dir_all(&base).unwrap();
+    std::fs::create_dir_all(&other).unwrap();
+    let theirs = Store::open(other.to_str().unwrap()).unwrap();
+    let manifest = br#"{"fingerprint": "data x", "files": [{"path": "part.parquet"}]}"#;
+    for (file, text) in [("_manifest.json", &manifest[..]), ("part.parquet", b"1"), ("x/y", b"2")] {
+        theirs.write(file, Bytes::copy_from_slice(text)).unwrap();
+    }
+    theirs.delete_all("x").unwrap();
+    std::os::unix::fs::symlink(&other, base.join("linked")).unwrap();
+    let store = Store::open(base.to_str().unwrap()).unwrap();
+    let missing = store.open_child("missing").unwrap();
+    for url in [base.join("linked"), base.join("linked/")] {
+        let linked = Store::open(url.to_str().unwrap()).unwrap();
+        for (train, val) in [(&linked, &missing), (&missing, &linked)] {
+            let found = crate::find_foreign_file(train, val).unwrap();
+            assert_eq!(found, Some(linked.display_path("")), "{url:?}");
+        }
+        let lease = crate::acquire_lease(&linked, SystemTime::now(), None, None).unwrap().unwrap();
+        let before = theirs.list("").unwrap();
+        let error = crate::clear_directory(&linked, &lease).unwrap_err();
+        assert!(format!("{:?}", error_messages(&error)).contains("symbolic link"), "{error}");
+        assert_eq!(theirs.list("").unwrap(), before);
+        theirs.delete(&lease).unwrap();
+    }
+}
+
+#[test]
+fn a_directory_that_is_exchanged_for_a_link_during_its_deletion_is_not_left() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let places = tempfile::tempdir().unwrap();
+    let (base, other) = (places.path().join("d"), places.path().join("other"));
+    std::fs::create_dir_all(&other).unwrap();
+    let names: Vec<String> = (0..40).map(|number| format!("{number}.parquet")).collect();
+    for name in &names {
+        std::fs::write(other.join(name), b"theirs").unwrap();
+    }
+    let (inner, link) = (base.join("x=1"), places.path().join("link"));
+    for _ in 0..30 {
+        std::os::unix::fs::symlink(&other, &link).unwrap();
+        let store = Store::open(base.to_str().unwrap()).unwrap();
+        for name in &names {
+            store.write(&format!("x=1/{name}"), Bytes::from_static(b"ours")).unwrap();
+        }
+        let lease = crate::acquire_lease(&store, SystemTime::now(), None, None).unwrap().unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let (at, flags) = (rustix::fs::CWD, rustix::fs::RenameFlags::EXCHANGE);
+                    // It fails after one of them was deleted.
+                    rustix::fs::renameat_with(at, &inner, at, &link, flags).unwrap_or_default();
+                }
+            });
+            // The directory that changes meanwhile may be an error.
+            drop(crate::clear_directory(&store, &lease));
+            is_over.store(true, Ordering::Relaxed);
+        });
+        assert_eq!(std::fs::read_dir(&other).unwrap().count(), names.len(), "files outside went");
+        for path in [&base, &link] {
+            local_tree::remove_tree(path).unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_pipe_in_the_place_of_a_file_blocks_nobody() {
     let directory = tempfile::tempdir().unwrap();
     let store = Store::open(directory.path().to_str().unwrap()).unwrap();

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from farandole._native import prepare as native
+from farandole._native.store import Store as NativeStore
 from farandole.data import prepared_directories
 from farandole.data.arrow import pa
 from farandole.data.batch_counters import count_on_executors, numbered_columns
@@ -267,7 +268,9 @@ def _write_prepared_data(
     def write_partitions(
         directory: prepared_directories.PreparedDirectory, spec: str
     ) -> list[bytes]:
-        done = _PartitionProgress(directory.train_url, directory.finished_partitions, sources)
+        done = _PartitionProgress(
+            directory.train_url, directory.lease_name, directory.finished_partitions, sources
+        )
         return _write_partitions(df, rows, store, spec, done)
 
     return write_prepared_data(
@@ -372,13 +375,18 @@ class _PartitionProgress:
     """The summaries of a finished task, and of tasks that had finished before."""
 
     train_url: str
+    lease: str
     done: dict[int, bytes]
     sources: list[str] | None
+
+    def check_lease(self) -> None:
+        """Raises a `RuntimeError` if the driver has lost the directory."""
+        NativeStore(self.train_url).check_lease(self.lease)
 
     def record_partition(self, partition: int, part: bytes) -> None:
         if self.sources is not None and partition < len(self.sources):
             prepared_directories.note_finished_partition(
-                self.train_url, partition, part, source=self.sources[partition]
+                self.train_url, self.lease, partition, part, source=self.sources[partition]
             )
 
 
@@ -416,6 +424,7 @@ def _write_partitions(
     rows.sort(key=lambda row: row.partition)
     failed = next((row for row in rows if row.error is not None), None)
     if failed is not None:
+        progress.check_lease()
         raise (OSError if failed.is_store_error else ValueError)(failed.error)
     return [bytes(row.part) for row in rows]
 
@@ -450,6 +459,11 @@ def write_partition(
     partition = context.partitionId()
     error, is_store_error, part = None, False, progress.done.get(partition)
     if part is None:
+        try:
+            progress.check_lease()
+        except RuntimeError as lost:
+            error, is_store_error = str(lost), True
+    if part is None and error is None:
         writer = native.PartitionWriter(
             url, spec, partition, f"{preparation}-{context.taskAttemptId()}"
         )
@@ -458,8 +472,8 @@ def write_partition(
                 writer.write(form.encode_batch(batch))
             part = writer.finish()
             progress.record_partition(partition, part)
-        except (ValueError, OSError) as problem:
-            error, is_store_error = str(problem), isinstance(problem, OSError)
+        except (ValueError, OSError, RuntimeError) as problem:
+            error, is_store_error = str(problem), not isinstance(problem, ValueError)
             writer.abort()
     kinds = {
         "partition": pa.int32(),
