@@ -255,20 +255,15 @@ fn event_to_python(py: Python<'_>, events: ElasticJobEvent) -> PyResult<(&'stati
     Ok(match events {
         ElasticJobEvent::Line(line) => (
             "line",
-            (line.rank, line.stream.as_str(), line.text)
-                .into_pyobject(py)?
-                .into_any_knob_value()
-                .unbind(),
+            (line.rank, line.stream.as_str(), line.text).into_pyobject(py)?.into_any().unbind(),
         ),
         ElasticJobEvent::Metric(WorkerMetric { task, rank, kind, data }) => {
             let data = PyBytes::new(py, &data);
-            ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any_knob_value().unbind())
+            ("metric", (task, rank, kind, data).into_pyobject(py)?.into_any().unbind())
         }
-        ElasticJobEvent::Loss(what) => {
-            ("loss", what.into_pyobject(py)?.into_any_knob_value().unbind())
-        }
+        ElasticJobEvent::Loss(what) => ("loss", what.into_pyobject(py)?.into_any().unbind()),
         ElasticJobEvent::World(generation, places) => {
-            ("world", (generation, places).into_pyobject(py)?.into_any_knob_value().unbind())
+            ("world", (generation, places).into_pyobject(py)?.into_any().unbind())
         }
         ElasticJobEvent::Ended(Ok(report)) => {
             let outcomes: Vec<PyWorkerOutcome> = report
@@ -276,10 +271,10 @@ fn event_to_python(py: Python<'_>, events: ElasticJobEvent) -> PyResult<(&'stati
                 .into_iter()
                 .map(|outcome| PyWorkerOutcome::new(py, outcome))
                 .collect();
-            ("ended", outcomes.into_pyobject(py)?.into_any_knob_value().unbind())
+            ("ended", outcomes.into_pyobject(py)?.into_any().unbind())
         }
         ElasticJobEvent::Ended(Err(failure)) => {
-            ("failed", launcher_exception(&failure).into_value(py).into_any_knob_value())
+            ("failed", launcher_exception(&failure).into_value(py).into_any())
         }
     })
 }

@@ -579,17 +579,15 @@ fn wait(py: Python<'_>, handle: u64, timeout: Option<f64>) -> PyResult<Option<Py
         )));
     };
     if let Some(last) = completion.last {
-        return Ok(Some(last.0.into_pyobject(py)?.into_any_knob_value().unbind()));
+        return Ok(Some(last.0.into_pyobject(py)?.into_any().unbind()));
     }
     let reached = completion.reached.clone();
     let gathered = GatheredTensor::from_completion(completion)
         .map(|gathered| Py::new(py, gathered))
         .transpose()?;
     match reached {
-        None => Ok(gathered.map(Py::into_any_knob_value)),
-        Some(event) => {
-            Ok(Some(Py::new(py, PendingDeviceResult::new(event, gathered))?.into_any_knob_value()))
-        }
+        None => Ok(gathered.map(Py::into_any)),
+        Some(event) => Ok(Some(Py::new(py, PendingDeviceResult::new(event, gathered))?.into_any())),
     }
 }
 

@@ -186,7 +186,7 @@ impl PyRemoteHost {
                     AgentNotice::WorkerEnded { task, outcome: Ok(outcome) } => (
                         "ended",
                         Some(task.0),
-                        Py::new(py, PyWorkerOutcome::new(py, outcome))?.into_any_knob_value(),
+                        Py::new(py, PyWorkerOutcome::new(py, outcome))?.into_any(),
                     ),
                     AgentNotice::WorkerEnded { task, outcome: Err(failure) } => (
                         "refused",

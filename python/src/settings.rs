@@ -23,11 +23,9 @@ fn read_setting<'py>(py: Python<'py>, variable: &str) -> PyResult<Option<Bound<'
         .ok_or_else(|| PyValueError::new_err(format!("{variable} is no setting")))?;
     Ok(match value {
         AnyKnobValue::Unset => None,
-        AnyKnobValue::Boolean(value) => {
-            Some(value.into_pyobject(py)?.to_owned().into_any_knob_value())
-        }
-        AnyKnobValue::Integer(value) => Some(value.into_pyobject(py)?.into_any_knob_value()),
-        AnyKnobValue::Seconds(value) => Some(value.into_pyobject(py)?.into_any_knob_value()),
-        AnyKnobValue::Text(value) => Some(value.into_pyobject(py)?.into_any_knob_value()),
+        AnyKnobValue::Boolean(value) => Some(value.into_pyobject(py)?.to_owned().into_any()),
+        AnyKnobValue::Integer(value) => Some(value.into_pyobject(py)?.into_any()),
+        AnyKnobValue::Seconds(value) => Some(value.into_pyobject(py)?.into_any()),
+        AnyKnobValue::Text(value) => Some(value.into_pyobject(py)?.into_any()),
     })
 }

@@ -5,9 +5,10 @@
 //!
 //! Owns the agent, which is one task's side of a job (it registers, waits for a rank, starts the
 //! worker, watches it, and reports its end); the job, which is a registrar and an agent for each
-//! task, and the conductor, which decides its end; hosts and slots, also of batch systems; and the protocol with the agent of another host
-//! through ssh or a similar program. The registrar decides which failure came first, and ssh
-//! manages keys and passwords. Payloads and results are not interpreted here.
+//! task, and the conductor, which decides its end; hosts and slots, also of batch systems; and the
+//! protocol with the agent of another host through ssh or a similar program. The registrar decides
+//! which failure came first, and ssh manages keys and passwords. Payloads and results are not
+//! interpreted here.
 //!
 //! ```text
 //! agent thread: TaskClient --register, assignment--> environment --> spawner thread

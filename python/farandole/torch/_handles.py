@@ -73,14 +73,14 @@ class _TorchHandleTable(HandleTable):
             self._locations[handle] = arguments[-1]
         return handle
 
-    def synchronize(self, handle: int) -> Any:
+    def synchronize(self, handle: int, timeout: float | None = None) -> Any:
         """Like `HandleTable.synchronize`, from any stream."""
         spots = self._locations.get(handle)
         if spots is None:
-            return super().synchronize(handle)
+            return super().synchronize(handle, timeout)
         _device.record_stream_use(self._entries[handle][1], spots)
         try:
-            return super().synchronize(handle)
+            return super().synchronize(handle, timeout)
         finally:
             if handle not in self._entries:
                 self._locations.pop(handle, None)

@@ -12,8 +12,8 @@
 //!
 //! Clocks of hosts differ. The age of a mark is therefore the difference of two times that the
 //! store has recorded: the last write of our own mark, and of the other one. Before our own mark
-//! exists, our clock counts. If it says that a lease is valid, a file is created for a moment, whose
-//! time is the store's present time.
+//! exists, our clock counts. If it says that a lease is valid, a file is created for a moment,
+//! whose time is the store's present time.
 //!
 //! ```text
 //! acquire_lease:   no valid lease -> create a lease -> if a use mark or an earlier lease is valid,
@@ -301,8 +301,8 @@ fn list_marks(
         .collect()
 }
 
-/// Returns leases for a process of `job` that has no mark of its own yet. If our clock is behind, it
-/// says that an expired lease is valid. So the time of a file that was just written decides.
+/// Returns leases for a process of `job` that has no mark of its own yet. If our clock is behind,
+/// it says that an expired lease is valid. So the time of a file that was just written decides.
 fn list_leases(store: &Store, now: SystemTime, job: Option<&str>) -> Result<Vec<FoundMark>> {
     let leases = list_marks(store, &[LEASE_PREFIX], now, None, job)?;
     let mut excluding = leases.iter().filter(|lease| lease.excludes_others()).peekable();
@@ -490,8 +490,8 @@ pub fn mark_in_use(
     Ok(Some(name))
 }
 
-/// Returns an error if a lease of the directory is gone, so that its owner must not write there. Its
-/// name is never used again.
+/// Returns an error if a lease of the directory is gone, so that its owner must not write there.
+/// Its name is never used again.
 ///
 /// # Errors
 /// [`Error::LostLease`], or a backend that does not answer.
@@ -521,8 +521,8 @@ pub fn downgrade_lease(store: &Store, lease: &str, now: SystemTime) -> Result<St
 /// lease is deleted, another process may own the directory; new files of it are kept.
 ///
 /// # Errors
-/// A directory that is a symbolic link, a lease that is gone, a backend that does not answer or does
-/// not delete. Some files may be deleted by then.
+/// A directory that is a symbolic link, a lease that is gone, a backend that does not answer or
+/// does not delete. Some files may be deleted by then.
 pub fn clear_directory(store: &Store, lease: &str) -> Result<usize> {
     store.check_no_link()?;
     check_lease(store, lease)?;
