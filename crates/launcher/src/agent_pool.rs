@@ -108,7 +108,7 @@ impl<'a> AgentPool<'a> {
         }
         events.extend(self.hosts.iter().enumerate().map(|(connection, host)| {
             let at = host.last_received_at().saturating_duration_since(started_at);
-            ConductorInput::ConnectionHeard { connection, at }
+            ConductorInput::ConnectionActive { connection, at }
         }));
         events
     }

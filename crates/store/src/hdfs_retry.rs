@@ -143,7 +143,7 @@ impl RetryClock {
         Self { timeout, pause: FIRST_RETRY_PAUSE, first_failure: None, furthest: 0 }
     }
 
-    /// Waits until the next attempt, after one that has come as far as `reached`.
+    /// Waits until the next attempt, after one whose progress was `reached`.
     ///
     /// # Errors
     /// The attempt's, if it is permanent or the time is over.
@@ -167,7 +167,7 @@ impl RetryClock {
     }
 }
 
-/// Collects the items of a stream, each of which may take `limit`; records their number.
+/// Collects the items of a stream, with `limit` for each item; records their number.
 async fn collect_within<T>(
     limit: Duration,
     reached: &AtomicU64,

@@ -139,7 +139,7 @@ impl<S: ObjectStore> StreamedFile<S> {
         self.open_attempt().await?;
         while let Some(bytes) = within(limit, content.try_next()).await? {
             let sent = self.send_bytes(bytes).await;
-            // Also what was sent before a failure is progress.
+            // Bytes that were sent before a failure are progress, too.
             reached.store(self.sent, Ordering::Relaxed);
             sent?;
         }
@@ -185,7 +185,7 @@ impl<S: ObjectStore> StreamedFile<S> {
         Ok(())
     }
 
-    /// Deletes what the present attempt has written, if the service answers in time. A remaining
+    /// Deletes the file of the present attempt, if the service answers in time. A remaining
     /// file has a name that no reader opens.
     pub(crate) async fn discard_attempt(&mut self) {
         if let Some(mut attempt) = self.attempt.take() {

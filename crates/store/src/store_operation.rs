@@ -96,7 +96,7 @@ impl StoreOperation {
         self.timeout
     }
 
-    /// Returns the state of a copy in the last answer, if the service tells it.
+    /// Returns the state of a copy in the last answer, if the service reports it.
     pub(crate) fn take_copy_state(&self) -> Option<CopyState> {
         self.copy_state.lock().unwrap_or_else(PoisonError::into_inner).take()
     }

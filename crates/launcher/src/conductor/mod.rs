@@ -99,7 +99,7 @@ pub(crate) enum ConductorInput {
     /// The agent behind a connection has its order.
     ConnectionReady { connection: usize },
     /// The time of the last bytes of a connection.
-    ConnectionHeard { connection: usize, at: Duration },
+    ConnectionActive { connection: usize, at: Duration },
     /// A connection ended before it had reported all ends.
     ConnectionLost { connection: usize, error: Error },
     /// A worker ended, as its agent reports.
@@ -174,7 +174,7 @@ struct HostConnection {
     host: String,
     /// Whether the agent there has its order, or never will.
     is_ready: bool,
-    heard_at: Duration,
+    last_active: Duration,
     /// The error with which the connection ended while the agents there stayed connected to the
     /// registrar.
     lost: Option<Error>,
@@ -221,7 +221,12 @@ impl Conductor {
     pub(crate) fn await_connection(&mut self, now: Duration, host: String, tasks: Vec<u32>) {
         let connection = AgentChannel::Connection(self.connections.len());
         tasks.into_iter().for_each(|task| self.await_end(task, connection));
-        self.connections.push(HostConnection { host, is_ready: false, heard_at: now, lost: None });
+        self.connections.push(HostConnection {
+            host,
+            is_ready: false,
+            last_active: now,
+            lost: None,
+        });
     }
 
     /// Sets the host of a worker, for messages.
@@ -290,8 +295,8 @@ impl Conductor {
             ConductorInput::ConnectionReady { connection } => {
                 self.connections[connection].is_ready = true;
             }
-            ConductorInput::ConnectionHeard { connection, at } => {
-                self.connections[connection].heard_at = at;
+            ConductorInput::ConnectionActive { connection, at } => {
+                self.connections[connection].last_active = at;
             }
             ConductorInput::ConnectionLost { connection, error } => {
                 self.take_connection_loss(now, connection, error);
@@ -412,13 +417,13 @@ impl Conductor {
         // Marked as ready, because no answer of this host is to be waited for any more.
         let was_ready = std::mem::replace(&mut self.connections[connection].is_ready, true);
         let tasks = self.awaited_tasks(connection);
-        let is_heard = |task: &u32| {
+        let is_known_to_registrar = |task: &u32| {
             self.tasks.get(task).is_some_and(|task| task.is_registered || task.exit.is_some())
         };
         if tasks.is_empty() {
             return;
         }
-        if !self.rules.elastic && tasks.iter().all(is_heard) {
+        if !self.rules.elastic && tasks.iter().all(is_known_to_registrar) {
             tracing::warn!(
                 %error,
                 "the connection to a host has ended, and the registrar still hears its agents: \
@@ -469,7 +474,7 @@ impl Conductor {
             // Nothing more about the outcome of a worker can follow if it succeeded, or if the
             // failure of the job is decided.
             let is_settled = exit.exit.kind.is_success() || self.end.is_some();
-            let silent_since = exit.at.max(connection.heard_at);
+            let silent_since = exit.at.max(connection.last_active);
             ((connection.lost.is_some() && is_settled)
                 || now >= silent_since + EXIT_CONFIRMATION_TIMEOUT)
                 .then_some(number)
@@ -542,7 +547,8 @@ impl Conductor {
             let connection = &self.connections[number];
             let host = connection.host.clone();
             // A large result may be on its way for longer than any fixed limit.
-            let is_silent = has_passed(now, Some(connection.heard_at), EXIT_CONFIRMATION_TIMEOUT);
+            let is_silent =
+                has_passed(now, Some(connection.last_active), EXIT_CONFIRMATION_TIMEOUT);
             if self.is_ending() && !self.rules.elastic && !connection.is_ready {
                 // No worker runs there, so there is no end to wait for.
                 let reason = format!("it has not answered within {now:.1?}");

@@ -292,8 +292,8 @@ impl SimulatedJob {
             if !is_open || self.dead_hosts.contains(&connection) {
                 return;
             }
-            let heard = ConductorInput::ConnectionHeard { connection, at: self.now };
-            self.advance(Some(heard));
+            let active = ConductorInput::ConnectionActive { connection, at: self.now };
+            self.advance(Some(active));
         }
         let Some((kind, stopped)) = self.workers[&task].end.clone() else { return };
         let cause = self.verdict.as_ref().and_then(|verdict| verdict.cause);

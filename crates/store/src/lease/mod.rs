@@ -301,7 +301,7 @@ fn list_marks(
         .collect()
 }
 
-/// Returns leases for a process of `job` that has no mark of its own yet. If our clock is behind,
+/// Returns leases for a process of `job` that has no mark yet. If our clock is behind,
 /// it says that an expired lease is valid. So the time of a file that was just written decides.
 fn list_leases(store: &Store, now: SystemTime, job: Option<&str>) -> Result<Vec<FoundMark>> {
     let leases = list_marks(store, &[LEASE_PREFIX], now, None, job)?;

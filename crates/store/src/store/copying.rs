@@ -61,7 +61,7 @@ impl Store {
 }
 
 /// Waits until the service has made a copy, as long as it makes progress. Azure may answer before
-/// that, and the copy would then have what is written to its source meanwhile, or fail.
+/// that, and the copy would then have later writes to its source, or fail.
 async fn wait_for_copy(
     operation: &StoreOperation,
     backend: &dyn ObjectStore,
