@@ -118,7 +118,7 @@ class Failing(Tracker):
 CALLS = ("log_report", "log_report", "log_model", "__exit__")
 
 
-@pytest.mark.parametrize("calls", [set(CALLS), *({one} for one in set(CALLS))], ids=str)
+@pytest.mark.parametrize("calls", [CALLS[1:], *((one,) for one in CALLS[1:])], ids="-".join)
 @pytest.mark.parametrize("error", [ConnectionError("no server"), ValueError("not a tensor")])
 def test_a_service_that_fails_after_the_start_is_a_warning_and_the_others_go_on(
     caplog, calls, error

@@ -10,9 +10,12 @@ use std::process::Command;
 /// # Panics
 /// The test failed. The message has its output.
 pub fn run_in_own_process(name: &str) {
-    let program = std::env::current_exe().expect("a test binary has a path");
     let arguments = ["--ignored", "--exact", name, "--nocapture"];
-    let child = Command::new(program).args(arguments).output().expect("a test binary starts");
+    let start = |program| Command::new(program).args(arguments).output();
+    let child = match std::env::current_exe().and_then(start) {
+        Ok(child) => child,
+        Err(error) => panic!("a test binary does not start itself: {error}"),
+    };
     let (output, errors) =
         (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
     assert!(child.status.success(), "{output}{errors}");
