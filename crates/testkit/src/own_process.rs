@@ -12,10 +12,9 @@ use std::process::Command;
 pub fn run_in_own_process(name: &str) {
     let arguments = ["--ignored", "--exact", name, "--nocapture"];
     let start = |program| Command::new(program).args(arguments).output();
-    let child = match std::env::current_exe().and_then(start) {
-        Ok(child) => child,
-        Err(error) => panic!("a test binary does not start itself: {error}"),
-    };
+    let started = std::env::current_exe().and_then(start);
+    assert!(started.is_ok(), "a test binary does not start itself: {started:?}");
+    let Ok(child) = started else { return };
     let (output, errors) =
         (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
     assert!(child.status.success(), "{output}{errors}");
