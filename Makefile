@@ -73,7 +73,7 @@ screenshots: install packages
 # again when these crates have changed.
 LOOM := shm transport engine
 loom: target/loom-passed
-target/loom-passed: $(shell find $(addprefix crates/,$(LOOM)) -name '*.rs' -o -name Cargo.toml) Cargo.lock
+target/loom-passed: $(shell find $(addprefix crates/,$(LOOM) negotiation world) -name '*.rs' -o -name Cargo.toml) Cargo.lock Cargo.toml rust-toolchain.toml .ci/rustc-loom
 	RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/.ci/rustc-loom cargo test --release $(addprefix -p farandole-,$(LOOM)) --lib loom_
 	touch $@
 

@@ -5,6 +5,8 @@
 import signal
 from pathlib import PurePosixPath
 
+import pytest
+
 # A shell starts what it puts into the background deaf to Ctrl-C, and every child inherits that; the
 # tests send some.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -15,6 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 UNDIVIDED = ("ray", "chaos", "parallel", "faults")
 
 
+@pytest.hookimpl(optionalhook=True)  # the environment of MXNet lacks pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
     """Gives whole files to processes, because tests of a file share fixtures."""
     from xdist.scheduler import LoadScopeScheduling

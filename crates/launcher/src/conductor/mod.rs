@@ -303,8 +303,14 @@ impl Conductor {
             }
             ConductorInput::WorkerEnded { task, outcome } => {
                 let state = self.task_mut(task);
-                // The registrar may have reported this end before, and each end counts once.
-                if state.awaited.take().is_some() {
+                let was_awaited = state.awaited.take().is_some();
+                // The registrar may have reported this end before, and each end counts once. But
+                // its report lacks a large result, and before the verdict the cause of a failure.
+                let is_complete = state
+                    .outcome
+                    .as_ref()
+                    .is_some_and(|kept| !kept.is_success() || kept.result.is_some());
+                if was_awaited || !is_complete {
                     state.outcome = Some(outcome);
                 }
             }
@@ -500,8 +506,12 @@ impl Conductor {
                 let host = self.connections[connection].host.clone();
                 self.record_error(now, Error::Host { host, reason });
             }
+            // Before the verdict it is unknown whether a failed worker is the cause or was aborted.
+            let is_certain = self.rules.elastic
+                || self.end.is_some()
+                || outcome.as_ref().is_some_and(WorkerOutcome::is_success);
             let state = self.task_mut(task);
-            (state.awaited, state.outcome) = (None, outcome);
+            (state.awaited, state.outcome) = (None, outcome.filter(|_| is_certain));
             if self.awaited_tasks(connection).is_empty() {
                 self.actions.push(ConductorAction::CloseConnection(connection));
             }
@@ -534,6 +544,8 @@ impl Conductor {
     /// for those of agents that only the registrar hears.
     fn give_up_silent_agents(&mut self, now: Duration) {
         let is_late = has_passed(now, self.over_at, JOB_END_TIMEOUT);
+        let has_no_use_for_results =
+            self.stop_level > StopLevel::Interrupt || matches!(self.end, Some(JobEnd::Failed(..)));
         let mut awaited = vec![Vec::new(); self.connections.len()];
         for (number, task) in &self.tasks {
             if let Some(AgentChannel::Connection(connection)) = task.awaited {
@@ -553,7 +565,9 @@ impl Conductor {
                 // No worker runs there, so there is no end to wait for.
                 let reason = format!("it has not answered within {now:.1?}");
                 self.errors.push(Error::Host { host, reason });
-            } else if (is_late && is_silent) || tasks.iter().all(|task| self.is_gone(now, *task)) {
+            } else if (is_late && (is_silent || has_no_use_for_results))
+                || tasks.iter().all(|task| self.is_gone(now, *task))
+            {
                 tracing::info!(?tasks, host, "stop waiting for the reports of these tasks");
                 let error = self.connections[number].lost.take();
                 let reason = "its agent fell silent".to_owned();

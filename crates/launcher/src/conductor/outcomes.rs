@@ -23,7 +23,14 @@ impl Conductor {
         if self.rules.elastic {
             return Ok(JobReport { outcomes: self.elastic_outcomes(), interrupted });
         }
-        let outcomes = self.take_outcomes();
+        let tasks: Vec<u32> = self.tasks.keys().copied().collect();
+        let outcomes: Vec<WorkerOutcome> = tasks
+            .into_iter()
+            .filter_map(|task| {
+                let reported_by_agent = self.task_mut(task).outcome.take();
+                reported_by_agent.or_else(|| self.reported_outcome(task))
+            })
+            .collect();
         let mut errors = self.errors;
         if errors.is_empty() && outcomes.iter().all(WorkerOutcome::is_success) {
             // If hosts fall silent together, no agent is left to report why the job ended.

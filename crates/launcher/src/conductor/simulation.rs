@@ -256,7 +256,9 @@ impl SimulatedJob {
     /// Makes the registrar decide after a grace period in which nobody fails earlier.
     fn blame(&mut self, task: u32, reason: String) {
         let verdict = GenerationVerdict { reason, cause: Some(TaskId(task)), retry: false };
-        self.schedule(Duration::from_millis(500), SimulatedEvent::VerdictIsDue(verdict));
+        // The registrar waits longer if peers of a silent rank failed first.
+        let after = if self.rng.random_bool(0.5) { 500 } else { 7_000 };
+        self.schedule(Duration::from_millis(after), SimulatedEvent::VerdictIsDue(verdict));
     }
 
     fn decide(&mut self, verdict: GenerationVerdict) {

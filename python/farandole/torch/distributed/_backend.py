@@ -54,6 +54,11 @@ class FarandoleBackend(ReductionOperations):
         """Returns the backend's name, as C++ asks for it."""
         return "farandole"
 
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing: a group is formed by its members alone. torch calls this in a group of
+        several backends.
+        """
+
     @property
     def supports_splitting(self) -> bool:
         """Whether groups can be split: always."""

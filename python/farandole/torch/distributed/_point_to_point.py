@@ -15,6 +15,7 @@ within a moment looks for such requests and claims one: the receiver then receiv
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import defaultdict, deque
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _UINT8: Final = 0
 """The engine's number of bytes."""
+_log = logging.getLogger("farandole")
 _SEND_GRACE_PERIOD: Final = 0.005
 """Seconds after which a send that is not received looks for receives from any rank."""
 _LONGEST_LOOK_PAUSE: Final = 0.05
@@ -370,8 +372,15 @@ class LateSends:
             try:
                 for destination in {send.destination for send in waiting}:
                     self._claim_requests(destination, waiting)
-            except RuntimeError:
-                return  # the store has ended, and with it the program
+            except RuntimeError as error:
+                # Usually the store has ended, and with it the program. The next send starts this
+                # again.
+                if not self._closed:
+                    _log.debug("requests of receives are not looked for: %s", error)
+                self._added.extend(waiting)
+                self._thread = None
+                self._awake.clear()
+                return
             if waiting:
                 pause = min(1.5 * pause, _LONGEST_LOOK_PAUSE)
             elif time.monotonic() - last > _QUIET_PERIOD:

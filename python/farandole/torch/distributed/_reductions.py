@@ -179,7 +179,7 @@ class ReductionOperations(GroupOperations):
             whole, rows = received_elements(outcomes[0], data.dtype)
             if len(set(rows)) > 1:
                 raise ValueError(f"ranks have tensors of different sizes: {rows} elements")
-            store_result(functools.reduce(fold, whole.view(self._size, -1)))
+            store_result(functools.reduce(fold, self._by_rank(whole)))
 
         return self._submit_work(submission, data, finish_fold, outputs)
 
@@ -244,7 +244,7 @@ class ReductionOperations(GroupOperations):
             return self._gather_and_fold(
                 data.reshape(-1),
                 fold,
-                lambda whole: copy_into(output, whole.view(self._size, -1)[self._rank]),
+                lambda whole: copy_into(output, self._by_rank(whole)[self._rank]),
                 [output],
             )
         op = engine_reduction(opts.reduceOp)
@@ -293,6 +293,10 @@ class ReductionOperations(GroupOperations):
         return self._submit_work(
             submission, data, lambda _: copy_into(output, data[self._rank]), [output]
         )
+
+    def _by_rank(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the flat tensors of all members, which may be empty, as one row for each."""
+        return whole.view(self._size, whole.numel() // self._size)
 
     def _rows_per_member(self, source: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Returns a flat input as one row per member."""

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,14 +34,33 @@ def can_hold_tensors(tensors: Mapping[str, torch.Tensor]) -> bool:
     )
 
 
+def _library() -> Any:
+    """Returns safetensors' functions for torch.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import safetensors
+        import safetensors.torch as library
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "saved PyTorch models need safetensors, which is not installed: "
+            "pip install 'farandole[torch]'",
+            name=error.name,
+        ) from error
+    return SimpleNamespace(
+        save=library.save, load=library.load, SafetensorError=safetensors.SafetensorError
+    )
+
+
 def dump_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Returns tensors as bytes.
 
     Args:
         tensors: tensors by name for which `can_hold_tensors` returns true.
     """
-    from safetensors.torch import save
-
+    save = _library().save
     plain: dict[str, torch.Tensor] = {}
     places: set[int] = set()
     for name, tensor in tensors.items():
@@ -61,14 +81,12 @@ def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: they are none, or cut off.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
+    library = _library()
     try:
-        return load(data)
+        return library.load(data)
     # The library leaves some checks of types and shapes to torch.
     except (
-        SafetensorError,
+        library.SafetensorError,
         ArithmeticError,
         AssertionError,
         LookupError,
