@@ -30,6 +30,11 @@ def done(tensor, work):
     return tensor, work.is_completed(), work.is_success(), work.result()
 
 
+def reduced_empty(op, rank, size):
+    tensor = torch.zeros(0, dtype=torch.int64)
+    return done(tensor, dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), async_op=True))
+
+
 def reduced(call, op, dtype, rank, size):
     dtype, op = getattr(torch, dtype), getattr(dist.ReduceOp, op)
     if call == "all_reduce":
@@ -519,6 +524,7 @@ MESSAGE_DTYPES = ["bool", "complex64", "bfloat16"]
 # fmt: off
 CASES = {
     **{f"all_reduce {o} {d}": partial(reduced, "all_reduce", o, d) for o in OPS for d in DTYPES},
+    **{f"all_reduce {o} of nothing": partial(reduced_empty, o) for o in OPS if o != "AVG"},
     **{f"{c} {o} float32": partial(reduced, c, o, "float32") for c in REDUCTIONS for o in OPS},
     **{f"{c} {o} int64": partial(reduced, c, o, "int64") for c in REDUCTIONS for o in OPS},
     **{f"{c} {d}": partial(moved, c, d) for c in MOVEMENTS for d in DTYPES},
