@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: the Farandole authors
 
 //! A bucket that answers slowly, or not at all.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, Write as _};
