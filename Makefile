@@ -10,7 +10,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 # Spark's Python workers use this environment.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 
-.PHONY: demo test test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
+.PHONY: demo test test-jobs test-rest test-spark test-storage test-launch test-scale test-trust trust-soaks trust-rest test-ray chaos packages tensorflow-ops test-faults test-parity test-readers loom fuzz sanitize lint bench gpu-check shim viewer test-ui screenshots wheel install bytecode tools deny docs links size release release-again clean
 
 # Packages that the wheel is built and used with. In a new environment, `make demo` installs only
 # those that it needs. All other targets install all.
@@ -27,14 +27,21 @@ demo: install
 # such short runs (one short session: 24 s of processor time with it, 14 s without).
 test test-spark: export JAVA_TOOL_OPTIONS := -XX:TieredStopAtLevel=1 -XX:+UseSerialGC
 
-# Python tests spend half of their time waiting, so there are more processes than processors.
 # Deadlines are short and machines are shared, so a failed test runs once more, with a message.
-# Tests that measure time run last and alone.
-PROCESSES ?= $(shell expr $$(nproc) + 1)
+# Python tests spend half of their time waiting, so two halves run in parallel. The output of each
+# half appears when it has ended.
 test: bytecode loom
 	.ci/rust-tests
-	$(BIN)/python -m pytest tests -m "not slow and not timing" -n $(PROCESSES) --reruns 1 --durations=40
-	$(BIN)/python -m pytest tests -m "not slow and timing" --reruns 1
+	@echo "make test: the tests in Python, in two halves side by side"
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-jobs test-rest
+
+# Tests that start clusters and jobs as users do. `test-rest` runs all others.
+JOBS := $(addprefix tests/,spark ray storage launcher launch trust chaos faults notebooks ui)
+test-jobs:
+	$(BIN)/python -m pytest $(JOBS) -m "not slow" --reruns 1 --durations=25
+
+test-rest:
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(JOBS)) -m "not slow" --reruns 1 --durations=25
 
 # Ray on this host: static and elastic jobs, estimators, killed nodes. `test` runs the short tests
 # of it.

@@ -32,18 +32,12 @@ DATES = {"time", "time_ns"}
 """Clocks that tests use for dates of files."""
 EXCEPTIONS = {
     "its program measures for another test": {
-        "launcher/test_dial_out.py": {
-            "test_ranks_of_hosts_that_take_no_connection_are_linked_through_the_drivers_port",
-            "test_without_the_option_such_hosts_cannot_be_linked_and_name_the_unreachable_hosts",
-        },
         "parallel/test_torch_devices.py": {
             "test_ranks_that_share_a_gpu_meet_in_host_memory_if_a_variable_says_so",
             "test_ranks_that_share_a_gpu_reduce_there_from_each_others_windows",
         },
-        "trust/test_stopped_driver.py": {"test_a_driver_that_is_killed_leaves_no_rank"},
     },
     "its limit is a minute, or grows with the time that it takes": {
-        "scale/test_many_ranks.py": {"test_63_ranks_name_the_one_that_was_killed"},
         "single/test_store_faults.py": {
             "test_a_store_that_never_works_is_given_up_and_says_how_often_it_was_asked",
             "test_a_store_that_says_no_is_asked_once",

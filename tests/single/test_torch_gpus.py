@@ -171,7 +171,7 @@ def test_memory_of_an_operation_is_kept_for_the_stream_that_waits_for_it(monkeyp
     current = [40]
     monkeypatch.setattr(_device, "current_stream_handle", lambda _: current[0])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: (ordinal, current[0]))
-    monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=lambda _: None))
+    monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=lambda *_: None))
     table = _handles._TorchHandleTable("t")
     numbers = iter(range(7, 20))
 
@@ -199,7 +199,7 @@ def test_a_wait_that_fails_or_is_interrupted_keeps_memory_as_long_as_its_handle(
     monkeypatch.setattr(_device, "current_stream_handle", lambda _: 40)
     table = _handles._TorchHandleTable("t")
 
-    def wait(_):
+    def wait(*_):
         raise error
 
     monkeypatch.setattr(handles, "engine", SimpleNamespace(wait=wait, is_pending=lambda _: False))

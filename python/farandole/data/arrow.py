@@ -30,7 +30,7 @@ class LazyModule:
         Raises:
             ImportError: pyarrow is not installed.
         """
-        if attribute.startswith("__"):  # asked for by pickle and inspect, of any object
+        if attribute.startswith("__"):  # pickle and inspect look for them in any object
             raise AttributeError(attribute)
         if self._module is None:
             try:
@@ -58,17 +58,6 @@ else:
         LazyModule(name)
         for name in ("pyarrow", "pyarrow.compute", "pyarrow.dataset", "pyarrow.parquet")
     )
-
-__all__ = [
-    "decode_dictionary",
-    "ds",
-    "is_list_type",
-    "is_number_type",
-    "is_text_type",
-    "pa",
-    "pc",
-    "pq",
-]
 
 
 def is_number_type(kind: pa.DataType) -> bool:

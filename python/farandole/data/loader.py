@@ -639,7 +639,7 @@ def _parse_piece(values: Any) -> RowPiece:
 
 
 def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Returns rank and size, where they are not given those of the running job, of Farandole or
+    """Returns the given rank and size, or for `None` the value of the running job, of Farandole or
     else of `torch.distributed`.
     """
     if rank is not None and size is not None:

@@ -424,7 +424,7 @@ def data_key(kind: str, encoding_spec: EncodingSpec, *identity: Any) -> str:
     Args:
         kind: First word of the key, see `prepared_directories`.
         encoding_spec: The requested encoding.
-        identity: Plain values that identify the rows and what is written of them.
+        identity: Plain values that identify the rows and their form in the files.
     """
     text = json.dumps([*identity, *encoding_spec.prepared_data_key_values()], sort_keys=True)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
