@@ -14,6 +14,7 @@ TESTS: Final = Path(__file__).parents[1]
 MAX_PROGRAM_LINES: Final = 11
 """Lines of a program that may stand in a string."""
 TEXTS: Final = {
+    "single/test_timing_marks.py": "the test of a rule parses them and runs none",
     "launcher/elastic.py": "tests replace a line of it",
     "parallel/test_notebook.py": "cells of a notebook",
     "single/test_data_pages.py": "lines around the blocks of a page",
