@@ -113,6 +113,7 @@ def test_an_exception_that_the_driver_cannot_rebuild_still_tells_its_type_and_me
     assert "Unpicklable" in caught.value.exception_type
 
 
+@pytest.mark.timing
 def test_a_failing_rank_ends_the_others_at_once(backend, pids):
     note = pids.note
 
@@ -130,7 +131,7 @@ def test_a_failing_rank_ends_the_others_at_once(backend, pids):
         backend().run(fail_while_others_sleep)
     assert time.monotonic() - started < 30
     assert caught.value.rank == 0
-    assert pids.gone(len(pids.seen()))
+    assert pids.gone(len(pids.seen()), limit=2.0)
 
 
 @pytest.mark.timing
@@ -159,9 +160,10 @@ def test_a_killed_worker_is_named_with_signal_and_stderr_within_five_seconds(bac
     assert "my last words" in str(error)
     assert "SIGKILL" in str(error)
     assert "memory" in str(error)
-    assert pids.gone(len(pids.seen()))
+    assert pids.gone(len(pids.seen()), limit=2.0)
 
 
+@pytest.mark.timing
 def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noticed(backend, pids):
     note = pids.note
 
@@ -183,7 +185,7 @@ def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noti
     with pytest.raises(FarandoleJobError) as caught:
         backend().run(train)
     assert (caught.value.rank, caught.value.signal_name) == (1, "SIGKILL")
-    assert pids.gone(2)
+    assert pids.gone(2, limit=2.0)
 
 
 @pytest.mark.newest
@@ -251,6 +253,7 @@ def test_the_next_run_works_after_a_failure(backend):
     assert runner.run(lambda: "fine") == ["fine", "fine"]
 
 
+@pytest.mark.timing
 def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(backend, pids):
     note = pids.note
 
@@ -271,7 +274,7 @@ def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(backend, pids
     with pytest.raises(KeyboardInterrupt):
         runner.run(sleep)
     interrupter.join()
-    assert pids.gone(2)
+    assert pids.gone(2, limit=2.0)
     assert runner.run(lambda: 1) == [1, 1]
 
 
@@ -301,6 +304,7 @@ def test_records_reach_the_callback_with_their_rank(backend):
     assert all(int(record["who"]) == rank for rank, record in seen)
 
 
+@pytest.mark.timing
 def test_a_callback_that_raises_ends_the_job(backend, pids):
     note = pids.note
 
@@ -318,7 +322,7 @@ def test_a_callback_that_raises_ends_the_job(backend, pids):
 
     with pytest.raises(ZeroDivisionError, match="enough"):
         backend().run(train, on_progress=on_progress)
-    assert pids.gone(len(pids.seen()))
+    assert pids.gone(len(pids.seen()), limit=2.0)
 
 
 @pytest.mark.newest
