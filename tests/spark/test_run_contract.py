@@ -131,7 +131,7 @@ def test_a_failing_rank_ends_the_others_at_once(backend, pids):
         backend().run(fail_while_others_sleep)
     assert time.monotonic() - started < 30
     assert caught.value.rank == 0
-    assert pids.gone(len(pids.seen()), limit=2.0)
+    assert pids.gone(len(pids.seen()), limit=0.5)
 
 
 @pytest.mark.timing
@@ -160,7 +160,7 @@ def test_a_killed_worker_is_named_with_signal_and_stderr_within_five_seconds(bac
     assert "my last words" in str(error)
     assert "SIGKILL" in str(error)
     assert "memory" in str(error)
-    assert pids.gone(len(pids.seen()), limit=2.0)
+    assert pids.gone(len(pids.seen()), limit=0.5)
 
 
 @pytest.mark.timing
@@ -185,7 +185,7 @@ def test_a_worker_killed_in_a_collective_is_named_and_not_the_survivor_that_noti
     with pytest.raises(FarandoleJobError) as caught:
         backend().run(train)
     assert (caught.value.rank, caught.value.signal_name) == (1, "SIGKILL")
-    assert pids.gone(2, limit=2.0)
+    assert pids.gone(2, limit=0.5)
 
 
 @pytest.mark.newest
@@ -274,7 +274,7 @@ def test_an_interrupt_leaves_nothing_behind_and_the_next_run_works(backend, pids
     with pytest.raises(KeyboardInterrupt):
         runner.run(sleep)
     interrupter.join()
-    assert pids.gone(2, limit=2.0)
+    assert pids.gone(2, limit=0.5)
     assert runner.run(lambda: 1) == [1, 1]
 
 
@@ -322,7 +322,7 @@ def test_a_callback_that_raises_ends_the_job(backend, pids):
 
     with pytest.raises(ZeroDivisionError, match="enough"):
         backend().run(train, on_progress=on_progress)
-    assert pids.gone(len(pids.seen()), limit=2.0)
+    assert pids.gone(len(pids.seen()), limit=0.5)
 
 
 @pytest.mark.newest
