@@ -23,9 +23,10 @@ def planned_answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """
     answers: list[Any] = []
 
-    def wait(member: int) -> int:
+    def wait(member: int, timeout: float | None = None) -> int:
         expected, answer = answers.pop(0)
         assert member == expected, "a member is waited for twice, or not at all"
+        assert timeout is None, "no limit was asked for"
         if isinstance(answer, BaseException):
             raise answer
         return answer
